@@ -32,13 +32,13 @@ def lengths(*values: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "version, name",
-    [("0.24.0", "v024"), ("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("1.0", "v032")],
+    [("0.24.0", "v024"), ("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("0.33.1", "v032")],
 )
 def test_each_version_has_one_adapter(version, name):
     assert versions.adapter(version).__name__ == f"sparrow.engines.vllm.{name}"
 
 
-@pytest.mark.parametrize("version", ["0.23.1", "0.25.0"])
+@pytest.mark.parametrize("version", ["0.23.1", "0.25.0", "0.34.0"])
 def test_other_versions_are_refused_by_name(version):
     with pytest.raises(ConfigError, match=f"no adapter for vLLM {version}"):
         versions.adapter(version)

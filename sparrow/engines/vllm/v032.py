@@ -1,4 +1,4 @@
-"""vLLM 0.32 and later: the layout of 0.26 on CUDA, and a CPU backend that Sparrow can share.
+"""vLLM 0.32 and 0.33: the layout of 0.26 on CUDA, and a CPU backend that Sparrow can share.
 
 Shapes: N block tokens, K kv heads, D head dim.
 """

@@ -25,11 +25,11 @@ def adapter(version: str) -> ModuleType:
         name = "v024"
     elif (0, 26) <= release <= (0, 31):
         name = "v026"
-    elif release >= (0, 32):
+    elif (0, 32) <= release <= (0, 33):
         name = "v032"
     else:
         raise ConfigError(
-            f"Sparrow has no adapter for vLLM {version}; install vllm 0.24, or 0.26 and later, "
+            f"Sparrow has no adapter for vLLM {version}; install vllm 0.24 or 0.26 to 0.33, "
             "or start vLLM without a schedule"
         )
     return import_module(f"sparrow.engines.vllm.{name}")
@@ -45,5 +45,5 @@ def installed(on_cpu: bool = False) -> ModuleType:
 
     found = adapter(vllm.__version__)
     if on_cpu and not hasattr(found, "cpu_key_value"):
-        raise ConfigError(f"Sparrow runs on CPU with vLLM 0.32 and later, not with {vllm.__version__}; use a GPU")
+        raise ConfigError(f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU")
     return found
