@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -513,7 +514,7 @@ def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """``name:key=value,key=value`` to the name and its options; values are JSON where they can be."""
     name, _, text = spec.partition(":")
     options: dict[str, Any] = {}
-    for option in filter(None, text.split(",")):
+    for option in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = option.partition("=")
         if not equals:
             raise ConfigError(f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24")

@@ -1,0 +1,365 @@
+"""Rollouts in vLLM on one GPU: decode steps, and a whole trace of long responses, stock dense against Sparrow.
+
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant stock --out results/rollout_qwen3-1.7b_stock.json
+    python benchmarks/rollout.py --shape qwen3-1.7b --variant sparse --out results/rollout_qwen3-1.7b_sparse.json
+
+``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random: nothing is
+downloaded.
+
+The trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each) whose response lengths come from a fixed
+log-normal distribution, mean 14,268, cut at 32,768. vLLM serves them first come, first served, ``slots`` at a time: as
+many as fit into KV memory without preemption. So which requests run at which length in which step depends neither on the
+variant nor on how long a step takes, and can be worked out beforehand. Running all of it would take hours. Instead the
+steps are cut into equal strata, the step in the middle of each is set up for real (its requests at their lengths, in
+vLLM, with its own scheduler, CUDA graphs and sampler) and timed, and the trace takes the mean of these times the number
+of steps, plus what prefilling the joining requests was measured to cost the others. ``validate`` runs a trace of the last
+1/32 of each response from beginning to end and compares that with its own estimate.
+
+A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
+is there already. What is there is random normal data, page means included, written once to all of the memory, so the
+pages the actor picks are scattered. Both variants run with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen3Config
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
+
+from sparrow import SparsitySchedule
+from sparrow.cost import response_lengths
+from sparrow.engines.vllm import VLLMEngine, config
+from sparrow.engines.vllm.client import request_seed
+
+REQUESTS, MEDIAN, CUTOFF, PROMPT = 240, 12_000, 32_768, 256
+CONTEXT = CUTOFF + PROMPT + 256
+LATE = 32
+"""The validating trace is the last 1/LATE of every response."""
+SETTLE, TIMED = 6, 24
+"""Steps before, and steps in, a measurement."""
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-1.7b": dict(
+        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-4b": dict(
+        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-8b": dict(
+        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
+    "qwen3-14b": dict(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+SLOTS = {"qwen3-1.7b": 64, "qwen3-4b": 56, "qwen3-8b": 48, "qwen3-14b": 40}
+"""Requests served at a time: the most, in steps of 8, whose longest moment fits into an H200."""
+POINTS = {
+    "qwen3-1.7b": [(64, 15000), (32, 30000), (64, 1024), (64, 4096), (8, 30000), (8, 1024), (1, 1024)],
+    "qwen3-4b": [(48, 15000), (24, 30000), (48, 1024)],
+    "qwen3-8b": [(48, 15000), (24, 30000), (48, 1024)],
+    "qwen3-14b": [(32, 15000), (16, 30000), (32, 1024)],
+}
+"""Plain decode steps: sequences, tokens in the cache of each."""
+LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
+OUR_SCHEDULES = ("dense", "published")
+
+
+class Connector(DecodeBenchConnector):
+    """vLLM's own connector for decode benchmarks, but prompts up to ``PROMPT`` tokens are prefilled, and the memory is
+    filled once, landmarks included, not request by request."""
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._layers = vllm_config.compilation_config.static_forward_context
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if request.num_prompt_tokens <= PROMPT:
+            return 0, False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        generator = torch.Generator(next(iter(kv_caches.values())).device).manual_seed(0)
+        for name, cache in kv_caches.items():
+            layer = self._layers[name]
+            sparse = getattr(layer.impl, "is_sparse_layer", False)
+            for begin in range(0, len(cache), 4096):
+                some = cache[begin : begin + 4096]
+                some.copy_(torch.randn(some.shape, generator=generator, device=cache.device, dtype=cache.dtype))
+                if sparse:
+                    keys, _, marks = layer.impl._views(layer, cache)
+                    pages = keys[begin : begin + 4096].unflatten(2, (marks.shape[1], -1))
+                    marks[begin : begin + 4096] = pages.float().mean(3).transpose(1, 2).to(marks.dtype)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        pass
+
+
+def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[tuple[int, np.ndarray, int]]:
+    """First come, first served, as long as memory suffices: the trace as a list of (steps, cached tokens of every
+    running request in the first of them, requests that join in it). A request joins after another's last step and gets
+    its first token in the step it joins in."""
+    waiting = list(range(len(responses)))[::-1]
+    running: list[tuple[int, int]] = []  # last step, request
+    began: dict[int, int] = {}
+    spans, now = [], 0
+    while waiting or running:
+        joined = 0
+        while waiting and len(running) < slots:
+            i = waiting.pop()
+            began[i] = now
+            heapq.heappush(running, (now + responses[i], i))
+            joined += 1
+        end = running[0][0]
+        lengths = np.array([prompts[i] + now - began[i] for _, i in running])
+        spans.append((end - now, lengths, joined))
+        now = end
+        while running and running[0][0] == now:
+            heapq.heappop(running)
+    return spans
+
+
+def states(spans: Sequence[tuple[int, np.ndarray, int]], count: int) -> list[tuple[int, np.ndarray]]:
+    """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every request in them."""
+    ends = np.cumsum([steps for steps, _, _ in spans])
+    chosen = ((np.arange(count) + 0.5) * ends[-1] / count).astype(int)
+    found = []
+    for step in chosen:
+        i = int(np.searchsorted(ends, step, side="right"))
+        steps, lengths, _ = spans[i]
+        found.append((int(step), lengths + int(step) - int(ends[i]) + steps))
+    return found
+
+
+class Bench:
+    """One vLLM engine, stock or with Sparrow."""
+
+    def __init__(self, shape: str, variant: str, folder: str, memory: float) -> None:
+        self.shape, self.slots = shape, max(SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
+        Qwen3Config(
+            vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
+            architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
+            **SHAPES[shape],
+        ).save_pretrained(folder)  # fmt: skip
+        options: dict[str, Any] = dict(
+            load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CONTEXT,
+            max_num_seqs=self.slots, gpu_memory_utilization=memory, enable_prefix_caching=False,
+            enable_sleep_mode=False, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
+            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+            kv_transfer_config={
+                "kv_connector": "Connector", "kv_connector_module_path": "rollout", "kv_role": "kv_both"
+            },
+        )  # fmt: skip
+        self.engine: VLLMEngine | None = None
+        if variant == "stock":
+            self.llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
+        else:
+            # A connector that carries no landmarks is refused; this one makes them.
+            config.check_supported = lambda *_: None
+            self.published = SparsitySchedule.preset(shape)
+            self.engine = VLLMEngine(folder, self.published, **options)
+            self.llm = self.engine.llm
+        self.llm.apply_model(randomise)
+        self.vllm_config = self.llm.llm_engine.vllm_config
+
+    @property
+    def schedules(self) -> Sequence[str]:
+        return ("stock",) if self.engine is None else OUR_SCHEDULES
+
+    def use(self, schedule: str) -> None:
+        if self.engine is not None:
+            dense = SparsitySchedule.dense(dense_layers=self.published.dense_layers)
+            self.engine.rpc("sparrow_set_schedule", (self.published if schedule == "published" else dense).to_json())
+
+    def start(self, prompts: Iterable[int], responses: Iterable[int], logprobs: int | None) -> None:
+        """Queue requests with prompts and responses of so many tokens, sampled as the trainer's engine samples."""
+        tokens = [i % 150_000 for i in range(CONTEXT)]
+        for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+            parameters = SamplingParams(
+                max_tokens=int(response), temperature=1.0, logprobs=logprobs, seed=request_seed(0, i), detokenize=False,
+                flat_logprobs=True, ignore_eos=True,
+            )  # fmt: skip
+            self._served = getattr(self, "_served", 0) + 1
+            request = {"prompt_token_ids": tokens[: int(prompt)]}
+            self.llm.llm_engine.add_request(str(self._served), request, parameters)
+
+    def finish(self) -> list[float]:
+        """Run until nothing is left; seconds of every step."""
+        engine, seconds, last = self.llm.llm_engine, [], time.perf_counter()
+        while engine.has_unfinished_requests():
+            engine.step()
+            now = time.perf_counter()
+            seconds.append(now - last)
+            last = now
+        return seconds
+
+    def step(self, lengths: Sequence[int] | np.ndarray, logprobs: int | None) -> dict[str, float]:
+        """A decode step with so many cached tokens in each request: median and spread, in ms."""
+        half = SETTLE + TIMED // 2
+        self.start([max(PROMPT + 1, n - half) for n in lengths], [half + TIMED] * len(lengths), logprobs)
+        ms = 1e3 * np.array(self.finish()[SETTLE : SETTLE + TIMED])
+        low, middle, high = np.percentile(ms, [10, 50, 90])
+        return {"ms": float(middle), "p10": float(low), "p90": float(high), "mean": float(ms.mean())}
+
+    def join(self, lengths: np.ndarray, logprobs: int | None) -> float:
+        """What it costs the running requests that another's prompt is prefilled among them, in ms."""
+        lengths, total = lengths[: self.slots - 4], []
+        for joining in (0, 4):
+            self.start(np.maximum(lengths, PROMPT + 1), [40] * len(lengths), logprobs)
+            engine, seconds = self.llm.llm_engine, []
+            for i in range(28):
+                if joining and i in (8, 12, 16, 20):
+                    self.start([PROMPT], [18], logprobs)
+                began = time.perf_counter()
+                engine.step()
+                seconds.append(time.perf_counter() - began)
+            self.finish()
+            total.append(sum(seconds[8:]))
+        return (total[1] - total[0]) / 4 * 1e3
+
+
+@torch.no_grad()
+def randomise(model: torch.nn.Module) -> None:
+    """Weights of a model before training: vLLM's dummies are too small for activations to be anything but noise."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
+    for name, weight in model.named_parameters():
+        weight.fill_(1.0) if "norm" in name else weight.normal_(0.0, 0.02, generator=generator)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    out, parts = Path(arguments.out), arguments.parts.split(",")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+
+    def save(**more: Any) -> None:
+        found.update(more)
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        print(f"{time.monotonic() - began:6.1f} s  {json.dumps(more)[-160:]}", flush=True)
+
+    shape = arguments.shape
+    prompts = [PROMPT] * REQUESTS
+    responses = [int(n) for n in response_lengths(MEDIAN, CUTOFF, REQUESTS)]
+    spans = simulate(prompts, responses, SLOTS[shape])
+    chosen = states(spans, arguments.states)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(shape, arguments.variant, folder, arguments.memory)
+        blocks, block = bench.vllm_config.cache_config.num_gpu_blocks, bench.vllm_config.cache_config.block_size
+        import vllm
+
+        save(
+            device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
+            variant=arguments.variant, slots=SLOTS[shape], kv_tokens=blocks * block,
+            settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory, "timed_steps": TIMED},
+        )  # fmt: skip
+        longest = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
+        assert longest + SLOTS[shape] * block < blocks * block, f"{longest} tokens would be preempted: fewer slots"
+        bench.step([1024] * 8, 20)  # compiles what is left to compile
+        if "points" in parts:
+            rows = []
+            for batch, length in POINTS[shape]:
+                for schedule in bench.schedules:
+                    bench.use(schedule)
+                    for label in LOGPROBS:
+                        if label != "none" and (schedule == "dense" or length == 4096):
+                            continue
+                        timed = bench.step([length] * batch, LOGPROBS[label])
+                        rows.append(dict(batch=batch, length=length, schedule=schedule, logprobs=label, **timed))
+                        save(points=rows)
+        if "trace" in parts:
+            rows = []
+            bench.use(bench.schedules[-1])
+            for step, lengths in chosen:
+                row: dict[str, Any] = dict(step=step, batch=len(lengths), tokens=int(lengths.sum()))
+                for label in ("none", "top 20"):
+                    row[label] = bench.step(lengths, LOGPROBS[label])
+                rows.append(row)
+                save(trace=dict(
+                    requests=REQUESTS, prompt=PROMPT, tokens=sum(responses), mean_response=statistics.mean(responses),
+                    steps=sum(s for s, _, _ in spans), joins=len(responses), states=rows,
+                ))  # fmt: skip
+            joins = [bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]]
+            save(trace=found["trace"] | {"join_ms": joins})
+        if "validate" in parts:
+            bench.use(bench.schedules[-1])
+            late = [max(1, n // LATE) for n in responses]
+            early = [PROMPT + n - m for n, m in zip(responses, late, strict=True)]
+            timed = [
+                bench.step(lengths, LOGPROBS["top 20"])
+                for _, lengths in states(simulate(early, late, SLOTS[shape]), arguments.states)
+            ]
+            steps = sum(s for s, _, _ in simulate(early, late, SLOTS[shape]))
+            start = time.perf_counter()
+            bench.start(early, late, LOGPROBS["top 20"])
+            queued = time.perf_counter()
+            took = bench.finish()
+            seconds = time.perf_counter() - queued
+            save(validation=dict(
+                late=LATE, tokens=sum(late), steps=steps, steps_run=len(took), seconds=seconds,
+                queueing_seconds=queued - start, estimate=steps * statistics.mean(t["ms"] for t in timed) / 1e3,
+            ))  # fmt: skip
+        if "profile" in parts:
+            for schedule in bench.schedules:
+                bench.use(schedule)
+                batch, length = POINTS[shape][0]
+                save(**{f"profile {schedule}": profile(bench, batch, length, out.with_suffix(f".{schedule}.txt"))})
+
+
+def profile(bench: Bench, batch: int, length: int, text: Path) -> dict[str, Any]:
+    """Kernels of a decode step with top-20 log-probs: us per step, launches per step, the 25 longest."""
+    steps, engine = 10, bench.llm.llm_engine
+    bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)
+    for _ in range(SETTLE):
+        engine.step()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as recorded:
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(steps):
+            engine.step()
+        seconds = time.perf_counter() - began
+        torch.cuda.synchronize()
+    bench.finish()
+    rows = recorded.key_averages()
+    text.write_text(rows.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60))
+    kernels = [r for r in rows if r.self_device_time_total > 0 and r.device_type == torch.autograd.DeviceType.CUDA]
+    kernels.sort(key=lambda r: -r.self_device_time_total)
+    table = [
+        {"kernel": r.key[:110], "us": round(r.self_device_time_total / steps, 1), "launches": r.count / steps}
+        for r in kernels[:25]
+    ]
+    busy = sum(r.self_device_time_total for r in kernels) / steps
+    return {"batch": batch, "length": length, "ms": seconds / steps * 1e3, "kernels_us": round(busy, 1), "top": table}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
+    parser.add_argument("--parts", default="points,trace,validate", help="of points, trace, validate, profile")
+    parser.add_argument("--states", type=int, default=16, help="strata of the trace")
+    parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--out", required=True, help="JSON; parts not measured now are kept as they are there")
+    measure(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
