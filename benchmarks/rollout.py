@@ -6,14 +6,15 @@
 ``benchmarks/tables.py`` makes the tables of docs/performance.md from the files. Models are random: nothing is
 downloaded.
 
-The trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each) whose response lengths come from a fixed
-log-normal distribution, mean 14,268, cut at 32,768. vLLM serves them first come, first served, ``slots`` at a time: as
-many as fit into KV memory without preemption. So which requests run at which length in which step depends neither on the
-variant nor on how long a step takes, and can be worked out beforehand. Running all of it would take hours. Instead the
-steps are cut into equal strata, the step in the middle of each is set up for real (its requests at their lengths, in
-vLLM, with its own scheduler, CUDA graphs and sampler) and timed, and the trace takes the mean of these times the number
-of steps, plus what prefilling the joining requests was measured to cost the others. ``validate`` runs a trace of the last
-1/32 of each response from beginning to end and compares that with its own estimate.
+A trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``--requests`` takes other numbers) whose
+response lengths come from a fixed log-normal distribution, mean 14,268, cut at 32,768. vLLM serves them first come,
+first served, ``slots`` at a time: as many as fit into KV memory without preemption. So which requests run at which
+length in which step depends neither on the variant nor on how long a step takes, and can be worked out beforehand.
+Running all of it would take hours. Instead the steps are cut into equal strata, the step in the middle of each is set
+up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and sampler) and timed, and the
+trace takes the mean of these times the number of steps, plus what prefilling the joining requests was measured to cost
+the others. ``validate`` runs the last 1/32 of each response from beginning to end and compares that with its own
+estimate.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
 is there already. What is there is random normal data, page means included, written once to all of the memory, so the
@@ -46,7 +47,7 @@ from sparrow.cost import response_lengths
 from sparrow.engines.vllm import VLLMEngine, config
 from sparrow.engines.vllm.client import request_seed
 
-REQUESTS, MEDIAN, CUTOFF, PROMPT = 240, 12_000, 32_768, 256
+MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 CONTEXT = CUTOFF + PROMPT + 256
 LATE = 32
 """The validating trace is the last 1/LATE of every response."""
@@ -255,11 +256,7 @@ def measure(arguments: argparse.Namespace) -> None:
         out.write_text(json.dumps(found, indent=1) + "\n")
         print(f"{time.monotonic() - began:6.1f} s  {json.dumps(more)[-160:]}", flush=True)
 
-    shape = arguments.shape
-    prompts = [PROMPT] * REQUESTS
-    responses = [int(n) for n in response_lengths(MEDIAN, CUTOFF, REQUESTS)]
-    spans = simulate(prompts, responses, SLOTS[shape])
-    chosen = states(spans, arguments.states)
+    shape, slots = arguments.shape, SLOTS[arguments.shape]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, arguments.variant, folder, arguments.memory)
         blocks, block = bench.vllm_config.cache_config.num_gpu_blocks, bench.vllm_config.cache_config.block_size
@@ -267,11 +264,9 @@ def measure(arguments: argparse.Namespace) -> None:
 
         save(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
-            variant=arguments.variant, slots=SLOTS[shape], kv_tokens=blocks * block,
+            variant=arguments.variant, slots=slots, kv_tokens=blocks * block,
             settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory, "timed_steps": TIMED},
         )  # fmt: skip
-        longest = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
-        assert longest + SLOTS[shape] * block < blocks * block, f"{longest} tokens would be preempted: fewer slots"
         bench.step([1024] * 8, 20)  # compiles what is left to compile
         if "points" in parts:
             rows = []
@@ -284,37 +279,37 @@ def measure(arguments: argparse.Namespace) -> None:
                         timed = bench.step([length] * batch, LOGPROBS[label])
                         rows.append(dict(batch=batch, length=length, schedule=schedule, logprobs=label, **timed))
                         save(points=rows)
-        if "trace" in parts:
-            rows = []
-            bench.use(bench.schedules[-1])
+        bench.use(bench.schedules[-1])
+        for requests in arguments.requests if "trace" in parts else ():
+            responses = response_lengths(MEDIAN, CUTOFF, requests).tolist()
+            spans = simulate([PROMPT] * requests, responses, slots)
+            longest = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
+            assert longest + slots * block < blocks * block, f"{longest} tokens would be preempted: fewer slots"
+            chosen, rows = states(spans, arguments.states), []
+            trace: dict[str, Any] = dict(
+                requests=requests, prompt=PROMPT, tokens=sum(responses), longest=max(responses),
+                steps=sum(steps for steps, _, _ in spans), peak_tokens=int(longest), states=rows,
+            )  # fmt: skip
             for step, lengths in chosen:
                 row: dict[str, Any] = dict(step=step, batch=len(lengths), tokens=int(lengths.sum()))
-                for label in ("none", "top 20"):
+                for label in arguments.logprobs:
                     row[label] = bench.step(lengths, LOGPROBS[label])
                 rows.append(row)
-                save(trace=dict(
-                    requests=REQUESTS, prompt=PROMPT, tokens=sum(responses), mean_response=statistics.mean(responses),
-                    steps=sum(s for s, _, _ in spans), joins=len(responses), states=rows,
-                ))  # fmt: skip
-            joins = [bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]]
-            save(trace=found["trace"] | {"join_ms": joins})
+                save(traces=found.get("traces", {}) | {str(requests): trace})
+            trace["join_ms"] = [bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]]
+            save(traces=found["traces"])
         if "validate" in parts:
-            bench.use(bench.schedules[-1])
+            responses = response_lengths(MEDIAN, CUTOFF, min(arguments.requests)).tolist()
             late = [max(1, n // LATE) for n in responses]
             early = [PROMPT + n - m for n, m in zip(responses, late, strict=True)]
-            timed = [
-                bench.step(lengths, LOGPROBS["top 20"])
-                for _, lengths in states(simulate(early, late, SLOTS[shape]), arguments.states)
-            ]
-            steps = sum(s for s, _, _ in simulate(early, late, SLOTS[shape]))
-            start = time.perf_counter()
+            spans = simulate(early, late, slots)
+            timed = [bench.step(lengths, LOGPROBS["top 20"])["ms"] for _, lengths in states(spans, arguments.states)]
+            steps = sum(s for s, _, _ in spans)
             bench.start(early, late, LOGPROBS["top 20"])
-            queued = time.perf_counter()
             took = bench.finish()
-            seconds = time.perf_counter() - queued
             save(validation=dict(
-                late=LATE, tokens=sum(late), steps=steps, steps_run=len(took), seconds=seconds,
-                queueing_seconds=queued - start, estimate=steps * statistics.mean(t["ms"] for t in timed) / 1e3,
+                requests=len(late), late=LATE, tokens=sum(late), steps=steps, steps_run=len(took), seconds=sum(took),
+                estimate=steps * statistics.mean(timed) / 1e3,
             ))  # fmt: skip
         if "profile" in parts:
             for schedule in bench.schedules:
@@ -356,6 +351,8 @@ def main() -> None:
     parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
     parser.add_argument("--parts", default="points,trace,validate", help="of points, trace, validate, profile")
     parser.add_argument("--states", type=int, default=16, help="strata of the trace")
+    parser.add_argument("--requests", type=int, nargs="+", default=[240], help="traces of so many requests")
+    parser.add_argument("--logprobs", nargs="+", choices=LOGPROBS, default=["none", "top 20"], help="in the traces")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--out", required=True, help="JSON; parts not measured now are kept as they are there")
     measure(parser.parse_args())

@@ -9,7 +9,7 @@ Entropy falls as the policy learns, which by itself raises p5, so the mean of |l
 kept too. With DistillSparse the weights sent are the policy's with the actor's LoRA merged in.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24 --count 24
---max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine 0 --on-policy 0``), where LAYOUT
+--max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine 0 --on-policy 0``). LAYOUT
 has pages of 8 tokens (the decode kernels' smallest), bins of 64 and the first layer dense.
 """
 

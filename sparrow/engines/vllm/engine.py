@@ -112,6 +112,7 @@ class VLLMEngine(Client):
     def wake(self) -> None:
         """See ``Engine.wake``."""
         if self._asleep:
+            torch.cuda.empty_cache()  # what training has freed, torch still holds, and vLLM would not find it
             self.llm.wake_up()
             self._asleep = False
 
