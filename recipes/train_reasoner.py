@@ -59,7 +59,8 @@ class Config:
         rope_theta: base of the rotary embedding; a large one leaves dimensions that match content at any distance.
         test_lines: program lengths to evaluate.
         test_programs: programs per length.
-        budget_lines: program length for the evaluation of sparse budgets.
+        budget_lines: program length for the evaluation of sparse budgets, which takes longer than the training;
+            None leaves it out.
         seed: of initialisation and of the order of examples.
     """
 
@@ -80,7 +81,7 @@ class Config:
     rope_theta: float = 1e6
     test_lines: tuple[int, ...] = (8, 16, 24, 32)
     test_programs: int = 256
-    budget_lines: int = 32
+    budget_lines: int | None = 32
     seed: int = 0
 
 
@@ -205,9 +206,11 @@ def evaluate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config
         rewards = solve(engine, tokenizer, config.test_lines, config.test_programs, temperature)[1]
         report[f"accuracy_{name}"] = {lines: round(float(r.mean()), 4) for lines, r in rewards.items()}
         log.info("accuracy %s: %s", name, report[f"accuracy_{name}"])
+    report["budgets"] = []
+    if config.budget_lines is None:
+        return report
     rollouts, _ = solve(engine, tokenizer, (config.budget_lines,), config.test_programs, 1.0)
     report["response_tokens"] = round(float(np.mean([len(r) for r in rollouts])), 1)
-    report["budgets"] = []
     for schedule in budgets(config.layers):
         engine.set_schedule(schedule)
         _, rewards = solve(engine, tokenizer, (config.budget_lines,), config.test_programs, 1.0)
@@ -280,11 +283,6 @@ def model_card(report: dict[str, Any]) -> str:
         f"| {lines} | {sampled:.3f} | {report['accuracy_greedy'][lines]:.3f} |\n"
         for lines, sampled in report["accuracy_sampled"].items()
     )
-    rows = ""
-    for b in report["budgets"]:
-        quarters = " ".join(f"{p5:.2f}" for p5 in b["p5_by_quarter"])
-        cells = (b["page_size"], len(b["dense_layers"]), b["top_k"], b["tokens"], f"{b['mean']:.3f}", f"{b['p5']:.3f}")
-        rows += "| " + " | ".join(map(str, (*cells, quarters, f"{b['accuracy_sampled']:.3f}"))) + " |\n"
     heads = f"{config['heads']} query and {config['kv_heads']} key-value heads of {config['head_dim']}"
     lines = f"{config['shortest']} to {config['longest']} lines"
     tokens = f"{config['steps']} steps of {config['batch_tokens']:,} tokens"
@@ -316,10 +314,22 @@ Whole-answer accuracy on {config["test_programs"]} unseen programs of each lengt
 
 | lines | sampled, temperature 1 | greedy |
 |---|---|---|
-{lengths}
-Programs of {config["budget_lines"]} lines, with responses of {report["response_tokens"]:.0f} tokens, under fixed sparse
-budgets: acceptance over dense samples, its 5th percentile also by quarter of the response, and accuracy when sampled
-by the sparse actor. The first one or two layers are kept dense.
+{lengths}{budget_table(report)}"""
+
+
+def budget_table(report: dict[str, Any]) -> str:
+    """The part of the card on sparse budgets, where they were evaluated."""
+    if not report["budgets"]:
+        return ""
+    rows = ""
+    for b in report["budgets"]:
+        quarters = " ".join(f"{p5:.2f}" for p5 in b["p5_by_quarter"])
+        cells = (b["page_size"], len(b["dense_layers"]), b["top_k"], b["tokens"], f"{b['mean']:.3f}", f"{b['p5']:.3f}")
+        rows += "| " + " | ".join(map(str, (*cells, quarters, f"{b['accuracy_sampled']:.3f}"))) + " |\n"
+    return f"""
+Programs of {report["config"]["budget_lines"]} lines, with responses of {report["response_tokens"]:.0f} tokens, under
+fixed sparse budgets: acceptance over dense samples, its 5th percentile also by quarter of the response, and accuracy
+when sampled by the sparse actor. The first one or two layers are kept dense.
 
 | page size | dense layers | top-k pages | budget, tokens | mean acceptance | p5 | p5 by quarter | sampled accuracy |
 |---|---|---|---|---|---|---|---|

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +33,9 @@ class Acceptance(NamedTuple):
 Measure = Callable[[SparsitySchedule], Acceptance]
 """Acceptance of the actor under a schedule, on trajectories of the caller's choice."""
 
+Curves = dict[int, tuple[PercentileInterval, ...]]
+"""Top-k -> tail by bin."""
+
 
 @dataclass(frozen=True)
 class BinChoice:
@@ -43,7 +46,8 @@ class BinChoice:
         top_k: pages in the schedule.
         p5, lower, upper: the tail at the budget that decided and its confidence interval; NaN for a dense bin.
         n_tokens, n_sequences: what they were computed from.
-        borrowed: the bin alone had too few sequences, so shorter lengths were pooled in and one budget more was taken.
+        borrowed: the bin alone had too few sequences, so its neighbours were pooled in, and one budget more was taken
+            unless only longer lengths were there to be pooled.
     """
 
     start: int
@@ -64,12 +68,12 @@ class Calibration:
     Attributes:
         schedule: dense beyond the last measured bin.
         bins: one choice per measured bin.
-        curves: top-k -> tail by bin, for every budget measured.
+        curves: the tail at every budget measured, after correction on policy.
     """
 
     schedule: SparsitySchedule
     bins: tuple[BinChoice, ...]
-    curves: Mapping[int, tuple[PercentileInterval, ...]]
+    curves: Curves
 
 
 def calibrate(
@@ -77,20 +81,28 @@ def calibrate(
     budgets: Sequence[int],
     target: float = 0.86,
     layout: SparsitySchedule | None = None,
-    refine: int = 2,
+    refine: int = 3,
+    sample: Measure | None = None,
+    on_policy: int = 0,
     min_sequences: int = 20,
     seed: int = 0,
     provenance: Mapping[str, Any] | None = None,
 ) -> Calibration:
     """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
 
+    The actor writes other tokens than the trajectories hold, and its own are harder for it. A round on policy samples
+    under the schedule found; what that rejects in a bin, 1 - p5, over what teacher forcing foretold there is taken to
+    hold at every budget, all curves are scaled by it, and the search goes on.
+
     Args:
-        measure: acceptance under a schedule; called once per budget with ``fixed`` schedules.
+        measure: acceptance under a schedule on given trajectories; called once per budget with ``fixed`` schedules.
         budgets: top-k values to try first, in any order.
         target: what the lower end of the 95 % interval of p5 must reach.
         layout: gives page size, bins and dense layers; the published ones by default.
         refine: rounds of bisection between the budget that fails and the one that passes.
-        min_sequences: a bin that fewer sequences reach borrows from shorter lengths.
+        sample: acceptance of the actor on rollouts of its own; called once per round.
+        on_policy: rounds on policy.
+        min_sequences: a bin that fewer sequences reach borrows from other lengths, shorter ones first.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
 
@@ -100,27 +112,56 @@ def calibrate(
     if not budgets or not 0 < target < 1:
         raise ConfigError(f"need at least one budget and a target between 0 and 1, got {list(budgets)} and {target}")
     layout = layout or SparsitySchedule.dense()
-    curves: dict[int, tuple[PercentileInterval, ...]] = {}
+    forced: Curves = {}  # as teacher forcing foretells them
     own: list[int] = []  # sequences that reach each bin; the same at every budget
 
     def add(top_k: int) -> None:
         found = measure(layout.replace(top_k=(top_k,)))
-        curves[top_k] = tuple(_tail(found, layout.bin_tokens, min_sequences, seed))
+        forced[top_k] = tuple(_tail(found, layout.bin_tokens, min_sequences, seed))
         own[:] = [len(sequences) for _, sequences in sorted(_reaching(found, layout.bin_tokens).items())]
+
+    def search() -> Calibration:
+        for _ in range(refine):
+            for middle in sorted({(a + b) // 2 for a, b in _brackets(_scaled(forced, drift), target) if b - a > 1}):
+                add(middle)
+        borrowed = [n < min_sequences for n in own]
+        return _choose(layout, _scaled(forced, drift), borrowed, target, {**(provenance or {}), "on_policy": rounds})
 
     for top_k in sorted(set(budgets)):
         add(top_k)
-    for _ in range(refine):
-        for middle in sorted({(a + b) // 2 for a, b in _brackets(curves, target) if b - a > 1}):
-            add(middle)
+    drift, rounds = [1.0] * len(own), []
+    found = search()
+    for _ in range(on_policy):
+        assert sample is not None, "rounds on policy need something to sample with"
+        fresh = {tail.bin: tail for tail in _tail(sample(found.schedule), layout.bin_tokens, min_sequences, seed)}
+        for i, choice in enumerate(found.bins):
+            tail = fresh.get(choice.start // layout.bin_tokens)
+            if tail is not None and choice.p5 < 1:  # else nobody came, or nothing was decoded sparsely
+                drift[i] *= (1 - tail.estimate) / (1 - choice.p5)
+        rounds.append({"top_k": [b.top_k for b in found.bins], "fresh": [asdict(tail) for tail in fresh.values()]})
+        found = search()
+    return found
 
+
+def _scaled(curves: Curves, drift: Sequence[float]) -> Curves:
+    """Curves with what each bin rejects, 1 - p5, multiplied by its drift."""
+
+    def scale(tail: PercentileInterval, by: float) -> PercentileInterval:
+        p5, lower, upper = (1 - by * (1 - x) for x in (tail.estimate, tail.lower, tail.upper))
+        return replace(tail, estimate=p5, lower=lower, upper=upper)
+
+    return {k: tuple(map(scale, curve, drift)) for k, curve in curves.items()}
+
+
+def _choose(
+    layout: SparsitySchedule, curves: Curves, borrowed: Sequence[bool], target: float, provenance: Mapping[str, Any]
+) -> Calibration:
+    """In every bin the cheapest budget whose lower limit meets the target, no cheaper than in the bin before."""
     tried = sorted(curves)
     bins: list[BinChoice] = []
     for i, reference in enumerate(curves[tried[-1]]):
-        passing = [k for k in tried if curves[k][i].lower >= target]
-        top_k = passing[0] if passing else ALL_PAGES
-        borrowed = own[i] < min_sequences
-        if borrowed and top_k < ALL_PAGES:
+        top_k = next((k for k in tried if curves[k][i].lower >= target), ALL_PAGES)
+        if borrowed[i] and bins:
             # Pooled shorter lengths flatter the bin, whose own tail is lower: take the next budget.
             top_k = next((k for k in tried if k > top_k), ALL_PAGES)
         if bins:
@@ -137,7 +178,7 @@ def calibrate(
                 upper,
                 reference.n_tokens,
                 reference.n_sequences,
-                borrowed,
+                borrowed[i],
             )
         )
     # Bins before the first measured one hold prompts only; the first measured budget serves them.
@@ -152,25 +193,7 @@ def calibrate(
         "measured_up_to": bins[-1].end,
         "bins": [_plain(asdict(b)) for b in bins],
     }
-    schedule = layout.replace(top_k=tuple(table), provenance={**(provenance or {}), **evidence})
-    return Calibration(schedule, tuple(bins), curves)
-
-
-def raise_failing(schedule: SparsitySchedule, found: Acceptance, target: float, seed: int = 0) -> SparsitySchedule:
-    """One on-policy correction: bins whose p5 interval lies wholly below ``target`` get a quarter more pages.
-
-    Args:
-        schedule: what ``found`` was sampled under.
-        found: acceptance on fresh rollouts of the actor itself.
-        target: as in ``calibrate``.
-        seed: of the bootstrap.
-    """
-    table = list(schedule.top_k)
-    for interval in _tail(found, schedule.bin_tokens, 2, seed):
-        i = min(interval.bin, len(table) - 1)
-        if interval.upper < target and table[i] < ALL_PAGES:
-            table[i] = math.ceil(table[i] * 1.25) + 1
-    return schedule.replace(top_k=tuple(np.maximum.accumulate(table).tolist()))
+    return Calibration(layout.replace(top_k=tuple(table), provenance={**provenance, **evidence}), tuple(bins), curves)
 
 
 def _tail(found: Acceptance, bin_tokens: int, min_sequences: int, seed: int) -> list[PercentileInterval]:
@@ -211,7 +234,7 @@ def _reaching(found: Acceptance, bin_tokens: int) -> dict[int, set[int]]:
     return {int(b): set(np.unique(found.sequence[bins == b]).tolist()) for b in np.unique(bins)}
 
 
-def _brackets(curves: Mapping[int, Sequence[PercentileInterval]], target: float) -> set[tuple[int, int]]:
+def _brackets(curves: Curves, target: float) -> set[tuple[int, int]]:
     """Per bin, the largest budget that fails below the smallest that passes."""
     tried = sorted(curves)
     brackets = set()

@@ -126,11 +126,11 @@ class Calibrate(FromPrompts):
     budgets: tuple[int, ...] = (5, 13, 29, 61, 125, 253, 509)
     """Top-k pages to try before bisection."""
 
-    refine: int = 2
+    refine: int = 3
     """Rounds of bisection between the budget that fails and the one that passes."""
 
     on_policy: int = 1
-    """Rounds of fresh rollouts under the schedule found, each raising the bins that turn out too low."""
+    """Rounds of rollouts under the schedule found, each scaling what was foretold by what they show."""
 
     layout: str = "dense"
     """A schedule to take page size, bin width and dense layers from."""

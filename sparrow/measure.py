@@ -8,13 +8,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparrow.calibrate import Acceptance, Calibration, calibrate, raise_failing
+from sparrow.calibrate import Acceptance, Calibration, calibrate
 from sparrow.engines.base import Engine, Rollout, Sampling, Scores
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.schedule import SparsitySchedule
@@ -85,23 +86,27 @@ def calibrate_engine(
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
-        budgets, target, layout, refine, provenance: see ``sparrow.calibrate.calibrate``.
-        on_policy: rounds of rollouts under the schedule found, each raising the bins that turn out too low.
+        budgets, target, layout, refine, on_policy, provenance: see ``sparrow.calibrate.calibrate``.
         listener: told of every pass as it begins.
     """
     listener("sampling trajectories")
     trajectories = Trajectories(engine, prompts, sampling, folder, layout)
 
+    rounds = count(1)
+
     def scored(schedule: SparsitySchedule) -> Acceptance:
         listener(f"scoring with {schedule.top_k[0]} pages")
         return _lower(trajectories.acceptance(schedule))
 
-    found = calibrate(scored, budgets, target, layout, refine, seed=sampling.seed, provenance=provenance)
-    for i in range(1, on_policy + 1):
+    def sampled(schedule: SparsitySchedule) -> Acceptance:
+        i = next(rounds)
         listener(f"fresh rollouts, round {i} of {on_policy}")
-        fresh = measure(engine, prompts, replace(sampling, seed=sampling.seed + i), found.schedule)
-        found = replace(found, schedule=raise_failing(found.schedule, _lower(fresh), target))
-    return found
+        again = replace(sampling, seed=sampling.seed + i)
+        return _lower(Trajectories(engine, prompts, again, folder, schedule).acceptance())
+
+    return calibrate(
+        scored, budgets, target, layout, refine, sampled, on_policy, seed=sampling.seed, provenance=provenance
+    )
 
 
 def _lower(responses: Sequence[TokenAcceptance]) -> Acceptance:
@@ -117,7 +122,7 @@ class Trajectories:
     Args:
         engine: samples, and scores under any schedule.
         prompts, sampling: what is sampled.
-        folder: where rollouts and scores go; those it already holds are used again.
+        folder: where rollouts and scores go; those it already holds of the same prompts and sampling are used again.
         behaviour: the schedule to sample under; dense by default.
     """
 
@@ -131,29 +136,35 @@ class Trajectories:
     ) -> None:
         self._engine, self._temperature, self._folder = engine, sampling.temperature, folder
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "rollouts.npz"
+        self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
+        prompts = [list(map(int, prompt)) for prompt in prompts]
+        self._name = _digest(prompts, asdict(sampling), behaviour.to_dict() | {"provenance": None})
+        path = folder / f"rollouts-{self._name}.npz"
         if not path.exists():
-            engine.set_schedule(behaviour or SparsitySchedule.dense())
+            engine.set_schedule(behaviour)
             _save_rollouts(path, engine.generate(prompts, sampling))
         self.rollouts = _load_rollouts(path)
         self._dense = self._top_logprobs(SparsitySchedule.dense())
 
-    def acceptance(self, schedule: SparsitySchedule) -> list[TokenAcceptance]:
-        """Acceptance between the dense model and its actor under ``schedule``, on the trajectories."""
-        sparse = self._top_logprobs(schedule)
+    def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
+        """Acceptance between the dense model and its actor under ``schedule``; by default, as it was sampled."""
+        sparse = self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
         rows = zip(self.rollouts, self._dense, sparse, strict=True)
-        return [token_acceptance(rollout, p, schedule, q) for rollout, p, q in rows]
+        return [token_acceptance(rollout, p, schedule or self._behaviour, q) for rollout, p, q in rows]
 
     def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
         ends = np.cumsum([len(r) for r in self.rollouts])[:-1]
-        name = hashlib.sha256(json.dumps([schedule.to_dict(), self._temperature]).encode()).hexdigest()[:16]
-        path = self._folder / f"scores-{name}.npy"
+        path = self._folder / f"scores-{_digest(self._name, schedule.to_dict())}.npy"
         if not path.exists():
             scores: list[Scores] = self._engine.score(self.rollouts, schedule, self._temperature)
             partial = path.with_suffix(".partial.npy")
             np.save(partial, np.concatenate([s.top_logprobs for s in scores]))
             partial.replace(path)
         return np.split(np.load(path), ends)
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 _ARRAYS = ("response_ids", "logprobs", "top_ids", "top_logprobs")

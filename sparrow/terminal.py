@@ -84,18 +84,15 @@ def print_calibration(found: Any, target: float, out: Path) -> None:
     table = Table(title=f"cheapest schedule with p5 >= {target:g}")
     for heading in ("length", "top-k pages", "p5", "95 % interval", "tokens", "responses", ""):
         table.add_column(heading, justify="right")
-    for b, top_k in zip(found.bins, found.schedule.top_k[-len(found.bins) - 1 :], strict=False):
-        note = "borrowed from shorter lengths" if b.borrowed else ""
-        if top_k != b.top_k:
-            note = f"raised from {b.top_k} on policy {note}"
+    for b in found.bins:
         table.add_row(
             f"{b.start}-{b.end}",
-            "all" if top_k >= ALL_PAGES else str(top_k),
+            "all" if b.top_k >= ALL_PAGES else str(b.top_k),
             f"{b.p5:.3f}",
             f"{b.lower:.3f}-{b.upper:.3f}",
             str(b.n_tokens),
             str(b.n_sequences),
-            note,
+            "borrowed from shorter lengths" if b.borrowed else "",
         )
     terminal = console()
     terminal.print(table)

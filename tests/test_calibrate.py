@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from sparrow.calibrate import Acceptance, calibrate, raise_failing
+from sparrow.calibrate import Acceptance, calibrate
 from sparrow.errors import ConfigError
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -74,11 +74,47 @@ def test_refusals():
         calibrate(world([320] * 30, lambda b: 20 + 0 * b), [], 0.9, LAYOUT)
 
 
-def test_on_policy_correction_raises_failing_bins_only():
-    schedule = LAYOUT.replace(top_k=(20, 20, 24, ALL_PAGES))
-    found = world([480] * 30, lambda b: np.where(b == 1, 60, 10))(schedule)
-    assert raise_failing(schedule, found, 0.9).top_k == (20, 26, 26, ALL_PAGES)
-    assert raise_failing(schedule, world([480] * 30, lambda b: 10 + 0 * b)(schedule), 0.9) == schedule
+def test_on_policy_rounds_scale_what_is_rejected_and_search_on():
+    def needed(b):
+        return np.where(b == 1, 30, 20)
+
+    def harder(b):
+        return needed(b) + 5 * (b == 1)
+
+    options = dict(measure=world([480] * 30, needed), budgets=[2, 40], target=0.8999, layout=LAYOUT, refine=6)
+    found = calibrate(**options)
+    assert found.schedule.top_k == (15, 25, 25, ALL_PAGES)  # p5 is 0.95 - 0.01 * shortfall; bin 2 is at 0.95
+    assert calibrate(**options, sample=world([480] * 30, needed), on_policy=1).schedule == found.schedule
+    # The actor's own texts are harder in bin 1: 0.15 is rejected where 0.10 was foretold, half as much again. Then
+    # 1.5 * (0.05 + 0.01 * (30 - k)) is expected at k pages, and 29 is the first with no more than 0.1001.
+    corrected = calibrate(**options, sample=world([480] * 30, harder), on_policy=1)
+    assert corrected.schedule.top_k == (15, 29, 29, ALL_PAGES)
+    assert [b.p5 for b in corrected.bins] == pytest.approx([0.90, 0.91, 0.95])
+    (only,) = corrected.schedule.provenance["on_policy"]
+    assert only["top_k"] == [15, 25, 25] and only["fresh"][1]["estimate"] == pytest.approx(0.85)
+    # A second round finds 0.11 where 0.09 was expected: a scale of 1.5 * 11 / 9, and 0.06 / 0.05 asks for the plateau.
+    calls: list = []
+    twice = calibrate(**options, sample=world([480] * 30, harder, calls), on_policy=2)
+    assert calls == [found.schedule.top_k, corrected.schedule.top_k]
+    assert twice.schedule.top_k == (15, 30, 30, ALL_PAGES)
+
+
+def test_on_policy_rounds_leave_dense_bins_and_bins_nobody_reached():
+    measure = world([480] * 30, lambda b: np.where(b == 2, 500, 10))
+    short = world([320] * 30, lambda b: 10 + 0 * b)
+    found = calibrate(measure, [4, 32], 0.9, LAYOUT, refine=6, sample=short, on_policy=1)
+    assert found.schedule == calibrate(measure, [4, 32], 0.9, LAYOUT, refine=6).schedule
+    assert found.schedule.top_k[2] == ALL_PAGES and math.isnan(found.bins[2].p5)
+
+
+def test_a_first_bin_that_borrows_from_longer_ones_takes_no_budget_more():
+    def late(schedule):  # one response starts in bin 0, thirty in bin 1
+        found = world([320] * 31, lambda b: 20 + 0 * b)(schedule)
+        seen = (found.position >= 160) | (found.sequence == 0)
+        return Acceptance(*(x[seen] for x in found))
+
+    found = calibrate(late, [10, 15, 25], 0.8999, LAYOUT, refine=0)
+    assert [b.borrowed for b in found.bins] == [True, False] and found.schedule.top_k == (15, 15, ALL_PAGES)
 
 
 def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
@@ -103,9 +139,12 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     assert all(b.lower_bound > 0.8 - 0.03 for b in fresh.bins)
     sparser = found.schedule.replace(top_k=tuple(k // 3 for k in found.schedule.top_k[:-1]))
     assert min(b.lower_bound for b in pool(measure(engine, prompts, sampling, sparser), 64).bins) < 0.8
-    # A second call finds everything on disk: only the on-policy round runs the model.
-    engine.score = None  # type: ignore[assignment, method-assign]
-    again = calibrate_engine(engine, prompts, sampling, tmp_path / "work", **{**options, "on_policy": 0})
+    # A second call finds everything on disk; other responses are not taken for those asked for.
+    other = dict(options, budgets=(8,), refine=0, on_policy=0, target=0.5)
+    calibrate_engine(engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other)
+    assert len(list((tmp_path / "work").glob("rollouts-*.npz"))) == 3
+    engine.score = engine.generate = None  # type: ignore[assignment, method-assign]
+    again = calibrate_engine(engine, prompts, sampling, tmp_path / "work", **options)
     assert again.bins == found.bins
 
 
