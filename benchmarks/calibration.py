@@ -1,0 +1,237 @@
+"""Does calibration hold its target, does its shortcut cost anything, and does the tail look like a Beta distribution?
+
+    python benchmarks/calibration.py table     # three targets x three seeds by `sparrow calibrate`, then fresh rollouts
+    python benchmarks/calibration.py shortcut  # trajectories once, against sampling anew at every budget
+    python benchmarks/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
+
+On the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is there. Results go to
+benchmarks/results/calibration_*.json; what --folder holds already is not sampled again.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+
+from sparrow import SparsitySchedule
+from sparrow.cli import main as sparrow
+from sparrow.engines.base import Sampling
+from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.measure import TokenAcceptance, Trajectories, flatten, pool
+from sparrow.mismatch import BinMismatch, beta_tail_fit
+from sparrow.schedule import ALL_PAGES
+from sparrow.tasks import Trace
+
+RESULTS = Path(__file__).parent / "results"
+REASONER = Path(__file__).parent.parent / "sparrow" / "reasoner"
+LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
+LINES, MAX_NEW = 36, 480
+FEWEST = 20  # sequences in a bin that is counted
+BUDGETS = (8, 12, 16, 24, 32, 48)
+
+
+def machine() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+
+
+def save(name: str, found: dict[str, Any]) -> None:
+    path = RESULTS / f"calibration_{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n", encoding="utf-8")
+
+
+# --- does it hold its target? ---
+
+
+def table(arguments: argparse.Namespace) -> None:
+    """Calibrate by the command itself, then measure other problems with other seeds under the schedule found."""
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    layout = arguments.folder / "layout.json"
+    layout.write_text(LAYOUT.to_json())
+    common = ["--task", f"trace:lines={LINES}", "--max-new-tokens", str(MAX_NEW), "--count", str(arguments.count)]
+    runs = []
+    for target in arguments.targets:
+        for seed in arguments.seeds:
+            schedule = arguments.folder / f"{target}-{seed}.json"
+            for rounds in arguments.on_policy:
+                record = arguments.folder / f"run-{target}-{seed}-{rounds}.json"
+                if not record.exists():
+                    sparrow(
+                        ["calibrate", "--out", str(schedule), "--layout", str(layout), "--target", str(target),
+                         "--budgets", "4", "8", "16", "32", "64", "--refine", "4", "--on-policy", str(rounds),
+                         "--seed", str(seed), *common]
+                    )  # fmt: skip
+                    fresh = arguments.folder / f"fresh-{target}-{seed}-{rounds}.json"
+                    sparrow(
+                        ["measure", "--schedule", str(schedule), "--tau", str(target), "--out", str(fresh),
+                         "--seed", str(1000 + seed), *common]
+                    )  # fmt: skip
+                    bins = judge(SparsitySchedule.load(schedule), json.loads(fresh.read_text())["bins"], target)
+                    record.write_text(json.dumps({"target": target, "seed": seed, "on_policy": rounds, "bins": bins}))
+                runs.append(json.loads(record.read_text()))
+    summary = [tally([r for r in runs if r["on_policy"] == n], n) for n in arguments.on_policy]
+    for row in summary:
+        print(row)
+    save("table", {"count": arguments.count, "summary": summary, "runs": runs})
+
+
+def judge(schedule: SparsitySchedule, fresh: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:
+    """Each bin that enough fresh responses reach: its p5, and what kept a bin that is too good from being cheaper."""
+    found = []
+    for b in fresh:
+        i = b["start"] // schedule.bin_tokens
+        if b["n_sequences"] < FEWEST or b["start"] >= schedule.provenance["measured_up_to"]:
+            continue
+        top_k = schedule.top_k[i]
+        forced = i > 0 and schedule.top_k[i - 1] == top_k
+        found.append(
+            {"start": b["start"], "top_k": "all" if top_k >= ALL_PAGES else top_k, "p5": b["lower_bound"],
+             "low": b["interval_low"], "high": b["interval_high"], "n_sequences": b["n_sequences"],
+             "over_target": b["lower_bound"] - target, "held_up_by_shorter_bin": forced}
+        )  # fmt: skip
+    return found
+
+
+def tally(runs: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
+    """How many bins are within 0.02 of the target, above and below it, and the worst."""
+    bins = [b for r in runs for b in r["bins"]]
+    over = np.array([b["over_target"] for b in bins])
+    forced = np.array([b["held_up_by_shorter_bin"] for b in bins])
+    return {
+        "on_policy": rounds,
+        "bins": len(bins),
+        "within_0.02": int((np.abs(over) <= 0.02).sum()),
+        "above": int((over > 0.02).sum()),
+        "above_held_up_by_shorter_bin": int(((over > 0.02) & forced).sum()),
+        "below": int((over < -0.02).sum()),
+        "lowest": float(over.min()),
+        "highest": float(over.max()),
+    }
+
+
+# --- does the shortcut cost anything? ---
+
+
+def measured(arguments: argparse.Namespace) -> tuple[Callable[..., Trajectories], Callable[[], float]]:
+    """Trajectories of the reasoner by schedule and seed, and a clock that waits for the device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(str(REASONER), "fp32", device)
+    engine = HFEngine(model, LAYOUT, eos_ids(model, tokenizer), batch_size=256)
+    problems = [Trace(LINES).problem(i, arguments.seed) for i in range(arguments.count)]
+    prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+    vocabulary = model.config.vocab_size  # every token is listed, so acceptance is exact and not a bound
+
+    def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
+        sampling = Sampling(MAX_NEW, top_n=vocabulary, seed=seed)
+        return Trajectories(engine, prompts, sampling, arguments.folder, behaviour)
+
+    def clock() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.monotonic()
+
+    return trajectories, clock
+
+
+def shortcut(arguments: argparse.Namespace) -> None:
+    """p5 by bin at each budget: dense trajectories scored under it, and the actor's own rollouts."""
+    trajectories, clock = measured(arguments)
+    began = clock()
+    dense = trajectories(LAYOUT, 0)
+    once, rows = clock() - began, []
+    for top_k in BUDGETS:
+        schedule = LAYOUT.replace(top_k=(top_k,))
+        began = clock()
+        forced = dense.acceptance(schedule)
+        scored = clock()
+        own = trajectories(schedule, 1)
+        sampled = own.acceptance()
+        seconds = {"teacher_forced": scored - began, "sampled": clock() - scored}
+        again = own.acceptance(schedule)  # the actor's own rollouts, teacher-forced: the same numbers, or a bug
+        apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
+        rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
+        print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
+    save("shortcut", {"count": arguments.count, "seconds_dense_sampling": once, "budgets": rows})
+
+
+def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
+    """Both p5 by bin with their intervals, and the drift: sampled less teacher-forced."""
+
+    def plain(b: BinMismatch) -> dict[str, float]:
+        return {"p5": b.lower_bound, "low": b.interval_low, "high": b.interval_high}
+
+    both = zip(pool(forced, LAYOUT.bin_tokens).bins, pool(sampled, LAYOUT.bin_tokens).bins, strict=False)
+    return [
+        {"start": a.start, "teacher_forced": plain(a), "sampled": plain(b), "drift": b.lower_bound - a.lower_bound,
+         "overlap": a.interval_low <= b.interval_high and b.interval_low <= a.interval_high}
+        for a, b in both if min(a.n_sequences, b.n_sequences) >= FEWEST
+    ]  # fmt: skip
+
+
+# --- is the tail a Beta distribution? ---
+
+
+def tail(arguments: argparse.Namespace) -> None:
+    """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what sampling alone would give."""
+    trajectories, _ = measured(arguments)
+    dense, rows = trajectories(LAYOUT, 0), []
+    rng = np.random.default_rng(0)
+    for top_k in BUDGETS:
+        responses = dense.acceptance(LAYOUT.replace(top_k=(top_k,)))
+        alpha, _, _, owner = flatten(responses)
+        by_sequence = [alpha[owner == i] for i in range(len(responses))]
+        fit = beta_tail_fit(alpha)
+        assert fit is not None
+        redrawn = []
+        for _ in range(arguments.resamples):
+            drawn = rng.integers(0, len(by_sequence), len(by_sequence))
+            redrawn.append(beta_tail_fit(np.concatenate([by_sequence[i] for i in drawn])))
+        # Were the fitted Beta the truth and tokens independent, refits of samples as large would give this.
+        ideal = [beta_tail_fit(np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut)
+                 for _ in range(arguments.resamples)]  # fmt: skip
+        in_tail = alpha[alpha <= fit.cut]
+        rows.append(
+            {"top_k": top_k, "tokens": fit.n, "fraction_in_tail": fit.fraction_in_tail, "a": fit.a, "b": fit.b,
+             "ks": fit.ks, "ks_interval": np.quantile([f.ks for f in redrawn], [0.025, 0.975]).tolist(),
+             "ks_if_beta_95": float(np.quantile([f.ks for f in ideal], 0.95)),
+             "variance_fitted": fit.variance, "variance_measured": float(in_tail.var()),
+             "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}
+        )  # fmt: skip
+        print(rows[-1], flush=True)
+    save("tail", {"count": arguments.count, "budgets": rows})
+
+
+def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
+    """The 5th percentile of all tokens if the tail were the fitted Beta."""
+    if fit.fraction_in_tail <= 0.05:
+        return float(np.percentile(alpha, 5))  # lies above the tail
+    return fit.cut * float(stats.beta.ppf(0.05 / fit.fraction_in_tail, fit.a, fit.b))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = {"table": table, "shortcut": shortcut, "tail": tail}
+    parser.add_argument("what", choices=commands)
+    parser.add_argument("--folder", type=Path, default=Path("runs/calibration"))
+    parser.add_argument("--count", type=int, default=256, help="responses sampled each time")
+    parser.add_argument("--targets", type=float, nargs="+", default=[0.86, 0.90, 0.94])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--on-policy", type=int, nargs="+", default=[0, 1], help="rounds, each a row of the table")
+    parser.add_argument("--seed", type=int, default=0, help="of the problems of shortcut and tail")
+    parser.add_argument("--resamples", type=int, default=200)
+    arguments = parser.parse_args()
+    commands[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
