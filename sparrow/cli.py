@@ -42,9 +42,9 @@ class Train(TrainConfig):
     task: str | None = None
     """A synthetic task with its options, such as trace:lines=24."""
 
-    dataset: str | None = None
-    """In place of a task: a file of questions and answers, or a known dataset with its options, such as
-    gsm8k:path=train.jsonl."""
+    dataset: tuple[str, ...] = ()
+    """In place of a task: files of questions and answers, or known datasets with their options, such as
+    gsm8k:path=train.jsonl. Several are mixed, each drawn from as often as its option weight says (1)."""
 
     schedule: str = "dense"
     """What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file."""
@@ -262,6 +262,7 @@ def _read_config(path: Path) -> Train:
     import cattrs
 
     converter = cattrs.Converter(forbid_extra_keys=True)
+    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], _structure_strings)
     try:
         return converter.structure(tomllib.loads(path.read_text(encoding="utf-8")), Train)
     except OSError as error:
@@ -270,6 +271,14 @@ def _read_config(path: Path) -> Train:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except cattrs.BaseValidationError as error:
         raise ConfigError(f"{path}: {'; '.join(cattrs.transform_error(error, path='config'))}") from error
+
+
+def _structure_strings(value: Any, _: Any) -> tuple[str, ...]:
+    """One string stands for a list of one."""
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
+        raise ValueError(f"expected text or a list of texts, got {value!r}")
+    return tuple(values)
 
 
 def _run(command: Any) -> None:
@@ -482,23 +491,31 @@ def _load_benchmark(spec: str, limit: int, tokenizer: PreTrainedTokenizerBase) -
     from sparrow.tasks.registry import TASKS
 
     if spec.partition(":")[0] in TASKS:
-        task = _load_task(spec, None, tokenizer)
+        task = _load_task(spec, (), tokenizer)
         return [task.problem(i, HELD_OUT) for i in range(limit)]
-    dataset: Any = _load_task(None, spec, tokenizer)
+    dataset: Any = _load_task(None, (spec,), tokenizer)
     return list(islice(dataset, limit))
 
 
-def _load_task(task: str | None, dataset: str | None, tokenizer: PreTrainedTokenizerBase) -> Task:
-    from sparrow.rewards import verify_code, verify_math
-    from sparrow.tasks import load_dataset_task, load_task
+def _load_task(task: str | None, datasets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Task:
+    from sparrow.tasks import Mixture, load_task
 
-    if (task is None) == (dataset is None):
+    if (task is None) == (not datasets):
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
     if task is not None:
         name, options = _parse_spec(task)
         return load_task(name, **options)
-    assert dataset is not None
-    name, options = ("qa", {"path": dataset}) if Path(dataset).is_file() else _parse_spec(dataset)
+    specs: list[tuple[str, dict[str, Any]]] = [
+        ("qa", {"path": d}) if Path(d).is_file() else _parse_spec(d) for d in datasets
+    ]
+    weights: list[Any] = [options.pop("weight", 1) for _, options in specs]
+    tasks = [_load_dataset(name, options, tokenizer) for name, options in specs]
+    return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
+
+
+def _load_dataset(name: str, options: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Task:
+    from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
+    from sparrow.tasks import load_dataset_task
 
     def chat(prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]
@@ -506,8 +523,9 @@ def _load_task(task: str | None, dataset: str | None, tokenizer: PreTrainedToken
 
     render = chat if tokenizer.chat_template else str
     isolation: Any = options.pop("isolation", "auto")
-    code = partial(verify_code, isolation=isolation)
-    return load_dataset_task(name, {"math": verify_math, "code": code}, render=render, **options)
+    verifiers: dict[str, Any] = {"math": verify_math, "code": partial(verify_code, isolation=isolation)}
+    extractors = {"math": extract_answer, "code": extract_code}
+    return load_dataset_task(name, verifiers, extractors=extractors, render=render, **options)
 
 
 def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -558,7 +576,7 @@ def _encode_prompts(command: FromPrompts, tokenizer: PreTrainedTokenizerBase) ->
     if (command.prompts is None) == (command.task is None):
         raise ConfigError("say where prompts come from: either --prompts FILE or --task NAME")
     if command.task:
-        task = _load_task(command.task, None, tokenizer)
+        task = _load_task(command.task, (), tokenizer)
         texts = [task.problem(i, command.seed).prompt for i in range(command.count)]
     else:
         texts = _read_prompts(Path(command.prompts or ""))

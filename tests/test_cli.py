@@ -92,6 +92,12 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     config = tmp_path / "typo.toml"
     config.write_text("learning_rat = 1\n")
     assert "learning_rat" in fails(capsys, "train", "--config", str(config))
+    config.write_text("dataset = 7\n")
+    assert "expected tuple @ config.dataset" in fails(capsys, "train", "--config", str(config))
+    config.write_text(
+        f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
+    )
+    assert "no dataset file" in fails(capsys, "train", "--config", str(config))
     assert "temperature is -1.0" in fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2)
     assert "no such file" in fails(capsys, "measure", "--schedule", "dense", "--prompts", "/nowhere.txt").lower()
 

@@ -117,8 +117,11 @@ def render(plot: Plot, log: RunLog) -> Rendered:
 
 def draw_reward(figure: Figure, log: RunLog, theme: Theme) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _line(top, log, log.series("reward", "mean"), theme.series[0])
+    _line(top, log, log.series("reward", "mean"), theme.series[0], "all")
+    for name, colour in zip(log.sources(), theme.series[1:], strict=False):
+        _line(top, log, log.series("reward", "sources", name), colour, name)
     top.set_ylabel("reward")
+    _legend(top)
     _line(bottom, log, log.series("response", "max"), theme.muted, "longest")
     _line(bottom, log, log.series("response", "mean"), theme.series[1], "mean")
     bottom.set_ylabel("response tokens")

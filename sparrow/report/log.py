@@ -93,6 +93,10 @@ class RunLog:
         """The number under nested ``keys`` at each step, float64 [S]."""
         return np.array([_number(_get(row, keys)) for row in self.metrics])
 
+    def sources(self) -> list[str]:
+        """The datasets or tasks whose rewards are recorded apart."""
+        return list(dict.fromkeys(name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()))
+
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
         """Means over the first and over the last few of ``values`` [S], and how many: a quarter of them, 1 to 10."""
         count = max(1, min(10, len(values) // 4))

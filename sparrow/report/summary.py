@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparrow.mismatch import BinMismatch
-from sparrow.report.log import RunLog
+from sparrow.report.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]
@@ -44,19 +44,22 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 def result_rows(log: RunLog) -> list[NamedValue]:
     """Steps, reward before and after, tokens, what was kept of them, what was read of the cache."""
-    first, last, count = log.first_and_last(log.series("reward", "mean"))
-    if len(log.metrics) == 1:
-        reward = f"{number(last)} (one step)"
-    else:
-        reward = f"{number(first)} → {number(last)} (mean of the first and last {plural(count, 'step')})"
     tokens = log.series("response", "tokens")
     return [
         ("steps", f"{log.steps[-1]}" + (f" of {log.planned_steps}" if log.planned_steps else "")),
-        ("reward", reward),
+        ("reward", _rise(log, log.series("reward", "mean"))),
+        *((f"reward, {name}", _rise(log, log.series("reward", "sources", name))) for name in log.sources()),
         ("response tokens", f"{np.nansum(tokens):,.0f}" if np.isfinite(tokens).any() else NOT_RECORDED),
         ("tokens kept", percent(log.tokens_kept())),
         ("KV read", percent(log.kv_read())),
     ]
+
+
+def _rise(log: RunLog, values: FloatArray) -> str:
+    first, last, count = log.first_and_last(values)
+    if len(log.metrics) == 1:
+        return f"{number(last)} (one step)"
+    return f"{number(first)} → {number(last)} (mean of the first and last {plural(count, 'step')})"
 
 
 def tail_rows(log: RunLog) -> list[NamedValue]:
@@ -125,6 +128,8 @@ def plural(count: int, noun: str) -> str:
 def _name(value: Any) -> str:
     if value is None:
         return NOT_RECORDED
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     if isinstance(value, Mapping):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     return str(value)

@@ -15,6 +15,8 @@ class Problem:
         id: stable name, the same for the same problem in every run.
         prompt: text given to the model.
         verify: response text -> reward in [0, 1]; pure, and picklable so that it can run in another process.
+        extract: the answer that a response states, right or wrong, None if it states none; may be left out.
+        source: the task or dataset it comes from, by which rewards are reported.
         solution: a reference response where one is known.
         meta: facts about the problem; synthetic tasks give ``difficulty``.
     """
@@ -22,6 +24,8 @@ class Problem:
     id: str
     prompt: str
     verify: Callable[[str], float]
+    extract: Callable[[str], str | None] | None = None
+    source: str = ""
     solution: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
 

@@ -25,6 +25,9 @@ from sparrow.tasks.formats import FORMATS, Format, Question, Row
 Verifier = Callable[..., float]
 """Called as ``verifier(response, answer=answer)``; a module-level function or other picklable callable."""
 
+Extractor = Callable[[str], str | None]
+"""The answer that a response states, None if it states none."""
+
 
 @lru_cache(maxsize=8)
 def _order(size: int, name: str, seed: int, epoch: int) -> list[int]:
@@ -41,6 +44,7 @@ class DatasetTask:
         rows: the dataset; every row is checked here, and read again when its problem is asked for.
         format: how to read a row.
         verifiers: verifier by kind; the one for ``format.kind`` is used.
+        extractors: extractor by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
         render: prompt -> text for the tokenizer, e.g. a chat template.
         max_length: drop rows whose rendered prompt is longer than this.
@@ -63,6 +67,7 @@ class DatasetTask:
         format: Format,
         verifiers: Mapping[str, Verifier],
         *,
+        extractors: Mapping[str, Extractor] | None = None,
         template: str | None = None,
         render: Callable[[str], str] = str,
         max_length: int | None = None,
@@ -80,6 +85,7 @@ class DatasetTask:
         self.dropped = {"duplicate": 0, "long": 0, "unusable": 0}
         self._rows, self._format, self._source, self._render = rows, format, source, render
         self._verifier = verifiers[format.kind]
+        self._extract = (extractors or {}).get(format.kind)
         self._kept: list[int] = []
         seen: set[str] = set()
         for i in range(len(rows)):
@@ -117,6 +123,8 @@ class DatasetTask:
             id=f"{self.name}-{row}",
             prompt=self._prompt(question),
             verify=partial(self._verifier, answer=question.answer),
+            extract=self._extract,
+            source=self.name,
             solution=question.solution,
             meta=question.meta,
         )
@@ -223,7 +231,7 @@ def load_dataset_task(
         verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
         path: a local file to read in place of the hub.
         split: a split of the hub's dataset; the format's usual one by default.
-        options: passed to ``DatasetTask``: template, render, max_length, length.
+        options: passed to ``DatasetTask``: extractors, template, render, max_length, length.
 
     Raises:
         ConfigError: no such format, or rows that cannot be loaded or used.
@@ -232,6 +240,7 @@ def load_dataset_task(
         raise ConfigError(f"no dataset {name!r}; known ones: {', '.join(sorted(FORMATS))}; 'qa' reads any local file")
     format = FORMATS[name]
     if path is not None:
+        name = Path(path).stem if name == "qa" else name  # several files may be mixed
         return DatasetTask(name, load_rows(path), format, verifiers, source=str(path), **options)
     if format.hub is None:
         raise ConfigError(f"dataset {name!r} is read from a local file; give its path")

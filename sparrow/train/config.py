@@ -12,6 +12,7 @@ from sparrow.errors import ConfigError
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "remax"]
 CorrectionKind = Literal["none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
 Normalization = Literal["grpo", "dapo", "dr_grpo"]
+OverlongKind = Literal["keep", "mask", "penalty"]
 
 ICEPOP_BAND: Final = (0.5, 5.0)
 SPARSE_RL_BAND: Final = (0.5, 1.5)
@@ -105,10 +106,37 @@ class RolloutConfig:
     top_n: int = 20
     """Length of the recorded lists that bound the acceptance rate."""
 
+    resample: int = 0
+    """Rounds in which prompts whose responses all got the same reward are replaced by new ones; those that are left
+    after the last round stay."""
+
     def __post_init__(self) -> None:
+        _require(self.resample >= 0, "resample", self.resample, "at least 0")
         for name in ("prompts", "samples", "max_new_tokens", "top_n"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a positive finite number")
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
+
+    format: float = 0.0
+    """Added for a response that states an answer in the form asked for, right or wrong."""
+
+    overlong: OverlongKind = "keep"
+    """Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no loss. penalty:
+    a response loses up to 1, linearly over the last overlong_window tokens (DAPO)."""
+
+    overlong_window: int | None = None
+    """Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.format < math.inf, "reward.format", self.format, "a finite number of at least 0")
+        kinds = get_args(OverlongKind)
+        _require(self.overlong in kinds, "reward.overlong", self.overlong, f"one of {kinds}")
+        window = self.overlong_window
+        _require(window is None or window >= 1, "reward.overlong_window", window, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -231,6 +259,7 @@ class TrainConfig:
     """grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others. remax: reward of the greedy response."""
 
     rollout: RolloutConfig = RolloutConfig()
+    reward: RewardConfig = RewardConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     correction: CorrectionConfig = CorrectionConfig()
     loss: LossConfig = LossConfig()
@@ -242,5 +271,11 @@ class TrainConfig:
         _require(0 < self.tau < 1, "tau", self.tau, "above 0 and below 1")
         _require(self.logged_rollouts >= 0, "logged_rollouts", self.logged_rollouts, "at least 0")
         _require(self.loss.kl_coef == 0, "loss.kl_coef", self.loss.kl_coef, "0: the trainer keeps no reference policy")
+        limit = self.rollout.max_new_tokens
+        window = self.reward.overlong_window
+        expected = f"at most rollout.max_new_tokens, {limit}"
+        _require(window is None or window <= limit, "reward.overlong_window", window, expected)
+        fits = not (self.rollout.resample and self.advantage == "remax")
+        _require(fits, "rollout.resample", self.rollout.resample, "0 with remax, which learns from equal rewards too")
         minibatches, batch = self.optimizer.minibatches, self.rollout.prompts * self.rollout.samples
         _require(minibatches <= batch, "optimizer.minibatches", minibatches, f"at most the {batch} responses of a step")

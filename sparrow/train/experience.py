@@ -19,15 +19,38 @@ from sparrow.scoring import Batch, micro_batches
 from sparrow.tasks import Problem
 
 
+@dataclass(frozen=True)
+class Group:
+    """The responses to one prompt.
+
+    Attributes:
+        problem: what was asked.
+        rollouts, texts, parts: per response; ``parts`` are those of its reward, by name.
+        baseline: reward of the greedy response, or None.
+    """
+
+    problem: Problem
+    rollouts: list[Rollout]
+    texts: list[str]
+    parts: list[dict[str, float]]
+    baseline: float | None
+
+    @property
+    def rewards(self) -> list[float]:
+        return [sum(parts.values()) for parts in self.parts]
+
+
 @dataclass
 class Experience:
-    """What one step is trained on; the rows of every field belong together.
+    """What one step is trained on; the rows of the fields up to ``baseline`` belong together.
 
     Attributes:
         problems, rollouts, texts: per response.
         rewards: float64 ``[B]``.
         groups: int64 ``[B]``, equal for responses to one prompt.
         baseline: float64 ``[B]``, reward of the greedy response to the prompt, or None.
+        drawn: the groups that were sampled, those that were replaced included.
+        cursor: index of the first problem that no process has drawn yet.
     """
 
     problems: list[Problem]
@@ -36,6 +59,28 @@ class Experience:
     rewards: np.ndarray
     groups: np.ndarray
     baseline: np.ndarray | None
+    drawn: list[Group]
+    cursor: int
+
+    @classmethod
+    def join(cls, groups: list[Group], drawn: list[Group], cursor: int) -> Experience:
+        """The responses of ``groups``, one group after the other."""
+        sizes = [len(group.rollouts) for group in groups]
+        return cls(
+            problems=[group.problem for group in groups for _ in group.rollouts],
+            rollouts=[r for group in groups for r in group.rollouts],
+            texts=[text for group in groups for text in group.texts],
+            rewards=np.array([reward for group in groups for reward in group.rewards]),
+            groups=np.repeat(np.arange(len(groups)), sizes),
+            baseline=None if groups[0].baseline is None else np.repeat([group.baseline for group in groups], sizes),
+            drawn=drawn,
+            cursor=cursor,
+        )
+
+    @property
+    def truncated(self) -> np.ndarray:
+        """bool ``[B]``: cut at the longest length allowed."""
+        return np.array([r.finish_reason == "length" for r in self.rollouts])
 
     def micro_batches(self, rows: Sequence[int], token_budget: int) -> list[list[int]]:
         """``rows`` in groups of at most ``token_budget`` padded tokens."""

@@ -26,17 +26,19 @@ from accelerate.utils import gather_object, set_seed
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparrow.engines.base import Engine, Rollout, Sampling
+from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, RewardError
 from sparrow.measure import pool, token_acceptance
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import TokenScorer
 from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
+from sparrow.train.collect import Collector, derived_seed
 from sparrow.train.config import TrainConfig
 from sparrow.train.corrections import Correction, compute_correction
-from sparrow.train.experience import Assessment, Experience, pad, verify
+from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
+from sparrow.train.reward import reward_metrics
 from sparrow.train.run_dir import METRICS, ROLLOUTS, RunDir
 
 if TYPE_CHECKING:
@@ -73,9 +75,10 @@ class Trainer:
         schedule: SparsitySchedule,
         listener: Listener = lambda event, metrics: None,
     ) -> None:
-        self.config, self.tokenizer, self.task, self.engine = config, tokenizer, task, engine
+        self.config, self.tokenizer, self.engine = config, tokenizer, engine
         self.listener = listener
         self.step = 0
+        self.cursor = 0  # index of the next problem
         self.schedule = schedule
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -103,6 +106,7 @@ class Trainer:
             weight_decay=config.optimizer.weight_decay,
         )
         self.scorer, self.optimizer = self.accelerator.prepare(TokenScorer(model), optimizer)
+        self._collector = Collector(config, tokenizer, task, engine, self.accelerator)
         if self.distiller:
             self.distiller.prepare(self.accelerator)
         if config.resume:
@@ -146,7 +150,7 @@ class Trainer:
     def _train_step(self) -> None:
         clock = {"start": time.perf_counter()}
         self.listener("rollout", {})
-        experience = self._collect()
+        experience = self._collector.collect(self.step, self.cursor)
         counters = self.engine.counters()
         self.engine.sleep()
         clock["rollout"] = time.perf_counter()
@@ -159,7 +163,7 @@ class Trainer:
             self.engine.wake()
             self.engine.update_weights(self._actor_weights())
             clock["update"] = time.perf_counter()
-            self.step += 1
+            self.step, self.cursor = self.step + 1, experience.cursor
             read_fraction = counters.tokens_read / max(counters.tokens_held, 1)
             seconds = np.diff(list(clock.values())).tolist()
             metrics |= {
@@ -169,28 +173,6 @@ class Trainer:
             metrics = {"step": self.step, **metrics}
             self._log(metrics, experience, assessment)
         self.listener("step", metrics)
-
-    def _collect(self) -> Experience:
-        """Sample this process's share of the step's problems, and have the responses verified."""
-        rollout, world = self.config.rollout, self.accelerator.num_processes
-        rank = self.accelerator.process_index
-        first = self.step * rollout.prompts
-        problems = [
-            self.task.problem(first + i, self.config.seed) for i in range(rank, rollout.prompts, world)
-        ]  # fmt: skip
-        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
-        sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_n, self._seed())
-        rollouts = self.engine.generate([p for p in prompts for _ in range(rollout.samples)], sampling)
-        baseline = None
-        if self.config.advantage == "remax":
-            greedy = self.engine.generate(prompts, Sampling(rollout.max_new_tokens, 0.0, 0))
-            greedy_rewards = [verify(p, self._text(r)) for p, r in zip(problems, greedy, strict=True)]
-            baseline = np.repeat(greedy_rewards, rollout.samples)
-        problems = [p for p in problems for _ in range(rollout.samples)]
-        texts = [self._text(r) for r in rollouts]
-        rewards = np.array([verify(p, text) for p, text in zip(problems, texts, strict=True)])
-        groups = np.repeat(np.arange(len(prompts)), rollout.samples)
-        return Experience(problems, rollouts, texts, rewards, groups, baseline)
 
     @torch.no_grad()
     def _assess(self, experience: Experience) -> tuple[Assessment, Metrics]:
@@ -222,15 +204,10 @@ class Trainer:
         )
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(gather_object(responses), bin_tokens, seed=self.step)
-        summary = gather_object(
-            [
-                (len(r), r.finish_reason == "stop", reward)
-                for r, reward in zip(rollouts, experience.rewards, strict=True)
-            ]
-        )
-        tokens, ended, rewards = np.array(summary, dtype=float).T
+        tokens, ended = np.array(gather_object([(len(r), r.finish_reason == "stop") for r in rollouts]), dtype=float).T
+        rewards = gather_object([(g.problem.source, parts) for g in experience.drawn for parts in g.parts])
         return assessment, {
-            "reward": {"mean": rewards.mean(), "std": rewards.std()},
+            "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
             "response": {
                 "mean": tokens.mean(),
                 "max": tokens.max(),
@@ -250,6 +227,8 @@ class Trainer:
             torch.from_numpy(experience.groups),
             torch.from_numpy(experience.baseline) if experience.baseline is not None else None,
         )
+        if config.reward.overlong == "mask":
+            advantages_B[torch.from_numpy(experience.truncated)] = 0.0
         correction = self._correct(assessment)
         for group in self.optimizer.param_groups:
             warm = min(1.0, (self.step + 1) / max(config.optimizer.warmup_steps, 1))
@@ -301,7 +280,8 @@ class Trainer:
         return self.distiller.actor_weights() if self.distiller else self.model.named_parameters()
 
     def _correct(self, assessment: Assessment) -> Correction:
-        uniform_BT = torch.rand(assessment.mask_BT.shape, generator=torch.Generator().manual_seed(self._seed()))
+        seed = derived_seed(self.config.seed, self.step, self.accelerator.process_index)
+        uniform_BT = torch.rand(assessment.mask_BT.shape, generator=torch.Generator().manual_seed(seed))
         return compute_correction(
             self.config.correction, assessment.logp_BT, assessment.logq_BT, assessment.mask_BT,
             z_BT=assessment.obrs_z_BT, uniform_BT=uniform_BT,
@@ -319,14 +299,6 @@ class Trainer:
         if count > 1:
             order = np.random.default_rng([self.config.seed, self.step]).permutation(size).tolist()
         return [order[i::count] for i in range(count)]
-
-    def _seed(self) -> int:
-        """Another one for every run, step and process."""
-        entropy = [self.config.seed, self.step, self.accelerator.process_index]
-        return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-    def _text(self, rollout: Rollout) -> str:
-        return str(self.tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
 
     def _log(self, metrics: Metrics, experience: Experience, assessment: Assessment) -> None:
         if not self.accelerator.is_main_process:
@@ -355,7 +327,7 @@ class Trainer:
     def _save(self) -> None:
         def write(folder: Path) -> None:
             self.accelerator.save_state(str(folder))
-            state = {"step": self.step, "schedule": self.schedule.to_dict()}
+            state = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
         with _uninterrupted():
@@ -367,6 +339,7 @@ class Trainer:
         self.step, folder = found
         self.accelerator.load_state(str(folder))
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        self.cursor = state["cursor"]
         self.schedule = SparsitySchedule.from_dict(state["schedule"])
         if self.distiller:
             self.distiller.set_schedule(self.schedule)

@@ -1,0 +1,52 @@
+"""What a reward is made of, as pure functions: the verifier's verdict, the form of the answer, and the length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from sparrow.train.config import RewardConfig
+
+
+def overlong_penalty(tokens: int, limit: int, window: int) -> float:
+    """0 up to ``limit - window`` tokens, then falling linearly to -1 at ``limit``.
+
+    DAPO, arXiv 2503.14476, equation 13, where ``window`` is called L_cache.
+    """
+    return -max(0.0, min(1.0, (tokens - (limit - window)) / window))
+
+
+def reward_parts(correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig) -> dict[str, float]:
+    """The parts of one response's reward, by name; the reward is their sum.
+
+    Args:
+        correct: what the verifier said.
+        stated: whether the response states an answer, right or wrong.
+        tokens: its length.
+        limit: the longest response allowed.
+        config: what counts beside being correct; parts that do not are left out.
+    """
+    parts = {"correct": correct}
+    if config.format:
+        parts["format"] = config.format * stated
+    if config.overlong == "penalty":
+        parts["overlong"] = overlong_penalty(tokens, limit, config.overlong_window or max(1, limit // 5))
+    return parts
+
+
+def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
+    """Means over responses, each given by its source and the parts of its reward.
+
+    ``mean`` and ``std`` of the reward; ``parts``, where there are several, by name; ``sources``, where there are
+    several, by name.
+    """
+    sources, parts = zip(*rewards, strict=True)
+    totals = np.array([sum(p.values()) for p in parts])
+    found: dict[str, Any] = {"mean": totals.mean(), "std": totals.std()}
+    if len(parts[0]) > 1:
+        found["parts"] = {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
+    if len(set(sources)) > 1:
+        found["sources"] = {name: totals[np.equal(sources, name)].mean() for name in sorted(set(sources))}
+    return found
