@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import venv
 from pathlib import Path
 
 import psutil
@@ -230,6 +231,21 @@ def test_no_program_sees_another_s_files(mode):
     program = "import os\nprint(os.listdir('.'))\nopen('left', 'w').write('x')"
     assert verifier.judge(program, tests).passed
     assert verifier.judge(program, tests).passed
+
+
+def test_python_below_tmp_is_all_of_tmp_that_shows(bwrap, tmp_path):
+    venv.create(tmp_path / "venv", symlinks=True)
+    (tmp_path / "secret").write_text(SECRET)
+    program = f"import os, sys\nprint(os.listdir({str(tmp_path)!r}), os.access(sys.prefix, os.W_OK))"
+    code = f"""
+from sparrow.rewards import CodeVerifier
+verifier = CodeVerifier(isolation="bwrap")
+print(verifier.judge({program!r}, {{"inputs": [""], "outputs": ["['venv'] False"]}}))
+"""
+    path = os.pathsep.join([str(Path(sandbox.__file__).parents[2]), *filter(None, sys.path)])
+    python = tmp_path / "venv" / "bin" / "python"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
+    assert "verdicts=('pass',)" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_session_leaves_no_folder_behind(marked, monkeypatch, tmp_path):

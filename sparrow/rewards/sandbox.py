@@ -86,6 +86,11 @@ def _bwrap_command(limits: Limits) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
+    if _bwrap_sizes(binary):
+        command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    else:  # bubblewrap before 0.7 cannot bound a tmpfs: rather none that can be written
+        command += ["--dir", "/tmp", "--chdir", "/tmp"]
+    # After /tmp is private, since Python itself may lie there.
     folders = {"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parents[1])}
     for folder in sorted(folders):
         command += ["--ro-bind", folder, folder]
@@ -97,10 +102,6 @@ def _bwrap_command(limits: Limits) -> list[str]:
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     command += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
     command += ["--ro-bind", str(_RUNNER), "/runner.py", "--dev", "/dev", "--remount-ro", "/dev"]
-    if _bwrap_sizes(binary):
-        command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    else:  # bubblewrap before 0.7 cannot bound a tmpfs: rather none that can be written
-        command += ["--dir", "/tmp", "--chdir", "/tmp"]
     return [*command, "--remount-ro", "/", "--", sys.executable, "-s", "-P", "/runner.py"]
 
 
