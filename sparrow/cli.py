@@ -47,7 +47,8 @@ class Train(TrainConfig):
     gsm8k:path=train.jsonl. Several are mixed, each drawn from as often as its option weight says (1)."""
 
     schedule: str = "dense"
-    """What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file."""
+    """What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file. auto starts
+    dense and follows the measured p5 so that it holds tau; auto:SCHEDULE starts from any of these, in its layout."""
 
     engine: str = "hf"
     """What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port."""
@@ -323,7 +324,8 @@ def train(command: Train) -> None:
     from sparrow.schedule import SparsitySchedule
     from sparrow.train.trainer import Trainer
 
-    schedule = SparsitySchedule.load(command.schedule)
+    start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
+    schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
     model, tokenizer = _load_model(command.model)
     task = _load_task(command.task, command.dataset, tokenizer)
     # A distilled actor has weights of its own; otherwise the engine shares the policy's.
@@ -331,7 +333,7 @@ def train(command: Train) -> None:
     engine = _load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
     with Progress(command.steps) as progress:
         try:
-            Trainer(command, model, tokenizer, task, engine, schedule, listener=progress).train()
+            Trainer(command, model, tokenizer, task, engine, schedule, progress, start is not None).train()
         finally:
             engine.close()
     print_summary(Path(command.run_dir))

@@ -26,7 +26,7 @@ from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, mismatch_report
 from sparrow.report import RunLog, figures, page, summary_rows, write_report
 from sparrow.report.style import LEVELS, style_sheet
-from sparrow.report.summary import bin_name, describe_schedule, describe_tail, setup_rows, verdict
+from sparrow.report.summary import bin_name, describe_schedule, describe_tail, result_rows, setup_rows, verdict
 from sparrow.report.theme import DARK, LIGHT
 from sparrow.schedule import SparsitySchedule
 
@@ -489,6 +489,23 @@ def test_schedule_figure_by_hand():
     assert (whole[200], now[200], start[200]) == (20, 9, 5)  # top_k + sink 1 + recent 2
     assert dict(zip(*share.lines[0].get_data(), strict=True))[200] == 45
     assert dict(zip(*share.lines[0].get_data(), strict=True))[30] == 100
+
+
+def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
+    tables = ([2, 6, "all"], [4, 6, "all"], [4, 6, "all"])
+    guarded = [{"guard": {"steps_below": i, "alarm": i > 1}} for i in range(3)]
+    rows = [step_row(i + 1, schedule={"top_k": t}, **g) for i, (t, g) in enumerate(zip(tables, guarded, strict=True))]
+    log = log_of(*rows, initial_schedule=SCHEDULE, schedule=SCHEDULE)
+    assert [s.top_k[0] for s in log.schedules()] == [2, 4, 4]
+    assert [plot.name for plot in figures.plots(log)] == [*FIGURES, "pages"]
+    (ax,) = drawn(figures.draw_pages, log).axes
+    read = {line.get_label(): line.get_ydata() for line in ax.lines}
+    # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
+    assert read["0-100 tokens"] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
+    assert read["100-200 tokens"] == pytest.approx([9000 / 190] * 3)
+    assert ("guard", "p5 too low, at 1 of 3 steps, first at step 3") in result_rows(log)
+    still = log_of(*[step_row(i, schedule={"top_k": [2, 6]}) for i in (1, 2)], initial_schedule=SCHEDULE)
+    assert "pages" not in [plot.name for plot in figures.plots(still)]
 
 
 def test_a_figure_is_the_same_each_time():

@@ -41,7 +41,7 @@ class EarlyWords:
         return Problem(id=f"words-{index}", prompt=f" {index % 10}" * (24 + index % 7), verify=verify)
 
 
-def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, **changes) -> Trainer:
+def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, closed_loop=False, **changes) -> Trainer:
     tokenizer = build_tokenizer()
     model = model or tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
     engine = HFEngine(model, SCHEDULE, eos_ids=[tokenizer.eos_token_id])
@@ -52,7 +52,8 @@ def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, **chang
     )  # fmt: skip
     config = TrainConfig(**{**defaults, **changes})
     kwargs = {"listener": listener} if listener else {}
-    return Trainer(config, model, tokenizer, task or EarlyWords(), engine, SCHEDULE, **kwargs)
+    task = task or EarlyWords()
+    return Trainer(config, model, tokenizer, task, engine, SCHEDULE, closed_loop=closed_loop, **kwargs)
 
 
 def metrics_of(run_dir) -> list[dict]:

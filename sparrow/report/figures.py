@@ -106,6 +106,9 @@ def plots(log: RunLog) -> list[Plot]:
             "cache."
         )
         found.append(Plot("schedule", "Schedule", caption, (WIDE, 3.5), draw_schedule))
+    if len(set(log.schedules())) > 1:
+        caption = "What a sparse layer reads at the end of each length bin, as a share of the cache, by step."
+        found.append(Plot("pages", "Schedule by step", caption, (WIDE, 3.5), draw_pages))
     return found
 
 
@@ -304,6 +307,23 @@ def draw_schedule(figure: Figure, log: RunLog, theme: Theme) -> None:
         _from_zero(ax)
         ax.set_xlabel("sequence length, tokens")
         _legend(ax)
+
+
+def draw_pages(figure: Figure, log: RunLog, theme: Theme) -> None:
+    ax = figure.subplots()
+    width = log.schedules()[0].bin_tokens
+    seen = sorted({b.bin for index in range(len(log.metrics)) for b in log.bins(index)})
+    shown = seen[:: -(-len(seen) // MOST_LINES)]
+    for i, n in enumerate(shown):
+        # The last length in the bin: the next token would begin a page of the bin after it.
+        length = (n + 1) * width - log.schedules()[0].page_size
+        share = np.array([100 * s.tokens_read(length) / length for s in log.schedules()])
+        color = theme.bins[(i + 1) * MOST_LINES // len(shown) - 1]
+        _line(ax, log, share, color, f"{bin_name(n * width, (n + 1) * width)} tokens")
+    ax.set_ylim(0, 105)
+    ax.set_ylabel("share of the cache, %")
+    _legend(ax)
+    _step_axis(ax, log)
 
 
 def _window(steps: int) -> int:

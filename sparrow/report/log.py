@@ -117,6 +117,14 @@ class RunLog:
                 tail_SN[index, b.bin] = b.lower_bound
         return tail_SN
 
+    def schedules(self) -> tuple[SparsitySchedule, ...]:
+        """What the rollouts of each step were decoded under, [S]; empty if the run did not record it."""
+        tables = [_get(row, ("schedule", "top_k")) for row in self.metrics]
+        if self.initial_schedule is None or not all(tables):
+            return ()
+        layout = self.initial_schedule.to_dict()
+        return tuple(SparsitySchedule.from_dict({**layout, "top_k": table}) for table in tables)
+
     @property
     def bin_tokens(self) -> int | None:
         """Width of a length bin in tokens."""

@@ -45,6 +45,12 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 def result_rows(log: RunLog) -> list[NamedValue]:
     """Steps, reward before and after, tokens, what was kept of them, what was read of the cache."""
     tokens = log.series("response", "tokens")
+    alarms = [int(step) for step, alarm in zip(log.steps, log.series("guard", "alarm"), strict=True) if alarm == 1]
+    guard = (
+        [("guard", f"p5 too low, at {len(alarms)} of {len(log.steps)} steps, first at step {alarms[0]}")]
+        if alarms
+        else []
+    )
     return [
         ("steps", f"{log.steps[-1]}" + (f" of {log.planned_steps}" if log.planned_steps else "")),
         ("reward", _rise(log, log.series("reward", "mean"))),
@@ -52,6 +58,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
         ("response tokens", f"{np.nansum(tokens):,.0f}" if np.isfinite(tokens).any() else NOT_RECORDED),
         ("tokens kept", percent(log.tokens_kept())),
         ("KV read", percent(log.kv_read())),
+        *guard,
     ]
 
 

@@ -222,6 +222,24 @@ class DistillConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    """An early warning: p5 of acceptance that stays below a threshold."""
+
+    action: Literal["warn", "raise", "stop"] = "warn"
+    """warn: say so. raise: read more pages in the bins concerned, towards tau. stop: save a checkpoint and stop."""
+
+    threshold: float = 0.8
+    """Act when p5 is below this in a length bin that enough responses reach..."""
+
+    patience: int = 3
+    """...for this many steps in a row."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.threshold < 1, "guard.threshold", self.threshold, "at least 0 and below 1")
+        _require(self.patience >= 1, "guard.patience", self.patience, "at least 1")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
@@ -264,11 +282,14 @@ class TrainConfig:
     correction: CorrectionConfig = CorrectionConfig()
     loss: LossConfig = LossConfig()
     distill: DistillConfig = DistillConfig()
+    guard: GuardConfig = GuardConfig()
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
         _require(0 < self.tau < 1, "tau", self.tau, "above 0 and below 1")
+        guarded = self.guard.action != "raise" or not self.distill.step_down
+        _require(guarded, "guard.action", self.guard.action, "warn or stop where distill.step_down moves the schedule")
         _require(self.logged_rollouts >= 0, "logged_rollouts", self.logged_rollouts, "at least 0")
         _require(self.loss.kl_coef == 0, "loss.kl_coef", self.loss.kl_coef, "0: the trainer keeps no reference policy")
         limit = self.rollout.max_new_tokens

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import signal
 import threading
 import time
@@ -27,14 +28,16 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparrow.engines.base import Engine
-from sparrow.errors import ConfigError, RewardError
+from sparrow.errors import ConfigError, RewardError, TrainingDiverged
 from sparrow.measure import pool, token_acceptance
+from sparrow.mismatch import MismatchReport
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import TokenScorer
 from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.collect import Collector, derived_seed
 from sparrow.train.config import TrainConfig
+from sparrow.train.controller import Control, below, next_schedule, raise_bins
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
@@ -43,6 +46,8 @@ from sparrow.train.run_dir import METRICS, ROLLOUTS, RunDir
 
 if TYPE_CHECKING:
     from sparrow.train.distill import Distiller
+
+log = logging.getLogger(__name__)
 
 Metrics = dict[str, Any]
 Listener = Callable[[str, Metrics], None]
@@ -60,9 +65,11 @@ class Trainer:
         engine: the sparse actor.
         schedule: what the engine decodes under.
         listener: told of progress.
+        closed_loop: let the schedule follow the measured p5, so that it holds ``config.tau``.
 
     Raises:
-        ConfigError: a run directory in use, or prompts that do not divide among the processes.
+        ConfigError: a run directory in use, prompts that do not divide among the processes, or a closed loop beside
+            something else that moves the schedule, or in other bins than the schedule's.
     """
 
     def __init__(
@@ -74,12 +81,24 @@ class Trainer:
         engine: Engine,
         schedule: SparsitySchedule,
         listener: Listener = lambda event, metrics: None,
+        closed_loop: bool = False,
     ) -> None:
         self.config, self.tokenizer, self.engine = config, tokenizer, engine
         self.listener = listener
         self.step = 0
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
+        self.closed_loop = closed_loop
+        self.calm: tuple[int, ...] = ()
+        self.guarded_steps = 0
+        if closed_loop and config.distill.step_down:
+            raise ConfigError("schedule auto and distill.step_down both move the schedule; choose one of them")
+        steers = closed_loop or config.guard.action == "raise"
+        if steers and config.bin_tokens not in (None, schedule.bin_tokens):
+            raise ConfigError(
+                f"bin_tokens is {config.bin_tokens}, but schedule auto and guard.action raise need the tail in the "
+                f"schedule's own bins of {schedule.bin_tokens} tokens; leave bin_tokens out"
+            )
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
@@ -128,9 +147,15 @@ class Trainer:
         try:
             while self.step < self.config.steps:
                 self._train_step()
-                if self.step % self.config.save_every == 0:
+                stop = self.config.guard.action == "stop" and self._alarmed()
+                if stop or self.step % self.config.save_every == 0:
                     self._save()
                     saved = self.step
+                if stop:
+                    raise TrainingDiverged(
+                        f"{self._alarm()}; the checkpoint of step {self.step} is saved, and --resume "
+                        "--guard.action raise goes on from it with more pages"
+                    )
         except (KeyboardInterrupt, RewardError):
             # Rollouts and scores change nothing, and updates are not interrupted: the state is that of self.step.
             if self.step > saved:
@@ -155,13 +180,15 @@ class Trainer:
         self.engine.sleep()
         clock["rollout"] = time.perf_counter()
         self.listener("score", {})
-        assessment, metrics = self._assess(experience)
+        assessment, report, metrics = self._assess(experience)
         clock["score"] = time.perf_counter()
         self.listener("update", {})
         with _uninterrupted():
+            metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
             metrics |= self._update(experience, assessment)
             self.engine.wake()
             self.engine.update_weights(self._actor_weights())
+            metrics |= self._steer(report)
             clock["update"] = time.perf_counter()
             self.step, self.cursor = self.step + 1, experience.cursor
             read_fraction = counters.tokens_read / max(counters.tokens_held, 1)
@@ -175,7 +202,7 @@ class Trainer:
         self.listener("step", metrics)
 
     @torch.no_grad()
-    def _assess(self, experience: Experience) -> tuple[Assessment, Metrics]:
+    def _assess(self, experience: Experience) -> tuple[Assessment, MismatchReport, Metrics]:
         """Dense log-probs of every rollout, and how far the actor was from them."""
         rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
         parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -206,17 +233,21 @@ class Trainer:
         report = pool(gather_object(responses), bin_tokens, seed=self.step)
         tokens, ended = np.array(gather_object([(len(r), r.finish_reason == "stop") for r in rollouts]), dtype=float).T
         rewards = gather_object([(g.problem.source, parts) for g in experience.drawn for parts in g.parts])
-        return assessment, {
-            "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
-            "response": {
-                "mean": tokens.mean(),
-                "max": tokens.max(),
-                "tokens": tokens.sum(),
-                "ended_fraction": ended.mean(),
+        return (
+            assessment,
+            report,
+            {
+                "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
+                "response": {
+                    "mean": tokens.mean(),
+                    "max": tokens.max(),
+                    "tokens": tokens.sum(),
+                    "ended_fraction": ended.mean(),
+                },
+                "entropy": entropy / sum(map(len, rollouts)),
+                "mismatch": report.to_dict(),
             },
-            "entropy": entropy / sum(map(len, rollouts)),
-            "mismatch": report.to_dict(),
-        }
+        )
 
     def _update(self, experience: Experience, assessment: Assessment) -> Metrics:
         """Correct, then take the optimiser steps; then the adapter's, if there is one."""
@@ -272,9 +303,38 @@ class Trainer:
             found["distill"] = self.distiller.update(self.scorer, experience, assessment, advantages_B)
             schedule = self.distiller.next_schedule(self.scorer, experience, assessment, self.step + 1)
             if schedule != self.schedule:
-                self.schedule = schedule
-                self.engine.set_schedule(schedule)
+                self._set_schedule(schedule)
         return found
+
+    def _steer(self, report: MismatchReport) -> Metrics:
+        """The closed loop's turn and the guard's, both on what all processes measured."""
+        guard, schedule = self.config.guard, self.schedule
+        failing = below(report.bins, guard.threshold)
+        self.guarded_steps = self.guarded_steps + 1 if failing else 0
+        if self.closed_loop:
+            schedule, self.calm = next_schedule(Control(schedule, self.calm), report.bins, self.config.tau)
+        elif self._alarmed() and guard.action == "raise":
+            schedule = raise_bins(schedule, failing, self.config.tau)
+        if self.guarded_steps == guard.patience and self.accelerator.is_main_process:
+            log.warning(self._alarm())
+        if schedule != self.schedule:
+            self._set_schedule(schedule)
+        return {"guard": {"steps_below": self.guarded_steps, "alarm": self._alarmed()}}
+
+    def _alarmed(self) -> bool:
+        return self.guarded_steps >= self.config.guard.patience
+
+    def _alarm(self) -> str:
+        return (
+            f"p5 of acceptance has been below {self.config.guard.threshold:g} for "
+            f"{self.guarded_steps} steps, so training may collapse; a denser schedule prevents it"
+        )
+
+    def _set_schedule(self, schedule: SparsitySchedule) -> None:
+        self.schedule = schedule
+        if self.distiller:
+            self.distiller.set_schedule(schedule)
+        self.engine.set_schedule(schedule)
 
     def _actor_weights(self) -> Iterable[tuple[str, Tensor]]:
         return self.distiller.actor_weights() if self.distiller else self.model.named_parameters()
@@ -327,7 +387,13 @@ class Trainer:
     def _save(self) -> None:
         def write(folder: Path) -> None:
             self.accelerator.save_state(str(folder))
-            state = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
+            state = {
+                "step": self.step,
+                "cursor": self.cursor,
+                "schedule": self.schedule.to_dict(),
+                "calm": self.calm,
+                "guarded_steps": self.guarded_steps,
+            }
             (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
         with _uninterrupted():
@@ -340,10 +406,8 @@ class Trainer:
         self.accelerator.load_state(str(folder))
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.cursor = state["cursor"]
-        self.schedule = SparsitySchedule.from_dict(state["schedule"])
-        if self.distiller:
-            self.distiller.set_schedule(self.schedule)
-        self.engine.set_schedule(self.schedule)
+        self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
+        self.calm, self.guarded_steps = tuple(state["calm"]), state["guarded_steps"]
         self.run_dir.truncate(self.step)
 
 

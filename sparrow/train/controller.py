@@ -1,0 +1,117 @@
+"""The closed loop: pages follow the measured tail, bin by bin, so that no calibration run is needed; and its guard.
+
+Every step measures p5 of acceptance by length bin for nothing, because the dense log-probs are computed anyway. What
+decides is the lower limit of p5's interval, as in calibration: a bin must hold tau surely, and a bin with few
+responses has a wide interval and stays dearer. Budgets are moved in proportion to the rejected share 1 - p5: between
+the published tables for p5 0.75 to 0.92 the pages read grow as (1 - p5)^-a with a = 1.5 (median), on the bundled
+reasoner with a = 0.7, so a proportional step goes most of the way and the next ones the rest. While a bin is dense its
+p5 is 1 and says nothing of the sparse actor; the bound on a step is what makes going down from there safe.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sparrow.mismatch import BinMismatch
+from sparrow.schedule import SparsitySchedule
+
+STEP_UP = 2.0
+"""Pages read in a bin at most double in a step,"""
+STEP_DOWN = 0.75
+"""and lose at most a quarter."""
+ROOM = 0.9
+"""A bin has room while the rejected share is at most this part of what tau allows: the gap is the hysteresis."""
+PATIENCE = 2
+"""Steps in a row that a bin must have room before it is lowered."""
+MIN_SEQUENCES = 8
+"""A bin that fewer responses reach is never lowered, and raised only where its whole interval is below tau."""
+
+
+class Control(NamedTuple):
+    """What the closed loop decided last.
+
+    Attributes:
+        schedule: for the next rollouts.
+        calm: per length bin, the steps in a row that it had room.
+    """
+
+    schedule: SparsitySchedule
+    calm: tuple[int, ...] = ()
+
+
+def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
+    """One turn of the closed loop.
+
+    A bin is raised at once, in proportion to how much too much it rejects; one with room is lowered half the way,
+    after ``PATIENCE`` steps. Bins that hold no more than prompts follow the first that can be judged; lengths not seen
+    yet keep what they have. A raised bin raises the longer ones with it where they would otherwise read less.
+
+    Args:
+        control: the schedule that the rollouts were sampled under, and the memory.
+        bins: their tail in the schedule's own bins, over all processes.
+        tau: the p5 to hold, in (0, 1).
+
+    Returns:
+        The next schedule, in the same layout, with at least as many bins.
+    """
+    schedule, always = control.schedule, control.schedule.sink_pages + control.schedule.recent_pages
+    # The last entry of the table is for all longer lengths; only those before it are moved.
+    count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
+    calm = [*control.calm, *[0] * count][:count]
+    table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
+    judged = set()
+    for b in bins:
+        enough = b.n_sequences >= MIN_SEQUENCES
+        rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
+        pages, had_room = table[b.bin] + always, calm[b.bin]
+        calm[b.bin] = 0
+        if rejected > 1:
+            table[b.bin] = min(_raised(pages, rejected) - always, _whole(schedule, b.bin))
+        elif enough and rejected <= ROOM:
+            calm[b.bin] = had_room + 1
+            if calm[b.bin] == PATIENCE:
+                table[b.bin] = max(0, math.floor(pages * max(STEP_DOWN, math.sqrt(rejected))) - always)
+                calm[b.bin] = 0
+        if enough or rejected > 1:
+            judged.add(b.bin)
+    for i in reversed(range(max(judged, default=0))):
+        if i not in judged:
+            table[i] = min(table[i], table[i + 1])
+    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(calm))
+
+
+def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch], tau: float) -> SparsitySchedule:
+    """The schedule with more pages in ``bins``, whose p5 is below ``tau``; a step of the same size as the loop's."""
+    always = schedule.sink_pages + schedule.recent_pages
+    table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
+    for b in bins:
+        table[b.bin] = _raised(table[b.bin] + always, (1 - b.lower_bound) / (1 - tau)) - always
+    return _monotone(schedule, [*table, schedule.top_k[-1]])
+
+
+def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
+    """The bins, of those that enough responses reach, whose p5 is below ``threshold``."""
+    return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.lower_bound < threshold]
+
+
+def _raised(pages: int, rejected: float) -> int:
+    return max(pages + 1, math.ceil(pages * min(STEP_UP, rejected)))
+
+
+def _whole(schedule: SparsitySchedule, i: int) -> int:
+    """The top-k with which bin ``i`` is dense."""
+    pages = math.ceil((i + 1) * schedule.bin_tokens / schedule.page_size)
+    return max(0, pages - schedule.sink_pages - schedule.recent_pages)
+
+
+def _extended(schedule: SparsitySchedule, count: int) -> list[int]:
+    """The first ``count`` entries of the table."""
+    return [schedule.top_k[min(i, len(schedule.top_k) - 1)] for i in range(count)]
+
+
+def _monotone(schedule: SparsitySchedule, table: list[int]) -> SparsitySchedule:
+    return schedule.replace(top_k=tuple(np.maximum.accumulate(table).tolist()))

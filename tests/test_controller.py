@@ -1,0 +1,220 @@
+"""The closed loop and the guard: the pure update on made-up plants, and both inside the trainer on the reasoner."""
+
+import logging
+from dataclasses import replace
+from math import ceil, nan
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_trainer import make_trainer, metrics_of
+
+import sparrow
+from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.errors import ConfigError, TrainingDiverged
+from sparrow.mismatch import BinMismatch
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.tasks import Trace
+from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.controller import Control, below, next_schedule, raise_bins
+from sparrow.train.trainer import Trainer
+
+TAU = 0.9
+
+
+def seen(bin: int, p5: float, low: float | None = None, high: float | None = None, sequences: int = 64) -> BinMismatch:
+    low, high = p5 if low is None else low, p5 if high is None else high
+    return BinMismatch(bin, bin * 2000, (bin + 1) * 2000, 10**4, sequences, 0.99, p5, low, high, p5)
+
+
+def turn(top_k, *bins, calm=(), tau=TAU):
+    control = next_schedule(Control(SparsitySchedule(tuple(top_k)), tuple(calm)), bins, tau)
+    return control.schedule.top_k, control.calm
+
+
+# --- the update, in numbers worked out by hand (3 pages are always kept) ---
+
+
+def test_too_low_is_raised_at_once_in_proportion_and_at_most_doubled():
+    assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == ((21, 27, 40), (0, 1))  # 20 * 1.19 = 23.8
+    assert turn([17, 27, 99], seen(0, 0.3), seen(1, 0.905))[0] == (37, 37, 99)  # doubled, and the longer bin with it
+    assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # one page at least
+
+
+def test_the_lower_limit_decides():
+    assert turn([17, 40], seen(0, 0.95, low=0.881))[0] == (21, 40)
+    assert turn([17, 40], seen(0, 0.95, low=0.905), calm=[1]) == ((17, 40), (0,))  # holds, without room
+
+
+def test_room_lowers_half_way_after_two_steps_and_by_a_quarter_at_most():
+    assert turn([97, 200], seen(0, 0.9359)) == ((97, 200), (1,))
+    assert turn([97, 200], seen(0, 0.9359), calm=[1]) == ((77, 200), (0,))  # 100 * sqrt(0.641) = 80.06
+    assert turn([97, 200], seen(0, 0.9999), calm=[1]) == ((72, 200), (0,))
+
+
+def test_a_dense_start_goes_down_by_bounded_steps_and_stays_dense_beyond_what_was_seen():
+    assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
+    assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), calm=[1, 1])[0] == (90, 184, ALL_PAGES)
+
+
+def test_a_bin_is_never_raised_beyond_its_whole_cache():
+    assert turn([100, 200], seen(0, 0.1))[0] == (122, 200)
+
+
+def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), calm=[1, 1]) == ((27, 40, 60), (0, 0))
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.8, high=0.92, sequences=7))[0] == (27, 40, 60)
+    assert turn([27, 37, 60], seen(0, 0.905), seen(1, 0.8, high=0.881, sequences=7))[0] == (27, 45, 60)
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.2, low=nan, high=nan, sequences=1))[0] == (27, 40, 60)
+
+
+def test_dead_bins_follow_the_first_one_that_can_be_judged():
+    low = turn([90, 90, 97, 200], seen(2, 0.9359), calm=[0, 0, 1])
+    assert low == ((77, 77, 77, 200), (0, 0, 0))
+    assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
+
+
+def test_below_and_raise_bins():
+    bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
+    assert below(bins, 0.8) == bins[:1]
+    assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1], TAU).top_k == (37, 37, 40)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    exponent=st.floats(0.7, 1.8),
+    needed=st.lists(st.integers(12, 100), min_size=1, max_size=5),
+    start=st.one_of(st.just(ALL_PAGES), st.integers(0, 90)),
+    noise=st.floats(0, 0.004),
+    seed=st.integers(0, 99),
+)
+def test_reaches_tau_from_anywhere_and_stays(exponent, needed, start, noise, seed):
+    """Plants whose rejected share falls as a power of the pages read, needing more of them at greater length."""
+    needed = np.maximum.accumulate(needed)
+    rng = np.random.default_rng(seed)
+    control = Control(SparsitySchedule((start,)))
+    for step in range(60):
+        pages = np.array([min(control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] + 3, 125 * (i + 1))
+                          for i in range(len(needed))])  # fmt: skip
+        whole = pages == 125 * (np.arange(len(needed)) + 1)
+        p5 = np.where(whole, 1.0, 1 - np.minimum(1, (1 - TAU) * (needed / pages) ** exponent))
+        measured = np.clip(p5 + noise * rng.standard_normal(len(p5)), 0, 1)
+        bins = [seen(i, p, p - 2 * noise, p + 2 * noise) for i, p in enumerate(measured)]
+        after = next_schedule(control, bins, TAU)
+        assert all(a <= b for a, b in zip(after.schedule.top_k, after.schedule.top_k[1:], strict=False))
+        if step >= 30:
+            # A bin may read more than it needs where a shorter one needs that much.
+            assert np.all(p5 >= TAU - 0.02)
+            alone = needed == needed.max() if np.ptp(needed) else np.ones(len(needed), bool)
+            first = np.argmax(alone)
+            assert p5[first] <= TAU + 0.02 + 4 * noise or pages[first] <= 5 + ceil(1.1 * needed[: first + 1].max())
+        control = after
+
+
+# --- in the trainer ---
+
+LAYOUT = dict(bin_tokens=32, page_size=4, dense_layers=(0,))
+
+
+def reasoner_trainer(run_dir, schedule, closed_loop=True, listener=None, tau=0.95, **changes) -> Trainer:
+    import torch
+
+    model, tokenizer = load_model(str(Path(sparrow.__file__).parent / "reasoner"), "fp32", torch.device("cpu"))
+    engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
+    config = TrainConfig(
+        run_dir=str(run_dir), steps=4, save_every=100, tau=tau,
+        rollout=RolloutConfig(prompts=8, samples=2, max_new_tokens=120),
+        optimizer=OptimizerConfig(learning_rate=1e-6),
+    )  # fmt: skip
+    kwargs = {"listener": listener} if listener else {}
+    return Trainer(
+        replace(config, **changes), model, tokenizer, Trace(10), engine, schedule, closed_loop=closed_loop, **kwargs
+    )
+
+
+def tables(run_dir) -> list[list]:
+    return [row["schedule"]["top_k"] for row in metrics_of(run_dir)]
+
+
+def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
+    def halve(event, metrics):
+        if event == "step" and metrics["step"] == 1:
+            trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+
+    trainer = reasoner_trainer(tmp_path, SparsitySchedule((5, 9, 14, 16, 20, 21), **LAYOUT), listener=halve)
+    trainer.train()
+    _, fault, *after = [{b["bin"]: b["interval_low"] for b in r["mismatch"]["bins"]} for r in metrics_of(tmp_path)]
+    hit = [b for b, low in fault.items() if low < 0.94]
+    assert len(hit) >= 2
+    assert all(after[1][b] >= 0.95 for b in hit)
+
+
+def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
+    # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is dense.
+    changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
+    whole = make_trainer(tmp_path / "whole", **changes)
+    whole.train()
+    assert len({str(t) for t in tables(tmp_path / "whole")}) > 2
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event, metrics):
+        if event == "step" and metrics["step"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        make_trainer(tmp_path / "killed", **changes, listener=kill).train()
+    resumed = make_trainer(tmp_path / "killed", **changes, resume=True)
+    assert resumed.step == 2 and resumed.engine.schedule == resumed.schedule
+    resumed.train()
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
+    assert resumed.calm == whole.calm and resumed.schedule == whole.schedule
+
+
+def test_only_one_thing_moves_the_schedule(tmp_path):
+    with pytest.raises(ConfigError, match=r"schedule auto and distill.step_down both move the schedule"):
+        make_trainer(tmp_path / "a", closed_loop=True, distill=DistillConfig(step_down=("dense",)))
+    with pytest.raises(ConfigError, match=r"guard.action is 'raise'"):
+        make_trainer(tmp_path / "b", guard=GuardConfig("raise"), distill=DistillConfig(step_down=("dense",)))
+    with pytest.raises(ConfigError, match=r"bin_tokens is 7.*schedule's own bins of 32 tokens"):
+        make_trainer(tmp_path / "c", closed_loop=True, bin_tokens=7)
+
+
+def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(tmp_path, guard=GuardConfig(threshold=0.999, patience=2)).train()
+    assert [r.message for r in caplog.records if "p5" in r.message] == [
+        "p5 of acceptance has been below 0.999 for 2 steps, so training may collapse; a denser schedule prevents it"
+    ]
+    found = [row["guard"] for row in metrics_of(tmp_path)]
+    assert found == [{"steps_below": i, "alarm": i >= 2} for i in (1, 2, 3, 4)]
+
+
+def test_guard_raises_the_schedule(tmp_path):
+    make_trainer(tmp_path, guard=GuardConfig("raise", threshold=0.999, patience=2), tau=0.9995).train()
+    assert tables(tmp_path) == [[0, 1], [0, 1], [0, 5, 5], [0, 13, 13]]  # 4, 8, 16 pages with the 3 always kept
+
+
+def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
+    guard = GuardConfig("stop", threshold=0.999, patience=3)
+    with pytest.raises(TrainingDiverged, match=r"below 0.999 for 3 steps.*checkpoint of step 3 is saved"):
+        make_trainer(tmp_path, guard=guard, save_every=100).train()
+    resumed = make_trainer(tmp_path, guard=replace(guard, action="raise"), resume=True)
+    assert resumed.step == 3 and resumed.guarded_steps == 3
+    resumed.train()
+    assert len(metrics_of(tmp_path)) == 4
+
+
+def test_auto_on_the_command_line(tmp_path):
+    from sparrow.cli import main
+
+    layout = tmp_path / "layout.json"
+    layout.write_text(SparsitySchedule.dense(**LAYOUT).to_json())
+    common = ["train", "--task", "trace:lines=4", "--steps", "2", "--rollout.prompts", "4", "--rollout.samples", "2",
+              "--rollout.max-new-tokens", "50", "--tau", "0.9", "--run-dir"]  # fmt: skip
+    main([*common, str(tmp_path / "run"), "--schedule", f"auto:{layout}"])
+    assert tables(tmp_path / "run")[0] == ["all"] and tables(tmp_path / "run")[1][-1] == "all"
+    assert len(tables(tmp_path / "run")[1]) > 1
