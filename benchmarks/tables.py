@@ -1,0 +1,156 @@
+"""Write the tables of docs/performance.md from the JSON files in benchmarks/results.
+
+    python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
+
+``tests/test_performance.py`` fails if the page says something else than the files.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
+PUBLISHED = {"qwen3-1.7b": (2561, 5662), "qwen3-4b": (1369, 3308), "qwen3-8b": (1300, 2682), "qwen3-14b": (1544, 2289)}
+"""Tokens per second, dense and sparse (arXiv 2606.08446: AIME24 x 8, 32K cut-off, one H200)."""
+Row = dict[str, Any]
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
+
+
+def measured() -> dict[str, tuple[Row, Row]]:
+    """Shape to what was measured of stock vLLM and of Sparrow."""
+    return {shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES}
+
+
+def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
+    """ms of a decode step, None if it was not measured."""
+    wanted = dict(batch=batch, length=length, schedule=schedule, logprobs=logprobs)
+    return next((row["ms"] for row in run["points"] if all(row[k] == v for k, v in wanted.items())), None)
+
+
+def points(run: Row) -> list[tuple[int, int]]:
+    return list(dict.fromkeys((row["batch"], row["length"]) for row in run["points"]))
+
+
+def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
+    """Of a whole trace: steps at the mean of its strata, and what prefilling the requests cost the others."""
+    trace = run["traces"][requests]
+    step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
+    return (trace["steps"] * step + trace["requests"] * statistics.median(trace["join_ms"])) / 1e3
+
+
+def decode_steps() -> str:
+    rows = []
+    for shape, (stock, sparse) in measured().items():
+        for batch, length in points(stock):
+            dense = point(stock, batch, length, "stock", "none")
+            unbounded, ours = (point(sparse, batch, length, s, "none") for s in ("dense", "published"))
+            cells = [f"{dense:.2f}", f"{unbounded:.2f}", f"{ours:.2f}", f"{dense / ours:.2f}x"]
+            rows.append([SHAPES[shape], f"{batch} x {length:,}", *cells])
+    return table(["shape", "sequences x tokens", "stock, ms", "unbounded, ms", "0.86 table, ms", "speed-up"], rows)
+
+
+def rollouts(logprobs: str, requests: str = "240") -> str:
+    rows = []
+    for shape, (stock, sparse) in measured().items():
+        tokens = stock["traces"][requests]["tokens"]
+        dense, ours = (tokens / trace_seconds(run, requests, logprobs) for run in (stock, sparse))
+        theirs = PUBLISHED[shape]
+        rows.append(
+            [
+                SHAPES[shape], stock["slots"], f"{dense:,.0f}", f"{ours:,.0f}", f"{ours / dense:.2f}x",
+                f"{theirs[0]:,}", f"{theirs[1]:,}", f"{theirs[1] / theirs[0]:.2f}x",
+            ]
+        )  # fmt: skip
+    head = ["shape", "at a time", "stock, tokens/s", "Sparrow, tokens/s", "speed-up"]
+    return table([*head, "published: dense", "sparse", "speed-up"], rows)
+
+
+def logprob_cost() -> str:
+    rows = []
+    for shape, (stock, sparse) in measured().items():
+        for batch, length in points(stock):
+            cells = []
+            for run, schedule in ((stock, "stock"), (sparse, "published")):
+                without = point(run, batch, length, schedule, "none")
+                for label in ("sampled", "top 20"):
+                    ms = point(run, batch, length, schedule, label)
+                    cells.append("" if ms is None else f"{(ms / without - 1) * 100:+.1f} %")
+            if any(cells):
+                rows.append([SHAPES[shape], f"{batch} x {length:,}", *cells])
+    head = ["shape", "sequences x tokens", "stock: sampled", "stock: top 20", "Sparrow: sampled", "Sparrow: top 20"]
+    return table(head, rows)
+
+
+def capacity() -> str:
+    rows = [
+        [
+            SHAPES[s],
+            *(f"{run['kv_tokens']:,}" for run in runs),
+            f"{(runs[1]['kv_tokens'] / runs[0]['kv_tokens'] - 1):+.1%}",
+        ]
+        for s, runs in measured().items()
+    ]
+    return table(["shape", "stock, tokens", "Sparrow, tokens", "difference"], rows)
+
+
+def validation() -> str:
+    rows = []
+    for shape, runs in measured().items():
+        for name, run in zip(("stock", "Sparrow"), runs, strict=True):
+            if found := run.get("validation"):
+                off = found["estimate"] / found["seconds"] - 1
+                cells = [f"{found['seconds']:.2f}", f"{found['estimate']:.2f}", f"{off:+.1%}"]
+                rows.append([SHAPES[shape], name, f"{found['steps']:,}", *cells])
+    return table(["shape", "", "steps", "run, s", "estimated, s", "difference"], rows)
+
+
+def grpo_step() -> str:
+    runs = [load(f"grpo_step_{variant}")["seconds"] for variant in ("stock", "sparse")]
+    names = {
+        "rollout": "rollout, top-20 log-probs",
+        "score": "dense log-probs, acceptance",
+        "update": "update, new weights into vLLM",
+    }
+    rows = [[names[key], *(f"{run[key]:.1f}" for run in runs), f"{runs[0][key] / runs[1][key]:.2f}x"] for key in names]
+    whole = [sum(run.values()) for run in runs]
+    rows.append(["whole step", *(f"{w:.1f}" for w in whole), f"{whole[0] / whole[1]:.2f}x"])
+    return table(["phase", "stock, s", "Sparrow, s", "speed-up"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "decode steps": decode_steps,
+    "rollouts with top 20": lambda: rollouts("top 20"),
+    "rollouts without log-probs": lambda: rollouts("none"),
+    "log-prob cost": logprob_cost,
+    "capacity": capacity,
+    "validation": validation,
+    "grpo step": grpo_step,
+}
+
+
+def render(page: str) -> str:
+    """The page with every table made anew."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}<!-- end -->"
+
+    return re.sub(r"<!-- table: ([^>]+) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render(PAGE.read_text()))
