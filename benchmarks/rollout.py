@@ -13,7 +13,7 @@ length in which step depends neither on the variant nor on how long a step takes
 Running all of it would take hours. Instead the steps are cut into equal strata, the step in the middle of each is set
 up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and sampler) and timed, and the
 trace takes the mean of these times the number of steps, plus what prefilling the joining requests was measured to cost
-the others. ``validate`` runs the last 1/32 of each response from beginning to end and compares that with its own
+the others. ``validate`` runs the last 1/64 of each response from beginning to end and compares that with its own
 estimate.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
@@ -49,8 +49,10 @@ from sparrow.engines.vllm.client import request_seed
 
 MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 CONTEXT = CUTOFF + PROMPT + 256
-LATE = 32
-"""The validating trace is the last 1/LATE of every response."""
+LATE = 64
+"""The validating trace is the last 1/LATE of every response, ..."""
+LATE_SLOTS = {"qwen3-1.7b": 48, "qwen3-4b": 32, "qwen3-8b": 32, "qwen3-14b": 24}
+"""... of so many requests at a time: all are near their end, so fewer fit."""
 SETTLE, TIMED = 6, 24
 """Steps before, and steps in, a measurement."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -302,13 +304,16 @@ def measure(arguments: argparse.Namespace) -> None:
             responses = response_lengths(MEDIAN, CUTOFF, min(arguments.requests)).tolist()
             late = [max(1, n // LATE) for n in responses]
             early = [PROMPT + n - m for n, m in zip(responses, late, strict=True)]
-            spans = simulate(early, late, slots)
+            spans = simulate(early, late, LATE_SLOTS[shape])
             timed = [bench.step(lengths, LOGPROBS["top 20"])["ms"] for _, lengths in states(spans, arguments.states)]
             steps = sum(s for s, _, _ in spans)
+            scheduler = bench.llm.llm_engine.engine_core.engine_core.scheduler
+            scheduler.max_num_running_reqs = LATE_SLOTS[shape]
             bench.start(early, late, LOGPROBS["top 20"])
             took = bench.finish()
+            scheduler.max_num_running_reqs = bench.slots
             save(validation=dict(
-                requests=len(late), late=LATE, tokens=sum(late), steps=steps, steps_run=len(took), seconds=sum(took),
+                requests=len(late), late=LATE, slots=LATE_SLOTS[shape], tokens=sum(late), steps=steps, steps_run=len(took), seconds=sum(took),
                 estimate=steps * statistics.mean(timed) / 1e3,
             ))  # fmt: skip
         if "profile" in parts:
