@@ -73,7 +73,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
-SLOTS = {"qwen3-1.7b": 64, "qwen3-4b": 56, "qwen3-8b": 48, "qwen3-14b": 40}
+SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
 """Requests served at a time: the most, in steps of 8, whose longest moment fits into an H200."""
 POINTS = {
     "qwen3-1.7b": [(64, 15000), (32, 30000), (64, 1024), (64, 4096), (8, 30000), (8, 1024), (1, 1024)],
@@ -313,8 +313,8 @@ def measure(arguments: argparse.Namespace) -> None:
             took = bench.finish()
             scheduler.max_num_running_reqs = bench.slots
             save(validation=dict(
-                requests=len(late), late=LATE, slots=LATE_SLOTS[shape], tokens=sum(late), steps=steps, steps_run=len(took), seconds=sum(took),
-                estimate=steps * statistics.mean(timed) / 1e3,
+                requests=len(late), late=LATE, slots=LATE_SLOTS[shape], tokens=sum(late), steps=steps,
+                steps_run=len(took), seconds=sum(took), estimate=steps * statistics.mean(timed) / 1e3,
             ))  # fmt: skip
         if "profile" in parts:
             for schedule in bench.schedules:

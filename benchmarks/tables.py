@@ -119,6 +119,36 @@ def validation() -> str:
     return table(["shape", "", "steps", "run, s", "estimated, s", "difference"], rows)
 
 
+KERNELS = {
+    "attention of sparse layers": r"decode_kernel|rank_kernel|attend_kernel",
+    "attention of dense layers": r"flash::",
+    "landmarks": r"landmark_kernel",
+    "matrix products": r"nvjet|cublas|gemm|splitK",
+    "sampling and log-probs": r"topk|TopK|gumbel|_ranks|softmax|ArgMax|bitonicSort",
+    "norms, rotary, activation, cache writes": r"rms_norm|rotary|act_and_mul|reshape_and_cache",
+}
+"""What a kernel's name says it does."""
+
+
+def profile() -> str:
+    rows = []
+    for shape, (stock, sparse) in measured().items():
+        for name, run in (("stock", stock.get("profile stock")), ("0.86 table", sparse.get("profile published"))):
+            if run:
+                us = dict.fromkeys([*KERNELS, "other"], 0.0)
+                for kernel in run["top"]:
+                    kinds = (kind for kind, names in KERNELS.items() if re.search(names, kernel["kernel"]))
+                    us[next(kinds, "other")] += kernel["us"]
+                us["other"] += run["kernels_us"] - sum(us.values())
+                rows.append(
+                    [
+                        f"{SHAPES[shape]} {run['batch']} x {run['length']:,}, {name}",
+                        *(f"{x / 1e3:.2f}" for x in us.values()),
+                    ]
+                )
+    return table(["ms of a step, top-20 log-probs", *KERNELS, "other"], rows)
+
+
 def grpo_step() -> str:
     runs = [load(f"grpo_step_{variant}")["seconds"] for variant in ("stock", "sparse")]
     names = {
@@ -136,9 +166,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "decode steps": decode_steps,
     "rollouts with top 20": lambda: rollouts("top 20"),
     "rollouts without log-probs": lambda: rollouts("none"),
+    "rollouts of 1,024": lambda: rollouts("top 20", "1024"),
     "log-prob cost": logprob_cost,
     "capacity": capacity,
     "validation": validation,
+    "profile": profile,
     "grpo step": grpo_step,
 }
 
