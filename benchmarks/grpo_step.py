@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rollout import CUTOFF, MEDIAN, SHAPES
+from rollout import SHAPES
+from rollout_trace import CUTOFF, responses
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 
 import sparrow
 from sparrow import SparsitySchedule
-from sparrow.cost import response_lengths
 from sparrow.engines.base import Counters, Rollout, Sampling
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.engines.vllm.client import request_seed
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lengths = [max(1, n // SCALE) for n in response_lengths(MEDIAN, CUTOFF, PROMPTS * SAMPLES).tolist()]
+    lengths = [max(1, n // SCALE) for n in responses(PROMPTS * SAMPLES)]
     schedule = scaled(SparsitySchedule.preset(SHAPE))
     with tempfile.TemporaryDirectory() as folder:
         shape = Qwen3Config(

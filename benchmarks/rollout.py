@@ -13,8 +13,8 @@ length in which step depends neither on the variant nor on how long a step takes
 Running all of it would take hours. Instead the steps are cut into equal strata, the step in the middle of each is set
 up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and sampler) and timed, and the
 trace takes the mean of these times the number of steps, plus what prefilling the joining requests was measured to cost
-the others. ``validate`` runs the last 1/64 of each response from beginning to end and compares that with its own
-estimate.
+the others. ``validate`` runs a trace of the 1/64 of each response that ends at its middle from beginning
+to end and compares that with its own estimate.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
 is there already. What is there is random normal data, page means included, written once to all of the memory, so the
@@ -24,7 +24,6 @@ pages the actor picks are scattered. Both variants run with it.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import os
 import statistics
@@ -36,6 +35,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, responses, simulate, states
 from transformers import Qwen3Config
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -43,16 +43,10 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
 
 from sparrow import SparsitySchedule
-from sparrow.cost import response_lengths
 from sparrow.engines.vllm import VLLMEngine, config
 from sparrow.engines.vllm.client import request_seed
 
-MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 CONTEXT = CUTOFF + PROMPT + 256
-LATE = 64
-"""The validating trace is the last 1/LATE of every response, ..."""
-LATE_SLOTS = {"qwen3-1.7b": 48, "qwen3-4b": 32, "qwen3-8b": 32, "qwen3-14b": 24}
-"""... of so many requests at a time: all are near their end, so fewer fit."""
 SETTLE, TIMED = 6, 24
 """Steps before, and steps in, a measurement."""
 SHAPES: dict[str, dict[str, Any]] = {
@@ -73,8 +67,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False,
     ),
 }  # fmt: skip
-SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
-"""Requests served at a time: the most, in steps of 8, whose longest moment fits into an H200."""
 POINTS = {
     "qwen3-1.7b": [(64, 15000), (32, 30000), (64, 1024), (64, 4096), (8, 30000), (8, 1024), (1, 1024)],
     "qwen3-4b": [(48, 15000), (24, 30000), (48, 1024)],
@@ -114,42 +106,6 @@ class Connector(DecodeBenchConnector):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
-
-
-def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[tuple[int, np.ndarray, int]]:
-    """First come, first served, as long as memory suffices: the trace as a list of (steps, cached tokens of every
-    running request in the first of them, requests that join in it). A request joins after another's last step and gets
-    its first token in the step it joins in."""
-    waiting = list(range(len(responses)))[::-1]
-    running: list[tuple[int, int]] = []  # last step, request
-    began: dict[int, int] = {}
-    spans, now = [], 0
-    while waiting or running:
-        joined = 0
-        while waiting and len(running) < slots:
-            i = waiting.pop()
-            began[i] = now
-            heapq.heappush(running, (now + responses[i], i))
-            joined += 1
-        end = running[0][0]
-        lengths = np.array([prompts[i] + now - began[i] for _, i in running])
-        spans.append((end - now, lengths, joined))
-        now = end
-        while running and running[0][0] == now:
-            heapq.heappop(running)
-    return spans
-
-
-def states(spans: Sequence[tuple[int, np.ndarray, int]], count: int) -> list[tuple[int, np.ndarray]]:
-    """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every request in them."""
-    ends = np.cumsum([steps for steps, _, _ in spans])
-    chosen = ((np.arange(count) + 0.5) * ends[-1] / count).astype(int)
-    found = []
-    for step in chosen:
-        i = int(np.searchsorted(ends, step, side="right"))
-        steps, lengths, _ = spans[i]
-        found.append((int(step), lengths + int(step) - int(ends[i]) + steps))
-    return found
 
 
 class Bench:
@@ -283,13 +239,13 @@ def measure(arguments: argparse.Namespace) -> None:
                         save(points=rows)
         bench.use(bench.schedules[-1])
         for requests in arguments.requests if "trace" in parts else ():
-            responses = response_lengths(MEDIAN, CUTOFF, requests).tolist()
-            spans = simulate([PROMPT] * requests, responses, slots)
+            tokens = responses(requests)
+            spans = simulate([PROMPT] * requests, tokens, slots)
             longest = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
             assert longest + slots * block < blocks * block, f"{longest} tokens would be preempted: fewer slots"
             chosen, rows = states(spans, arguments.states), []
             trace: dict[str, Any] = dict(
-                requests=requests, prompt=PROMPT, tokens=sum(responses), longest=max(responses),
+                requests=requests, prompt=PROMPT, tokens=sum(tokens), longest=max(tokens),
                 steps=sum(steps for steps, _, _ in spans), peak_tokens=int(longest), states=rows,
             )  # fmt: skip
             for step, lengths in chosen:
@@ -301,19 +257,14 @@ def measure(arguments: argparse.Namespace) -> None:
             trace["join_ms"] = [bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]]
             save(traces=found["traces"])
         if "validate" in parts:
-            responses = response_lengths(MEDIAN, CUTOFF, min(arguments.requests)).tolist()
-            late = [max(1, n // LATE) for n in responses]
-            early = [PROMPT + n - m for n, m in zip(responses, late, strict=True)]
-            spans = simulate(early, late, LATE_SLOTS[shape])
+            early, last = middle(responses(min(arguments.requests)))
+            spans = simulate(early, last, slots)
             timed = [bench.step(lengths, LOGPROBS["top 20"])["ms"] for _, lengths in states(spans, arguments.states)]
             steps = sum(s for s, _, _ in spans)
-            scheduler = bench.llm.llm_engine.engine_core.engine_core.scheduler
-            scheduler.max_num_running_reqs = LATE_SLOTS[shape]
-            bench.start(early, late, LOGPROBS["top 20"])
+            bench.start(early, last, LOGPROBS["top 20"])
             took = bench.finish()
-            scheduler.max_num_running_reqs = bench.slots
             save(validation=dict(
-                requests=len(late), late=LATE, slots=LATE_SLOTS[shape], tokens=sum(late), steps=steps,
+                requests=len(last), tokens=sum(last), steps=steps,
                 steps_run=len(took), seconds=sum(took), estimate=steps * statistics.mean(timed) / 1e3,
             ))  # fmt: skip
         if "profile" in parts:

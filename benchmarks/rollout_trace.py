@@ -1,0 +1,65 @@
+"""The rollout traces of ``rollout.py``: how long responses are, and which of them run at which length in every step.
+
+A request joins as soon as there is room, first come, first served, and no request is ever preempted: so all of this
+follows from the lengths, whatever a step takes.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from sparrow.cost import response_lengths
+
+MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
+SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
+"""Requests served at a time: the most, in steps of 8, whose fullest moment fits into an H200."""
+Span = tuple[int, np.ndarray, int]
+"""So many steps; the cached tokens of every running request in the first of them; the requests that join in it."""
+
+
+def responses(requests: int) -> list[int]:
+    """The tokens of every response of a trace."""
+    return response_lengths(MEDIAN, CUTOFF, requests).tolist()
+
+
+def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Prompts and responses of a trace that is short enough to be run: of every response the 1/64 up to its half."""
+    last = [max(1, n // 64) for n in tokens]
+    return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last
+
+
+def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[Span]:
+    """The trace, cut where a request ends. One that joins gets its first token in the step it joins in."""
+    waiting = list(range(len(responses)))[::-1]
+    running: list[tuple[int, int]] = []  # last step, request
+    began: dict[int, int] = {}
+    spans, now = [], 0
+    while waiting or running:
+        joined = 0
+        while waiting and len(running) < slots:
+            i = waiting.pop()
+            began[i] = now
+            heapq.heappush(running, (now + responses[i], i))
+            joined += 1
+        end = running[0][0]
+        lengths = np.array([prompts[i] + now - began[i] for _, i in running])
+        spans.append((end - now, lengths, joined))
+        now = end
+        while running and running[0][0] == now:
+            heapq.heappop(running)
+    return spans
+
+
+def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
+    """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every request in them."""
+    ends = np.cumsum([steps for steps, _, _ in spans])
+    chosen = ((np.arange(count) + 0.5) * ends[-1] / count).astype(int)
+    found = []
+    for step in chosen:
+        i = int(np.searchsorted(ends, step, side="right"))
+        steps, lengths, _ = spans[i]
+        found.append((int(step), lengths + int(step) - int(ends[i]) + steps))
+    return found
