@@ -4,9 +4,10 @@
     python benchmarks/fit_roofline.py measured.json         # another machine, engine or version
 
 The JSON names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole decode steps with ``shape``,
-``batch``, ``length`` and ``ms``, sparse ones also with ``top_k`` (and ``page_size``, if not 16); it may list
-``kernels``, one sparse layer alone in ``us``. Least squares of relative errors, with no constant below zero. The last
-column is the error of a fit from which the point's whole model shape was left out.
+``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it). The steps
+that ``rollout.py`` measured on the H200, dense and sparse, join its own. Least squares of relative errors, with no
+constant below zero. The last column is the error of a fit from which the point's whole model shape was left out. No fit
+sees the steps of the rollout traces, whose sequences differ in length; their errors come after the table.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rollout_trace import PROMPT, responses, simulate, states
 from scipy.optimize import nnls
 
-from sparrow.cost import MACHINES, SHAPES, Machine, ModelShape, Overheads, decode_step
+from sparrow.cost import MACHINES, SHAPES, Overheads, decode_step
 from sparrow.schedule import SparsitySchedule
 
-MEASURED = Path(__file__).parent / "results" / "roofline_h200.json"
+RESULTS = Path(__file__).parent / "results"
+MEASURED = RESULTS / "roofline_h200.json"
 
 
 @dataclass(frozen=True)
@@ -38,31 +41,35 @@ class Point:
     seconds: float
 
 
-def points(measured: Mapping[str, Any]) -> list[Point]:
-    """The file's measurements, steps before kernels."""
-    machine = MACHINES[measured["machine"]]
-    found = []
-    for row in measured["steps"]:
-        top_k = row.get("top_k")
-        schedule = None if top_k is None else SparsitySchedule.fixed(top_k, page_size=row.get("page_size", 16))
-        name = f"{row['shape']} {row['batch']} x {row['length']}" + ("" if top_k is None else f" top {top_k}")
-        shape = SHAPES[row["shape"]]
-        features = (1.0, *_features(shape, machine, row, schedule))
-        found.append(Point(name, row["shape"], features, row["ms"] * 1e-3))
-    for row in measured.get("kernels", ()):
-        layer = ModelShape("one layer", 1, row["heads"], 8, 128, weights=0)
-        schedule = SparsitySchedule.fixed(row["top_k"], dense_layers=())
-        _, sparse, read = _features(layer, machine, row, schedule)
-        name = f"kernel {row['batch']} x {row['length']} top {row['top_k']}, {row['heads']} heads"
-        found.append(Point(name, "kernel", (0.0, 0.0, sparse, read), row["us"] * 1e-6))
+def measured() -> dict[str, Any]:
+    """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that ``rollout.py`` measured."""
+    found = json.loads(MEASURED.read_text(encoding="utf-8")) | {"ragged": []}
+    for path in sorted(RESULTS.glob("rollout_*.json")):
+        run = json.loads(path.read_text(encoding="utf-8"))
+        sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
+        for row in run["points"]:
+            if row["schedule"] != "dense" and row["logprobs"] == "none":
+                uniform = {key: row[key] for key in ("batch", "length", "ms")}
+                found["steps"].append({"shape": run["shape"], **uniform, **sparse})
+        for requests, trace in run["traces"].items():
+            spans = simulate([PROMPT] * int(requests), responses(int(requests)), run["slots"])
+            for (step, lengths), row in zip(states(spans, len(trace["states"])), trace["states"], strict=True):
+                assert (step, lengths.sum()) == (row["step"], row["tokens"]), f"{path} has another trace"
+                if "none" in row:
+                    ragged = {"shape": run["shape"], "lengths": lengths, "ms": row["none"]["ms"], **sparse}
+                    found["ragged"].append(ragged | {"trace": requests})
     return found
 
 
-def _features(
-    shape: ModelShape, machine: Machine, row: Mapping[str, Any], schedule: SparsitySchedule | None
-) -> tuple[float, float, float]:
-    step = decode_step(shape, machine, [row["length"]] * row["batch"], schedule, Overheads(0.0, 0.0, 1.0, 1.0))
-    return float(shape.layers), step.overhead_s, step.weight_s + step.attention_s
+def point(row: Mapping[str, Any], machine: str) -> Point:
+    """What the constants are multiplied with to predict one measured step."""
+    shape, spec = SHAPES[row["shape"]], row.get("schedule")
+    schedule = None if spec is None else SparsitySchedule.load(spec)
+    lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
+    step = decode_step(shape, MACHINES[machine], lengths, schedule, Overheads(0.0, 0.0, 1.0, 1.0))
+    name = f"{row['shape']} {len(lengths)} x {round(float(np.mean(lengths)))}" + ("" if spec is None else " sparse")
+    features = (1.0, float(shape.layers), step.overhead_s, step.weight_s + step.attention_s)
+    return Point(name, row["shape"], features, row["ms"] * 1e-3)
 
 
 def fit(found: list[Point]) -> Overheads:
@@ -82,20 +89,39 @@ def _arrays(found: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64
     return np.array([point.features for point in found]), np.array([point.seconds for point in found])
 
 
-def report(measured: Mapping[str, Any]) -> list[str]:
-    """The table of a fit as lines of text, errors in percent, and the constants."""
-    found = points(measured)
+def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
+    """The constants; and of each point: seconds predicted, relative error, and that of a fit without its shape."""
+    found = [point(row, rows["machine"]) for row in rows["steps"]]
     overheads = fit(found)
-    others = {shape: fit([point for point in found if point.shape != shape]) for shape in {p.shape for p in found}}
+    others = {shape: fit([p for p in found if p.shape != shape]) for shape in {p.shape for p in found}}
+    table = []
+    for p, seconds in zip(found, predicted(found, overheads), strict=True):
+        held_out = predicted([p], others[p.shape])[0] / p.seconds - 1
+        table.append((p, float(seconds), float(seconds / p.seconds - 1), float(held_out)))
+    return overheads, table
+
+
+def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, list[float]]:
+    """Relative errors at the steps of traces, by shape and kind."""
+    found: dict[str, list[float]] = {}
+    for row in rows.get("ragged", ()):
+        p = point(row, rows["machine"])
+        kind = f"{row['shape']} {'sparse' if 'schedule' in row else 'dense'}, {row['trace']} requests"
+        found.setdefault(kind, []).append(float(predicted([p], overheads)[0] / p.seconds - 1))
+    return found
+
+
+def report(rows: Mapping[str, Any]) -> list[str]:
+    """All of it as lines of text, errors in percent."""
+    overheads, table = errors(rows)
     lines = [f"{'point':42} {'measured ms':>12} {'predicted':>10} {'error':>8} {'left out':>9}"]
-    for point, seconds in zip(found, predicted(found, overheads), strict=True):
-        error = seconds / point.seconds - 1
-        held_out = predicted([point], others[point.shape])[0] / point.seconds - 1
-        last = "" if point.shape == "kernel" else f"{held_out:.1%}"  # nothing else fixes a sparse layer's constant
-        lines.append(f"{point.name:42} {point.seconds * 1e3:12.3f} {seconds * 1e3:10.3f} {error:8.1%} {last:>9}")
+    for p, seconds, error, held_out in table:
+        lines.append(f"{p.name:42} {p.seconds * 1e3:12.3f} {seconds * 1e3:10.3f} {error:8.1%} {held_out:9.1%}")
+    for kind, off in ragged_errors(rows, overheads).items():
+        lines.append(f"trace, {kind}: mean error {np.mean(off):.1%}, from {min(off):.1%} to {max(off):.1%}")
     return [*lines, str(overheads)]
 
 
 if __name__ == "__main__":
-    source = Path(sys.argv[1]) if len(sys.argv) > 1 else MEASURED
-    print("\n".join(report(json.loads(source.read_text(encoding="utf-8")))))
+    source = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")) if len(sys.argv) > 1 else measured()
+    print("\n".join(report(source)))

@@ -1,8 +1,8 @@
-"""Write the tables of docs/performance.md from the JSON files in benchmarks/results.
+"""Write the tables of docs/performance.md, docs/cost.md and docs/vllm.md from the JSON files in benchmarks/results.
 
     python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
 
-``tests/test_performance.py`` fails if the page says something else than the files.
+``tests/test_performance.py`` fails if a page says something else than the files.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fit_roofline
+
 ROOT = Path(__file__).parent.parent
-PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "cost", "vllm")]
+RESULTS = ROOT / "benchmarks" / "results"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 PUBLISHED = {"qwen3-1.7b": (2561, 5662), "qwen3-4b": (1369, 3308), "qwen3-8b": (1300, 2682), "qwen3-14b": (1544, 2289)}
 """Tokens per second, dense and sparse (arXiv 2606.08446: AIME24 x 8, 32K cut-off, one H200)."""
@@ -162,6 +165,40 @@ def grpo_step() -> str:
     return table(["phase", "stock, s", "Sparrow, s", "speed-up"], rows)
 
 
+def training() -> str:
+    rows = []
+    names = {"sparse": "sparse, 8 to 28 pages of 8", "unbounded": "unbounded", "distilled": "sparse, DistillSparse"}
+    for run, found in load("vllm_train").items():
+        cells = [
+            f"{found['summary'][f'{key} first']:{form}} → {found['summary'][f'{key} last']:{form}}"
+            for key, form in (("reward", ".2f"), ("p5_mean", ".4f"), ("acceptance", ".4f"), ("kl", ".2g"))
+        ]
+        rows.append([names[run], len(found["steps"]), *cells, f"{found['summary']['read_fraction last']:.0%}"])
+    return table(["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows)
+
+
+def roofline() -> str:
+    _, points = fit_roofline.errors(fit_roofline.measured())
+    rows = [
+        [p.name.removeprefix("qwen3-"), f"{p.seconds * 1e3:.2f}", f"{s * 1e3:.2f}", f"{error:+.1%}", f"{out:+.1%}"]
+        for p, s, error, out in points
+    ]
+    return table(
+        ["shape, batch x length", "measured ms", "predicted", "error", "error, shape left out of the fit"], rows
+    )
+
+
+def ragged() -> str:
+    rows = fit_roofline.measured()
+    overheads, _ = fit_roofline.errors(rows)
+    found = fit_roofline.ragged_errors(rows, overheads)
+    cells = [
+        [kind, len(off), f"{statistics.mean(off):+.1%}", f"{min(off):+.1%} to {max(off):+.1%}"]
+        for kind, off in found.items()
+    ]
+    return table(["trace", "steps", "mean error", "range"], cells)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode steps": decode_steps,
     "rollouts with top 20": lambda: rollouts("top 20"),
@@ -172,6 +209,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "validation": validation,
     "profile": profile,
     "grpo step": grpo_step,
+    "training": training,
+    "roofline": roofline,
+    "ragged": ragged,
 }
 
 
@@ -185,4 +225,5 @@ def render(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render(PAGE.read_text()))
+    for page in PAGES:
+        page.write_text(render(page.read_text(encoding="utf-8")), encoding="utf-8")

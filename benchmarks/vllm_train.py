@@ -5,8 +5,8 @@
 Three runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5 holds. At an
 unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is that vLLM and transformers round
 bfloat16 at different places: if p5 were to fall over the steps, weights would be going astray on their way to vLLM.
-Entropy falls as the policy learns, which by itself raises p5, so the mean of |log p - log q| of the sampled tokens is
-kept too. With DistillSparse the weights sent are the policy's with the actor's LoRA merged in.
+The KL divergence of actor and policy, which no change of entropy hides, is kept too. With DistillSparse the weights
+sent are the policy's with the actor's LoRA merged in.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24 --count 24
 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine 0 --on-policy 0``). LAYOUT
@@ -76,7 +76,7 @@ def read(run: Path) -> list[dict[str, Any]]:
                 "read_fraction": step["kv"]["read_fraction"],
                 "seconds": step["seconds"],
                 "distill_kl": step.get("distill", {}).get("kl"),
-                "correction": step["correction"],
+                "kl": step["correction"]["kl_k3"],
             }
         )
     return rows
@@ -86,9 +86,18 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     first, last = rows[: len(rows) // 6 or 1], rows[-(len(rows) // 6 or 1) :]
     return {
         f"{name} {when}": float(np.mean([row[name] for row in some]))
-        for name in ("reward", "entropy", "acceptance", "p5_mean", "read_fraction")
+        for name in ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction")
         for when, some in (("first", first), ("last", last))
     }
+
+
+def rounded(x: Any) -> Any:
+    """Numbers to five digits."""
+    if isinstance(x, dict):
+        return {key: rounded(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [rounded(value) for value in x]
+    return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
 def main() -> None:
@@ -117,7 +126,7 @@ def main() -> None:
                 for run in arguments.runs
                 if (rows := read(folder / run))
             }
-            arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            arguments.out.write_text(json.dumps(rounded(found), indent=1) + "\n")
             if arguments.logs:
                 for run in arguments.runs:
                     text = (folder / f"{run}.log").read_text(errors="replace")
