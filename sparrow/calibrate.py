@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
+WIDE = 1.5  # between budgets further apart than this factor, p5 is not taken to be a straight line
 
 
 class Acceptance(NamedTuple):
@@ -44,7 +45,7 @@ class BinChoice:
     Attributes:
         start, end: lengths in tokens.
         top_k: pages in the schedule.
-        p5, lower, upper: the tail at the budget that decided and its confidence interval; NaN for a dense bin.
+        p5, lower, upper: the tail at that budget and its confidence interval, interpolated; NaN for a dense bin.
         n_tokens, n_sequences: what they were computed from.
         borrowed: the bin alone had too few sequences, so its neighbours were pooled in, and one budget more was taken
             unless only longer lengths were there to be pooled.
@@ -68,7 +69,7 @@ class Calibration:
     Attributes:
         schedule: dense beyond the last measured bin.
         bins: one choice per measured bin.
-        curves: the tail at every budget measured, after correction on policy.
+        curves: top-k -> tail by bin, for every budget measured.
     """
 
     schedule: SparsitySchedule
@@ -82,26 +83,21 @@ def calibrate(
     target: float = 0.86,
     layout: SparsitySchedule | None = None,
     refine: int = 3,
-    sample: Measure | None = None,
-    on_policy: int = 0,
     min_sequences: int = 20,
     seed: int = 0,
     provenance: Mapping[str, Any] | None = None,
 ) -> Calibration:
     """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
 
-    The actor writes other tokens than the trajectories hold, and its own are harder for it. A round on policy samples
-    under the schedule found; what that rejects in a bin, 1 - p5, over what teacher forcing foretold there is taken to
-    hold at every budget, all curves are scaled by it, and the search goes on.
+    Between two measured budgets the limit is taken to rise in a straight line. It rises ever more slowly in truth, so
+    this errs towards more pages; brackets wider than ``WIDE`` are bisected first.
 
     Args:
-        measure: acceptance under a schedule on given trajectories; called once per budget with ``fixed`` schedules.
-        budgets: top-k values to try first, in any order.
+        measure: acceptance under a schedule; called once per budget with ``fixed`` schedules.
+        budgets: top-k values to try first, in any order; larger ones follow by themselves where none of them will do.
         target: what the lower end of the 95 % interval of p5 must reach.
         layout: gives page size, bins and dense layers; the published ones by default.
         refine: rounds of bisection between the budget that fails and the one that passes.
-        sample: acceptance of the actor on rollouts of its own; called once per round.
-        on_policy: rounds on policy.
         min_sequences: a bin that fewer sequences reach borrows from other lengths, shorter ones first.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
@@ -112,75 +108,24 @@ def calibrate(
     if not budgets or not 0 < target < 1:
         raise ConfigError(f"need at least one budget and a target between 0 and 1, got {list(budgets)} and {target}")
     layout = layout or SparsitySchedule.dense()
-    forced: Curves = {}  # as teacher forcing foretells them
+    curves: Curves = {}
     own: list[int] = []  # sequences that reach each bin; the same at every budget
 
     def add(top_k: int) -> None:
         found = measure(layout.replace(top_k=(top_k,)))
-        forced[top_k] = tuple(_tail(found, layout.bin_tokens, min_sequences, seed))
+        curves[top_k] = tuple(_tail(found, layout.bin_tokens, min_sequences, seed))
         own[:] = [len(sequences) for _, sequences in sorted(_reaching(found, layout.bin_tokens).items())]
-
-    def search() -> Calibration:
-        for _ in range(refine):
-            for middle in sorted({(a + b) // 2 for a, b in _brackets(_scaled(forced, drift), target) if b - a > 1}):
-                add(middle)
-        borrowed = [n < min_sequences for n in own]
-        return _choose(layout, _scaled(forced, drift), borrowed, target, {**(provenance or {}), "on_policy": rounds})
 
     for top_k in sorted(set(budgets)):
         add(top_k)
-    drift, rounds = [1.0] * len(own), []
-    found = search()
-    for _ in range(on_policy):
-        assert sample is not None, "rounds on policy need something to sample with"
-        fresh = {tail.bin: tail for tail in _tail(sample(found.schedule), layout.bin_tokens, min_sequences, seed)}
-        for i, choice in enumerate(found.bins):
-            tail = fresh.get(choice.start // layout.bin_tokens)
-            if tail is not None and choice.p5 < 1:  # else nobody came, or nothing was decoded sparsely
-                drift[i] *= (1 - tail.estimate) / (1 - choice.p5)
-        rounds.append({"top_k": [b.top_k for b in found.bins], "fresh": [asdict(tail) for tail in fresh.values()]})
-        found = search()
-    return found
-
-
-def _scaled(curves: Curves, drift: Sequence[float]) -> Curves:
-    """Curves with what each bin rejects, 1 - p5, multiplied by its drift."""
-
-    def scale(tail: PercentileInterval, by: float) -> PercentileInterval:
-        p5, lower, upper = (1 - by * (1 - x) for x in (tail.estimate, tail.lower, tail.upper))
-        return replace(tail, estimate=p5, lower=lower, upper=upper)
-
-    return {k: tuple(map(scale, curve, drift)) for k, curve in curves.items()}
-
-
-def _choose(
-    layout: SparsitySchedule, curves: Curves, borrowed: Sequence[bool], target: float, provenance: Mapping[str, Any]
-) -> Calibration:
-    """In every bin the cheapest budget whose lower limit meets the target, no cheaper than in the bin before."""
-    tried = sorted(curves)
+    while any(tail.lower < target and max(curves) * layout.page_size < tail.end for tail in curves[max(curves)]):
+        add(2 * max(curves) + 1)
+    for _ in range(refine):
+        for middle in sorted({(a + b) // 2 for a, b in _brackets(curves, target) if b - a > 1 and b > WIDE * a}):
+            add(middle)
     bins: list[BinChoice] = []
-    for i, reference in enumerate(curves[tried[-1]]):
-        top_k = next((k for k in tried if curves[k][i].lower >= target), ALL_PAGES)
-        if borrowed[i] and bins:
-            # Pooled shorter lengths flatter the bin, whose own tail is lower: take the next budget.
-            top_k = next((k for k in tried if k > top_k), ALL_PAGES)
-        if bins:
-            top_k = max(top_k, bins[-1].top_k)
-        decided = curves[top_k][i] if top_k in curves else None
-        p5, lower, upper = (decided.estimate, decided.lower, decided.upper) if decided else (math.nan,) * 3
-        bins.append(
-            BinChoice(
-                reference.start,
-                reference.end,
-                top_k,
-                p5,
-                lower,
-                upper,
-                reference.n_tokens,
-                reference.n_sequences,
-                borrowed[i],
-            )
-        )
+    for i, n in enumerate(own):
+        bins.append(_choose(curves, i, target, n < min_sequences, bins[-1].top_k if bins else None))
     # Bins before the first measured one hold prompts only; the first measured budget serves them.
     table = [bins[0].top_k] * (bins[0].start // layout.bin_tokens) + [b.top_k for b in bins] + [ALL_PAGES]
     table_of_curves = {
@@ -193,7 +138,38 @@ def _choose(
         "measured_up_to": bins[-1].end,
         "bins": [_plain(asdict(b)) for b in bins],
     }
-    return Calibration(layout.replace(top_k=tuple(table), provenance={**provenance, **evidence}), tuple(bins), curves)
+    schedule = layout.replace(top_k=tuple(table), provenance={**(provenance or {}), **evidence})
+    return Calibration(schedule, tuple(bins), curves)
+
+
+def ladder(found: Calibration) -> list[int]:
+    """Budgets around those found, for another search on trajectories of the actor itself; none if all is dense."""
+    sparse = [b.top_k for b in found.bins if b.top_k < ALL_PAGES]
+    if not sparse:
+        return []
+    low, high = 0.75 * min(sparse), max(sparse) / 0.75 + 1
+    steps = math.ceil(math.log(high / max(low, 1)) / math.log(WIDE))
+    return sorted({round(k) for k in np.geomspace(max(low, 1), high, steps + 1)})
+
+
+def _choose(curves: Curves, i: int, target: float, borrowed: bool, at_least: int | None) -> BinChoice:
+    """The cheapest budget of bin ``i`` whose lower limit meets the target, no cheaper than in the bin before."""
+    tried = sorted(curves)
+    top_k = next((k for k in tried if curves[k][i].lower >= target), ALL_PAGES)
+    if borrowed and at_least is not None:
+        # Pooled shorter lengths flatter the bin, whose own tail is lower: take the next budget.
+        top_k = next((k for k in tried if k > top_k), ALL_PAGES)
+    elif tried[0] < top_k < ALL_PAGES:
+        fails = tried[tried.index(top_k) - 1]
+        low, high = curves[fails][i].lower, curves[top_k][i].lower
+        top_k = fails + math.ceil((top_k - fails) * (target - low) / (high - low))
+    top_k = max(top_k, at_least or 0)
+    p5, lower, upper = (
+        float(np.interp(top_k, tried, [getattr(curves[k][i], name) for k in tried])) if top_k < ALL_PAGES else math.nan
+        for name in ("estimate", "lower", "upper")
+    )
+    tail = curves[tried[0]][i]
+    return BinChoice(tail.start, tail.end, top_k, p5, lower, upper, tail.n_tokens, tail.n_sequences, borrowed)
 
 
 def _tail(found: Acceptance, bin_tokens: int, min_sequences: int, seed: int) -> list[PercentileInterval]:

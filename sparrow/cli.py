@@ -131,7 +131,7 @@ class Calibrate(FromPrompts):
     """Rounds of bisection between the budget that fails and the one that passes."""
 
     on_policy: int = 1
-    """Rounds of rollouts under the schedule found, each scaling what was foretold by what they show."""
+    """Rounds that sample with the actor itself and search again; an eighth of the prompts is then enough for the first."""
 
     layout: str = "dense"
     """A schedule to take page size, bin width and dense layers from."""

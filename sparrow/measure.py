@@ -9,16 +9,18 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparrow.calibrate import Acceptance, Calibration, calibrate
+from sparrow.calibrate import Acceptance, Calibration, calibrate, ladder
 from sparrow.engines.base import Engine, Rollout, Sampling, Scores
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.schedule import SparsitySchedule
+
+PILOT = 24
+"""Fewest responses that a first round samples, where another follows it."""
 
 
 class TokenAcceptance(NamedTuple):
@@ -82,36 +84,39 @@ def calibrate_engine(
     provenance: Mapping[str, Any],
     listener: Callable[[str], None] = lambda phase: None,
 ) -> Calibration:
-    """``sparrow.calibrate.calibrate`` on an engine's model: trajectories once, then ``on_policy`` rounds of fresh ones.
+    """``sparrow.calibrate.calibrate`` on an engine's model, on trajectories sampled once.
+
+    Sampled is with ``layout``, the dense model by default. But the actor writes other tokens, which are harder for it.
+    With ``on_policy`` rounds an eighth of the prompts gives a first schedule; each round then samples all of them
+    under the schedule found, and searches again around it.
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
-        budgets, target, layout, refine, on_policy, provenance: see ``sparrow.calibrate.calibrate``.
+        budgets, target, layout, refine, provenance: see ``sparrow.calibrate.calibrate``.
+        on_policy: rounds after the first.
         listener: told of every pass as it begins.
     """
-    listener("sampling trajectories")
-    trajectories = Trajectories(engine, prompts, sampling, folder, layout)
 
-    rounds = count(1)
+    def search(number: int, behaviour: SparsitySchedule, budgets: Sequence[int]) -> Calibration:
+        first_of_many = number == 0 and on_policy > 0
+        some = prompts[: max(PILOT, len(prompts) // 8)] if first_of_many else prompts
+        listener(f"round {number}: sampling {len(some)} trajectories")
+        again = replace(sampling, seed=sampling.seed + number)
+        trajectories = Trajectories(engine, some, again, folder, behaviour)
 
-    def scored(schedule: SparsitySchedule) -> Acceptance:
-        listener(f"scoring with {schedule.top_k[0]} pages")
-        return _lower(trajectories.acceptance(schedule))
+        def scored(schedule: SparsitySchedule) -> Acceptance:
+            listener(f"round {number}: scoring with {schedule.top_k[0]} pages")
+            lower, _, position, sequence = flatten(trajectories.acceptance(schedule))
+            return Acceptance(lower, position, sequence)
 
-    def sampled(schedule: SparsitySchedule) -> Acceptance:
-        i = next(rounds)
-        listener(f"fresh rollouts, round {i} of {on_policy}")
-        again = replace(sampling, seed=sampling.seed + i)
-        return _lower(Trajectories(engine, prompts, again, folder, schedule).acceptance())
+        sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
+        return calibrate(scored, budgets, target, layout, refine, seed=again.seed, provenance={**provenance, **sampled})
 
-    return calibrate(
-        scored, budgets, target, layout, refine, sampled, on_policy, seed=sampling.seed, provenance=provenance
-    )
-
-
-def _lower(responses: Sequence[TokenAcceptance]) -> Acceptance:
-    lower, _, position, sequence = flatten(responses)
-    return Acceptance(lower, position, sequence)
+    found = search(0, layout, budgets)
+    for number in range(1, on_policy + 1):
+        if around := ladder(found):
+            found = search(number, found.schedule, around)
+    return found
 
 
 class Trajectories:

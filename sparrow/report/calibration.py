@@ -39,11 +39,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 axes.annotate(f" {k}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center")
                 labelled = p5[-1]
         axes.axhline(_spread(evidence["target"]), color=LIGHT.muted, linewidth=1, linestyle="--")
-        path = []
-        for i, row in enumerate(next(iter(curves.values()))):
-            top_k = schedule.top_k[min(int(row[0]) // schedule.bin_tokens, len(schedule.top_k) - 1)]
-            if top_k < ALL_PAGES and top_k in curves:
-                path.append((row[:2].mean(), _spread(curves[top_k][i, 2])))
+        path = [((b["start"] + b["end"]) / 2, _spread(b["p5"])) for b in evidence["bins"] if b["top_k"] < ALL_PAGES]
         if path:
             axes.plot(
                 *zip(*path, strict=True), color=LIGHT.series[1], linewidth=2.4, marker="o", label="chosen schedule"

@@ -1,0 +1,210 @@
+"""GPU time of a calibration at Qwen3-1.7B's shape and 32K tokens, against sampling anew at each of 18 budgets.
+
+    python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
+    python benchmarks/calibration_cost.py passes   # teacher-forced passes; writes results/calibration_passes.json
+    python benchmarks/calibration_cost.py table    # adds them up, on any machine; writes results/calibration_cost.json
+
+Weights are random. Both ways handle the same tokens: 32 sequences of 32,768, all of them decoded to the end in one
+batch that never drains, which favours sampling. A step's time at the lengths in between is a line through those
+measured; the budgets our search scores are those it asks for where p5 depends on the budget as in the published tables.
+
+Shapes: T tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sparrow import SparsitySchedule
+from sparrow.calibrate import Acceptance, calibrate
+from sparrow.schedule import ALL_PAGES
+
+RESULTS = Path(__file__).parent / "results"
+SEQUENCES, LENGTH, PROMPT = 32, 32_768, 256
+LENGTHS = (4096, 16_384, 31_744)  # at which steps are timed
+PAGES = (29, 125, 509, ALL_PAGES)  # top-k of the steps timed
+PASS_PAGES = (29, 125, 253, 509)
+BUDGETS = np.geomspace(512, 16_384, 18).round(-1).astype(int)  # tokens; 18 as published, between the published ends
+TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
+SHAPE = dict(
+    vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
+    num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
+)  # fmt: skip
+
+
+def save(name: str, found: dict[str, Any]) -> None:
+    (RESULTS / f"calibration_{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def steps(arguments: argparse.Namespace) -> None:
+    """Decode steps of the whole batch, by the difference of a long and a short generation over cached prompts."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    from transformers import Qwen3Config
+    from vllm import SamplingParams
+
+    from sparrow.engines.vllm import VLLMEngine
+
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 150_000, max(LENGTHS)).tolist() for _ in range(SEQUENCES)]
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "sequences": SEQUENCES, "steps": []}
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3Config(**SHAPE, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+        engine = VLLMEngine(
+            folder, SparsitySchedule.fixed(PAGES[0]), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
+            max_model_len=LENGTH + 512, max_num_seqs=SEQUENCES, gpu_memory_utilization=0.93,
+            compilation_config=json.loads(arguments.compilation),
+        )  # fmt: skip
+
+        def seconds(length: int, tokens: int) -> float:
+            parameters = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+            begin = time.monotonic()
+            engine.llm.generate([{"prompt_token_ids": p[:length]} for p in prompts], parameters, use_tqdm=False)
+            return time.monotonic() - begin
+
+        for top_k in PAGES:
+            engine.set_schedule(SparsitySchedule.fixed(top_k))
+            for length in LENGTHS:
+                prefill = seconds(length, 1)
+                times = [(seconds(length, 65) - seconds(length, 1)) / 64 for _ in range(arguments.repeats)]
+                row = {"top_k": top_k, "length": length, "prefill_s": prefill, "step_s": statistics.median(times),
+                       "spread_s": max(times) - min(times)}  # fmt: skip
+                found["steps"].append(row)
+                print(row, flush=True)
+                save("steps", found)
+
+
+def passes(arguments: argparse.Namespace) -> None:
+    """Whole scoring passes of the engine, sampled log-probs of 20 tokens a position included."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from sparrow.engines.base import Rollout
+    from sparrow.engines.hf import HFEngine
+
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, dtype="bfloat16")).bfloat16().eval()
+    engine = HFEngine(model, SparsitySchedule.fixed(PASS_PAGES[0]), eos_ids=[], token_budget=LENGTH)
+    rng = np.random.default_rng(0)
+    T = LENGTH - PROMPT
+    rollouts = [
+        Rollout(
+            prompt_ids=rng.integers(0, 150_000, PROMPT).tolist(),
+            response_ids=rng.integers(0, 150_000, T),
+            logprobs=np.zeros(T, np.float32),
+            top_ids=rng.integers(0, 150_000, (T, 20)).astype(np.int32),
+            top_logprobs=np.zeros((T, 20), np.float32),
+            finish_reason="length",
+        )
+        for _ in range(arguments.sequences)
+    ]
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "length": LENGTH, "passes": []}
+    for top_k in (ALL_PAGES, *PASS_PAGES):
+        schedule = SparsitySchedule.fixed(top_k)
+        engine.score(rollouts[:1], schedule, 1.0)
+        times = []
+        for rollout in rollouts:
+            torch.cuda.synchronize()
+            begin = time.monotonic()
+            engine.score([rollout], schedule, 1.0)
+            torch.cuda.synchronize()
+            times.append(time.monotonic() - begin)
+        row = {"top_k": top_k, "sequence_s": statistics.median(times), "spread_s": max(times) - min(times)}
+        found["passes"].append(row)
+        print(row, flush=True)
+        save("passes", found)
+
+
+def table(arguments: argparse.Namespace) -> None:
+    timed = json.loads((RESULTS / "calibration_steps.json").read_text())
+    scored = json.loads((RESULTS / "calibration_passes.json").read_text())
+    rows = {(r["top_k"], r["length"]): r["step_s"] for r in timed["steps"]}
+    length_T = np.arange(PROMPT, LENGTH)
+    line = np.polyfit(LENGTHS, [rows[ALL_PAGES, n] for n in LENGTHS], 1)
+    dense_T = np.polyval(line, length_T)
+    # A sparse step reads its pages, the landmarks and, in two layers, everything: a plane in budget and length.
+    sparse = [(k, n, s) for (k, n), s in rows.items() if k < ALL_PAGES and n > (k + 3) * 16]
+    points = np.array([[1, (k + 3) * 16, n] for k, n, _ in sparse])
+    measured = np.array([s for *_, s in sparse])
+    plane, *_ = np.linalg.lstsq(points, measured, rcond=None)
+    misfit = float(np.abs(points @ plane / measured - 1).max())
+    dense_misfit = float(np.abs(np.polyval(line, LENGTHS) / [rows[ALL_PAGES, n] for n in LENGTHS] - 1).max())
+
+    def rollout(tokens_T: np.ndarray) -> float:
+        """Seconds to decode the whole batch under a budget of tokens by length."""
+        return float(
+            np.where(tokens_T >= length_T, dense_T, plane[0] + plane[1] * tokens_T + plane[2] * length_T).sum()
+        )
+
+    anew = [rollout(np.full_like(length_T, b)) for b in BUDGETS]
+    per_pass = {r["top_k"]: r["sequence_s"] * SEQUENCES for r in scored["passes"]}
+
+    def scoring(top_k: int) -> float:
+        return float(np.interp(top_k, PASS_PAGES, [per_pass[k] for k in PASS_PAGES]))
+
+    found: dict[str, Any] = {
+        "device": timed["device"], "sequences": SEQUENCES, "length": LENGTH, "largest_misfit_of_steps": max(misfit, dense_misfit),
+        "sampling_18_budgets_s": sum(anew), "sampling_by_budget_s": dict(zip(BUDGETS.tolist(), anew, strict=True)),
+        "dense_rollout_s": float(dense_T.sum()), "dense_pass_s": per_pass[ALL_PAGES], "ways": [],
+    }  # fmt: skip
+    schedule = SparsitySchedule.preset("qwen3-1.7b", 0.86)
+    guess = rollout(schedule.tokens_read(length_T))
+    for label, sampled, refine, on_policy in (
+        ("dense trajectories", found["dense_rollout_s"], 3, 0),
+        ("dense trajectories, a round on policy", found["dense_rollout_s"], 3, 1),
+        ("trajectories of a guessed schedule", guess, 3, 0),
+        ("trajectories of a guessed schedule, a round on policy", guess, 3, 1),
+    ):
+        asked: list[int] = []
+        chosen = search(asked, refine)
+        seconds = sampled + per_pass[ALL_PAGES] + sum(map(scoring, asked))
+        seconds += on_policy * (rollout(chosen.tokens_read(length_T)) + per_pass[ALL_PAGES])
+        found["ways"].append(
+            {"label": label, "sampling_s": sampled, "budgets_scored": asked, "scoring_s": sum(map(scoring, asked)),
+             "seconds": seconds, "times_less": sum(anew) / seconds}
+        )  # fmt: skip
+    print(json.dumps(found, indent=1))
+    save("cost", found)
+
+
+def search(asked: list[int], refine: int) -> SparsitySchedule:
+    """The search of ``sparrow calibrate`` with its default budgets, in a world whose p5 is the published tables'."""
+    tables = [SparsitySchedule.preset("qwen3-1.7b", tau) for tau in TAUS]
+    position = np.tile(np.arange(PROMPT, LENGTH, 16), SEQUENCES)
+    sequence = np.repeat(np.arange(SEQUENCES), len(position) // SEQUENCES)
+    needed = np.stack([t.pages(position) for t in tables])  # [tau, T]
+
+    def measure(schedule: SparsitySchedule) -> Acceptance:
+        asked.append(schedule.top_k[0])
+        alpha = np.empty(len(position))
+        for column in np.unique(needed, axis=1).T:
+            inside = (needed == column[:, None]).all(0)
+            alpha[inside] = np.interp(schedule.top_k[0], [0, *column, 2048], [0.3, *TAUS, 1.0])
+        return Acceptance(alpha, position, sequence)
+
+    return calibrate(measure, (5, 13, 29, 61, 125, 253, 509), 0.86, refine=refine).schedule
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = {"steps": steps, "passes": passes, "table": table}
+    parser.add_argument("what", choices=commands)
+    parser.add_argument("--compilation", default="{}", help="vLLM's compilation_config as JSON")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--sequences", type=int, default=3, help="sequences scored in a pass, one by one")
+    arguments = parser.parse_args()
+    commands[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
