@@ -4,8 +4,8 @@
     python benchmarks/calibration_cost.py passes   # teacher-forced passes; writes results/calibration_passes.json
     python benchmarks/calibration_cost.py table    # adds them up, on any machine; writes results/calibration_cost.json
 
-Weights are random. Both ways handle the same tokens: 32 sequences of 32,768, all of them decoded to the end in one
-batch that never drains, which favours sampling. A step's time at the lengths in between is a line through those
+Weights are random. Both ways handle the same sequences: 256 of 32,768 tokens, decoded to the end in batches of 32 that
+never drain, which favours sampling; prefill is left out. A step's time at the lengths between is a line through those
 measured; the budgets our search scores are those it asks for where p5 depends on the budget as in the published tables.
 
 Shapes: T tokens.
@@ -25,15 +25,17 @@ from typing import Any
 import numpy as np
 
 from sparrow import SparsitySchedule
-from sparrow.calibrate import Acceptance, calibrate
+from sparrow.calibrate import Acceptance, Calibration, calibrate, ladder
+from sparrow.measure import PILOT
 from sparrow.schedule import ALL_PAGES
 
 RESULTS = Path(__file__).parent / "results"
-SEQUENCES, LENGTH, PROMPT = 32, 32_768, 256
+SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
 LENGTHS = (4096, 16_384, 31_744)  # at which steps are timed
 PAGES = (29, 125, 509, ALL_PAGES)  # top-k of the steps timed
 PASS_PAGES = (29, 125, 253, 509)
 BUDGETS = np.geomspace(512, 16_384, 18).round(-1).astype(int)  # tokens; 18 as published, between the published ends
+DEFAULT_BUDGETS = (5, 13, 29, 61, 125, 253, 509)  # of sparrow calibrate
 TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
 SHAPE = dict(
     vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
@@ -55,13 +57,13 @@ def steps(arguments: argparse.Namespace) -> None:
     from sparrow.engines.vllm import VLLMEngine
 
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 150_000, max(LENGTHS)).tolist() for _ in range(SEQUENCES)]
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "sequences": SEQUENCES, "steps": []}
+    prompts = [rng.integers(0, 150_000, max(LENGTHS)).tolist() for _ in range(BATCH)]
+    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "batch": BATCH, "steps": []}
     with tempfile.TemporaryDirectory() as folder:
         Qwen3Config(**SHAPE, architectures=["Qwen3ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
         engine = VLLMEngine(
             folder, SparsitySchedule.fixed(PAGES[0]), load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True,
-            max_model_len=LENGTH + 512, max_num_seqs=SEQUENCES, gpu_memory_utilization=0.93,
+            max_model_len=LENGTH + 512, max_num_seqs=BATCH, gpu_memory_utilization=0.93,
             compilation_config=json.loads(arguments.compilation),
         )  # fmt: skip
 
@@ -140,48 +142,57 @@ def table(arguments: argparse.Namespace) -> None:
     misfit = float(np.abs(points @ plane / measured - 1).max())
     dense_misfit = float(np.abs(np.polyval(line, LENGTHS) / [rows[ALL_PAGES, n] for n in LENGTHS] - 1).max())
 
-    def rollout(tokens_T: np.ndarray) -> float:
-        """Seconds to decode the whole batch under a budget of tokens by length."""
-        return float(
-            np.where(tokens_T >= length_T, dense_T, plane[0] + plane[1] * tokens_T + plane[2] * length_T).sum()
-        )
+    def rollout(tokens_T: np.ndarray, sequences: int = SEQUENCES) -> float:
+        """Seconds to decode sequences under a budget of tokens by length."""
+        steps_T = np.where(tokens_T >= length_T, dense_T, plane[0] + plane[1] * tokens_T + plane[2] * length_T)
+        return float(steps_T.sum()) * sequences / BATCH
+
+    per_sequence = {r["top_k"]: r["sequence_s"] for r in scored["passes"]}
+
+    def scoring(asked: list[int], sequences: int) -> float:
+        """Seconds of a dense pass and one for each budget."""
+        sparse_s = np.interp(asked, PASS_PAGES, [per_sequence[k] for k in PASS_PAGES])
+        return sequences * (per_sequence[ALL_PAGES] + float(sparse_s.sum()))
 
     anew = [rollout(np.full_like(length_T, b)) for b in BUDGETS]
-    per_pass = {r["top_k"]: r["sequence_s"] * SEQUENCES for r in scored["passes"]}
-
-    def scoring(top_k: int) -> float:
-        return float(np.interp(top_k, PASS_PAGES, [per_pass[k] for k in PASS_PAGES]))
-
+    few = max(PILOT, SEQUENCES // 8)
     found: dict[str, Any] = {
-        "device": timed["device"], "sequences": SEQUENCES, "length": LENGTH, "largest_misfit_of_steps": max(misfit, dense_misfit),
-        "sampling_18_budgets_s": sum(anew), "sampling_by_budget_s": dict(zip(BUDGETS.tolist(), anew, strict=True)),
-        "dense_rollout_s": float(dense_T.sum()), "dense_pass_s": per_pass[ALL_PAGES], "ways": [],
+        "device": timed["device"], "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
+        "largest_misfit_of_steps": max(misfit, dense_misfit), "sampling_18_budgets_s": sum(anew),
+        "sampling_by_budget_s": dict(zip(BUDGETS.tolist(), anew, strict=True)), "ways": [],
     }  # fmt: skip
-    schedule = SparsitySchedule.preset("qwen3-1.7b", 0.86)
-    guess = rollout(schedule.tokens_read(length_T))
-    for label, sampled, refine, on_policy in (
-        ("dense trajectories", found["dense_rollout_s"], 3, 0),
-        ("dense trajectories, a round on policy", found["dense_rollout_s"], 3, 1),
-        ("trajectories of a guessed schedule", guess, 3, 0),
-        ("trajectories of a guessed schedule, a round on policy", guess, 3, 1),
-    ):
-        asked: list[int] = []
-        chosen = search(asked, refine)
-        seconds = sampled + per_pass[ALL_PAGES] + sum(map(scoring, asked))
-        seconds += on_policy * (rollout(chosen.tokens_read(length_T)) + per_pass[ALL_PAGES])
-        found["ways"].append(
-            {"label": label, "sampling_s": sampled, "budgets_scored": asked, "scoring_s": sum(map(scoring, asked)),
-             "seconds": seconds, "times_less": sum(anew) / seconds}
-        )  # fmt: skip
-    print(json.dumps(found, indent=1))
+
+    def add(label: str, **seconds: float) -> None:
+        total = sum(seconds.values())
+        found["ways"].append({"label": label, **seconds, "seconds": total, "times_less": sum(anew) / total})
+        print(found["ways"][-1])
+
+    first: list[int] = []
+    second: list[int] = []
+    chosen = search(first, DEFAULT_BUDGETS)
+    search(second, tuple(ladder(chosen)))
+    found |= {"budgets_scored_first": first, "budgets_scored_on_policy": second}
+    under_chosen, guess = (
+        schedule.tokens_read(length_T) for schedule in (chosen.schedule, SparsitySchedule.preset("qwen3-1.7b", 0.86))
+    )
+    on_policy = {"sampling_s": rollout(under_chosen), "scoring_s": scoring(second, SEQUENCES)}
+    add(
+        "as it is: a first search on dense trajectories, a round on policy",
+        first_sampling_s=rollout(length_T, few), first_scoring_s=scoring(first, few), **on_policy,
+    )  # fmt: skip
+    add(
+        "the first trajectories sampled under a published table (--layout)",
+        first_sampling_s=rollout(guess, few), first_scoring_s=scoring(first, few), **on_policy,
+    )  # fmt: skip
+    add("dense trajectories only (--on-policy 0)", sampling_s=rollout(length_T), scoring_s=scoring(first, SEQUENCES))
     save("cost", found)
 
 
-def search(asked: list[int], refine: int) -> SparsitySchedule:
-    """The search of ``sparrow calibrate`` with its default budgets, in a world whose p5 is the published tables'."""
+def search(asked: list[int], budgets: tuple[int, ...]) -> Calibration:
+    """The search of ``sparrow calibrate`` in a world whose p5 is the published tables'; notes what it asks for."""
     tables = [SparsitySchedule.preset("qwen3-1.7b", tau) for tau in TAUS]
-    position = np.tile(np.arange(PROMPT, LENGTH, 16), SEQUENCES)
-    sequence = np.repeat(np.arange(SEQUENCES), len(position) // SEQUENCES)
+    position = np.tile(np.arange(PROMPT, LENGTH, 16), 32)
+    sequence = np.repeat(np.arange(32), len(position) // 32)
     needed = np.stack([t.pages(position) for t in tables])  # [tau, T]
 
     def measure(schedule: SparsitySchedule) -> Acceptance:
@@ -192,7 +203,7 @@ def search(asked: list[int], refine: int) -> SparsitySchedule:
             alpha[inside] = np.interp(schedule.top_k[0], [0, *column, 2048], [0.3, *TAUS, 1.0])
         return Acceptance(alpha, position, sequence)
 
-    return calibrate(measure, (5, 13, 29, 61, 125, 253, 509), 0.86, refine=refine).schedule
+    return calibrate(measure, budgets, 0.86)
 
 
 def main() -> None:

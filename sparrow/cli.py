@@ -131,7 +131,7 @@ class Calibrate(FromPrompts):
     """Rounds of bisection between the budget that fails and the one that passes."""
 
     on_policy: int = 1
-    """Rounds that sample with the actor itself and search again; an eighth of the prompts is then enough for the first."""
+    """Rounds that sample with the actor itself and search again, after a first search on an eighth of the prompts."""
 
     layout: str = "dense"
     """A schedule to take page size, bin width and dense layers from."""
