@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 from sparrow.errors import ConfigError, SparrowError
-from sparrow.terminal import Progress, console, escape, print_calibration, print_mismatch, print_summary
+from sparrow.terminal import (
+    CalibrationProgress,
+    Progress,
+    console,
+    escape,
+    print_calibration,
+    print_mismatch,
+    print_summary,
+)
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -373,7 +381,7 @@ def calibrate(command: Calibrate) -> None:
     engine = _load_engine(command.engine, command.model, model, tokenizer, layout, command.precision)
     out = Path(command.out)
     source = {"model": command.model, "prompts": command.prompts or command.task, "temperature": command.temperature}
-    with console(stderr=True).status("starting") as status:
+    with CalibrationProgress() as progress:
         found = calibrate_engine(
             engine,
             prompts,
@@ -385,7 +393,7 @@ def calibrate(command: Calibrate) -> None:
             refine=command.refine,
             on_policy=command.on_policy,
             provenance={**source, "date": date.today().isoformat(), "version": __version__},
-            listener=status.update,
+            listener=progress,
         )
     engine.close()
     out.write_text(found.schedule.to_json(), encoding="utf-8")

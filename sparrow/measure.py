@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +86,7 @@ def calibrate_engine(
     refine: int,
     on_policy: int,
     provenance: Mapping[str, Any],
-    listener: Callable[[str], None] = lambda phase: None,
+    listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` on an engine's model, on trajectories sampled once.
 
@@ -94,19 +98,33 @@ def calibrate_engine(
         engine, prompts, sampling, folder: see ``Trajectories``.
         budgets, target, layout, refine, provenance: see ``sparrow.calibrate.calibrate``.
         on_policy: rounds after the first.
-        listener: told of every pass as it begins.
+        listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
     """
+    slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
+
+    @contextmanager
+    def step(phase: str, kind: str, responses: int, passes_left: int, rounds_left: int) -> Iterator[None]:
+        ahead = {"sampling": responses * (kind == "sampling"), "scoring": passes_left * responses}
+        ahead["sampling"] += rounds_left * len(prompts)
+        ahead["scoring"] += rounds_left * len(prompts) * len(budgets)
+        listener(phase, sum(n * slowest[k] for k, n in ahead.items()))
+        began = time.monotonic()
+        yield
+        # What an earlier call has left on disk takes no time, and says nothing about what is ahead.
+        slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, budgets: Sequence[int]) -> Calibration:
         first_of_many = number == 0 and on_policy > 0
         some = prompts[: max(PILOT, len(prompts) // 8)] if first_of_many else prompts
-        listener(f"round {number}: sampling {len(some)} trajectories")
         again = replace(sampling, seed=sampling.seed + number)
-        trajectories = Trajectories(engine, some, again, folder, behaviour)
+        left, later = count(len(budgets), -1), on_policy - number
+        with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
+            trajectories = Trajectories(engine, some, again, folder, behaviour)
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
-            listener(f"round {number}: scoring with {schedule.top_k[0]} pages")
-            lower, _, position, sequence = flatten(trajectories.acceptance(schedule))
+            phase = f"round {number}: scoring with {schedule.top_k[0]} pages"
+            with step(phase, "scoring", len(some), max(next(left), 0) + 1, later):
+                lower, _, position, sequence = flatten(trajectories.acceptance(schedule))
             return Acceptance(lower, position, sequence)
 
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}

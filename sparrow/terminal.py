@@ -42,6 +42,39 @@ class Progress:
             self._bar.update(self._task, description=event)
 
 
+class CalibrationProgress:
+    """A progress bar for a calibration, told of each pass and of the seconds left as it begins."""
+
+    def __init__(self) -> None:
+        from rich import progress
+
+        self._bar = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("{task.fields[left]}"),
+            console=console(stderr=True),
+        )
+        self._task = self._bar.add_task("starting", total=None, left="")
+
+    def __enter__(self) -> CalibrationProgress:
+        self._bar.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._bar.__exit__(*exception)
+
+    def __call__(self, phase: str, left: float) -> None:
+        from math import isnan
+
+        spent = self._bar.tasks[self._task].elapsed or 0.0
+        if isnan(left):
+            self._bar.update(self._task, description=phase)
+        else:
+            note = f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left"
+            self._bar.update(self._task, description=phase, completed=spent, total=spent + left, left=note)
+
+
 def print_summary(run_dir: Path) -> None:
     from rich.table import Table
 

@@ -117,15 +117,21 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, VOCAB, (40 + i % 9,), generator=generator).tolist() for i in range(24)]
     sampling = Sampling(max_new_tokens=100, top_n=VOCAB)
-    phases: list[str] = []
+    told: list[tuple[str, float]] = []
     options = dict(budgets=(2, 8, 32), target=0.8, layout=layout, refine=2, on_policy=1, provenance={"model": "tiny"})
-    found = calibrate_engine(engine, prompts, sampling, tmp_path / "work", listener=phases.append, **options)
+    found = calibrate_engine(
+        engine, prompts, sampling, tmp_path / "work", listener=lambda *x: told.append(x), **options
+    )
     assert 0 < found.schedule.top_k[0] < 32 and found.schedule.top_k[-1] == ALL_PAGES
     fresh = pool(measure(engine, prompts, Sampling(100, top_n=VOCAB, seed=9), found.schedule), 64)
     assert all(b.lower_bound > 0.8 - 0.03 for b in fresh.bins)
     sparser = found.schedule.replace(top_k=tuple(k // 3 for k in found.schedule.top_k[:-1]))
     assert min(b.lower_bound for b in pool(measure(engine, prompts, sampling, sparser), 64).bins) < 0.8
     assert found.bins[0].n_sequences == 24 and found.schedule.provenance["sampled_under"] != ["all"]
+    phases, left = zip(*told, strict=True)
+    assert phases[:2] == ("round 0: sampling 24 responses", "round 0: scoring with 2 pages")
+    assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith("round 1: scoring with")
+    assert np.isnan(left[:2]).all() and 0 < left[-1] < left[2]
     # A second call finds everything on disk; other responses are not taken for those asked for.
     other = dict(options, budgets=(8,), refine=0, on_policy=0, target=0.5)
     calibrate_engine(engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other)
