@@ -77,12 +77,13 @@ def table(arguments: argparse.Namespace) -> None:
                          "--seed", str(1000 + seed), *common]
                     )  # fmt: skip
                     bins = judge(SparsitySchedule.load(schedule), json.loads(fresh.read_text())["bins"], target)
-                    record.write_text(json.dumps({"target": target, "seed": seed, "on_policy": rounds, "bins": bins}))
+                    what = {"machine": machine(), "target": target, "seed": seed, "on_policy": rounds}
+                    record.write_text(json.dumps({**what, "bins": bins}))
                 runs.append(json.loads(record.read_text()))
     summary = [tally([r for r in runs if r["on_policy"] == n], n) for n in arguments.on_policy]
     for row in summary:
         print(row)
-    save("table", {"count": arguments.count, "summary": summary, "runs": runs})
+    save("table", {"machine": runs[0]["machine"], "count": arguments.count, "summary": summary, "runs": runs})
 
 
 def judge(schedule: SparsitySchedule, fresh: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:

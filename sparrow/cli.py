@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from sparrow.engines.base import Engine
+    from sparrow.measure import SampledElsewhere
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks import Problem, Task
 
@@ -101,8 +102,8 @@ class FromPrompts:
     precision: Precision = "fp32"
     """Weights are loaded, and forward passes run, in this precision."""
 
-    engine: Literal["hf"] = "hf"
-    """What generates and scores."""
+    engine: str = "hf"
+    """What samples: hf, or vllm, with options if need be (vllm:gpu_memory_utilization=0.5); transformers score."""
 
     seed: int = 0
     """Seeds the samples."""
@@ -356,7 +357,7 @@ def measure(command: Measure) -> None:
     schedule = SparsitySchedule.load(command.schedule)
     model, tokenizer = _load_model(command.model, command.precision)
     prompts = _encode_prompts(command, tokenizer)
-    engine = _load_engine(command.engine, command.model, model, tokenizer, schedule, command.precision)
+    engine = _load_sampler(command, model, tokenizer, schedule)
     sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
     found = pool(measure(engine, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
@@ -378,7 +379,7 @@ def calibrate(command: Calibrate) -> None:
     layout = SparsitySchedule.load(command.layout)
     model, tokenizer = _load_model(command.model, command.precision)
     prompts = _encode_prompts(command, tokenizer)
-    engine = _load_engine(command.engine, command.model, model, tokenizer, layout, command.precision)
+    engine = _load_sampler(command, model, tokenizer, layout)
     out = Path(command.out)
     source = {"model": command.model, "prompts": command.prompts or command.task, "temperature": command.temperature}
     with CalibrationProgress() as progress:
@@ -580,6 +581,19 @@ def _load_engine(
 
     autocast = torch.bfloat16 if precision == "bf16" else None
     return HFEngine(model, schedule, eos_ids(model, tokenizer), autocast=autocast)
+
+
+def _load_sampler(
+    command: FromPrompts, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, schedule: SparsitySchedule
+) -> Engine | SampledElsewhere:
+    """An engine that samples as the command says, and scores with transformers."""
+    from sparrow.measure import SampledElsewhere
+
+    scorer = _load_engine("hf", command.model, model, tokenizer, schedule, command.precision)
+    if command.engine == "hf":
+        return scorer
+    sampler = _load_engine(command.engine, command.model, model, tokenizer, schedule, command.precision)
+    return SampledElsewhere(sampler, scorer)
 
 
 def _encode_prompts(command: FromPrompts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

@@ -65,7 +65,7 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 
 def measure(
-    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
+    engine: Engine | SampledElsewhere, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> list[TokenAcceptance]:
     """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by token."""
     engine.set_schedule(schedule)
@@ -74,8 +74,37 @@ def measure(
     return [token_acceptance(r, p.top_logprobs, schedule) for r, p in zip(rollouts, policy, strict=True)]
 
 
+class SampledElsewhere:
+    """An ``Engine`` for measuring that samples with one and scores with another, of the same weights.
+
+    vLLM samples fast and cannot score under a schedule; it sleeps meanwhile, so both fit on one device.
+    """
+
+    def __init__(self, sampler: Engine, scorer: Engine) -> None:
+        self._sampler, self._scorer = sampler, scorer
+        self.counters, self.score = sampler.counters, scorer.score
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """See ``Engine.set_schedule``."""
+        self._sampler.wake()
+        self._sampler.set_schedule(schedule)
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        """See ``Engine.generate``."""
+        self._sampler.wake()
+        rollouts = self._sampler.generate(prompts, sampling)
+        self._sampler.sleep()
+        return rollouts
+
+    def close(self) -> None:
+        """See ``Engine.close``."""
+        self._sampler.wake()
+        self._sampler.close()
+        self._scorer.close()
+
+
 def calibrate_engine(
-    engine: Engine,
+    engine: Engine | SampledElsewhere,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     folder: Path,
@@ -151,7 +180,7 @@ class Trajectories:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | SampledElsewhere,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         folder: Path,

@@ -141,6 +141,29 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     assert again.bins == found.bins
 
 
+def test_a_sampler_sleeps_while_another_engine_scores():
+    from sparrow.measure import SampledElsewhere
+
+    calls = []
+
+    class Stub:
+        def __init__(self, name):
+            self.name = name
+
+        def __getattr__(self, method):
+            return lambda *arguments: calls.append(f"{self.name}.{method}") or arguments
+
+    engine = SampledElsewhere(Stub("vllm"), Stub("hf"))
+    engine.set_schedule("s")
+    assert engine.generate("p", 1) == ("p", 1) and engine.score("r", "s", 1.0) == ("r", "s", 1.0)
+    engine.counters()
+    engine.close()
+    assert " ".join(calls) == (
+        "vllm.wake vllm.set_schedule vllm.wake vllm.generate vllm.sleep hf.score vllm.counters "
+        "vllm.wake vllm.close hf.close"
+    )
+
+
 def test_calibration_is_drawn_from_its_file(tmp_path):
     from sparrow.report import draw_calibration
 
