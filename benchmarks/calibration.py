@@ -4,8 +4,9 @@
     python benchmarks/calibration.py shortcut  # trajectories once, against sampling anew at every budget
     python benchmarks/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
-On the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is there. Results go to
-benchmarks/results/calibration_*.json; what --folder holds already is not sampled again.
+On the bundled reasoner (the last two on any model of the task ``trace``), with pages of 4 tokens and length bins of 64,
+on whatever device is there. Results go to benchmarks/results/calibration_*.json; what --folder holds already is not
+sampled again.
 
 Shapes: T tokens.
 """
@@ -36,7 +37,7 @@ from sparrow.tasks import Trace
 RESULTS = Path(__file__).parent / "results"
 REASONER = Path(__file__).parent.parent / "sparrow" / "reasoner"
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
-LINES, MAX_NEW = 36, 480
+LINES = 36
 FEWEST = 20  # sequences in a bin that is counted
 BUDGETS = (8, 12, 16, 24, 32, 48)
 
@@ -58,7 +59,7 @@ def table(arguments: argparse.Namespace) -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     layout = arguments.folder / "layout.json"
     layout.write_text(LAYOUT.to_json())
-    common = ["--task", f"trace:lines={LINES}", "--max-new-tokens", str(MAX_NEW), "--count", str(arguments.count)]
+    common = ["--task", f"trace:lines={LINES}", "--max-new-tokens", "480", "--count", str(arguments.count)]
     runs = []
     for target in arguments.targets:
         for seed in arguments.seeds:
@@ -131,16 +132,16 @@ def tally(runs: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
 
 
 def measured(arguments: argparse.Namespace) -> tuple[Callable[..., Trajectories], Callable[[], float]]:
-    """Trajectories of the reasoner by schedule and seed, and a clock that waits for the device."""
+    """A model's trajectories by schedule and seed, and a clock that waits for the device."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(str(REASONER), "fp32", device)
+    model, tokenizer = load_model(str(arguments.model), "fp32", device)
     engine = HFEngine(model, LAYOUT, eos_ids(model, tokenizer), batch_size=256)
-    problems = [Trace(LINES).problem(i, arguments.seed) for i in range(arguments.count)]
+    problems = [Trace(arguments.lines).problem(i, arguments.seed) for i in range(arguments.count)]
     prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
     vocabulary = model.config.vocab_size  # every token is listed, so acceptance is exact and not a bound
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
-        sampling = Sampling(MAX_NEW, top_n=vocabulary, seed=seed)
+        sampling = Sampling(14 * arguments.lines, top_n=vocabulary, seed=seed)
         return Trajectories(engine, prompts, sampling, arguments.folder, behaviour)
 
     def clock() -> float:
@@ -169,7 +170,10 @@ def shortcut(arguments: argparse.Namespace) -> None:
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
         rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
         print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
-    save("shortcut", {"count": arguments.count, "seconds_dense_sampling": once, "budgets": rows})
+    save(
+        f"shortcut{arguments.suffix}",
+        {"model": arguments.model.name, "count": arguments.count, "seconds_dense_sampling": once, "budgets": rows},
+    )
 
 
 def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
@@ -216,7 +220,7 @@ def tail(arguments: argparse.Namespace) -> None:
              "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}
         )  # fmt: skip
         print(rows[-1], flush=True)
-    save("tail", {"count": arguments.count, "budgets": rows})
+    save(f"tail{arguments.suffix}", {"model": arguments.model.name, "count": arguments.count, "budgets": rows})
 
 
 def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
@@ -235,6 +239,9 @@ def main() -> None:
     parser.add_argument("--targets", type=float, nargs="+", default=[0.86, 0.90, 0.94])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--on-policy", type=int, nargs="+", default=[0, 1], help="rounds, each a row of the table")
+    parser.add_argument("--model", type=Path, default=REASONER, help="of shortcut and tail")
+    parser.add_argument("--lines", type=int, default=LINES, help="program length, of shortcut and tail")
+    parser.add_argument("--suffix", default="", help="added to the name of the result, for another model's")
     parser.add_argument("--seed", type=int, default=0, help="of the problems of shortcut and tail")
     parser.add_argument("--resamples", type=int, default=200)
     arguments = parser.parse_args()

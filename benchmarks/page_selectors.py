@@ -139,7 +139,8 @@ class Actor:
         self.variant, self.layers, self.prompt_B, self.length_B = variant, layers, prompt_B, length_B
         self.scores: dict[int, Tensor] = {}
         self.read = 0.0  # tokens' worth of bytes, over response tokens and layers
-        self.held = 0.0
+        self.kept = 0.0  # of these, keys and values
+        self.held = 0.0  # what a dense actor reads
 
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
         v, T, device = self.variant, k_BKTD.shape[2], k_BKTD.device
@@ -150,6 +151,7 @@ class Actor:
             self.held += held
         if layer in v.dense:
             self.read += held * v.dense_counts
+            self.kept += held * v.dense_counts
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scale, enable_gqa=True)
         P, N, K = v.page_size, -(-T // v.page_size), k_BKTD.shape[1]
         q_BKGTD = q_BHTD.unflatten(1, (K, -1))
@@ -178,8 +180,10 @@ class Actor:
         ranked = self.scores[lead].clamp(min=torch.finfo(torch.float32).min)
         keep = select_pages(ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout)
         kept_T = (top_k_T + v.sink_pages + v.recent_pages).clamp(max=pages_T)
-        read_T = torch.minimum(kept_T * P, length_T) + torch.where(kept_T < pages_T, landmark * pages_T, 0.0)
-        self.read += float((decoded_BT * read_T).sum())
+        tokens_T = torch.minimum(kept_T * P, length_T)
+        landmarks_T = torch.where(kept_T < pages_T, landmark * pages_T, 0.0)
+        self.kept += float((decoded_BT * tokens_T).sum())
+        self.read += float((decoded_BT * (tokens_T + landmarks_T)).sum())
         keep = keep | (position_T < self.prompt_B[:, None])[:, None, :, None]
         mask = keep.repeat_interleave(P, -1)[..., :T] & (position_T <= position_T[:, None])
         mask = mask.repeat_interleave(q_BHTD.shape[1] // K, 1)
@@ -241,14 +245,15 @@ class Bench:
             logits = self.model(input_ids=batch.input_ids, use_cache=False).logits[rows, columns - 1]
             yield logits.softmax(-1), actor
 
-    def acceptance(self, variant: Variant) -> tuple[np.ndarray, float, float]:
-        """Acceptance of every response token ``[T]``, tokens' worth of bytes read a layer and step, share of dense."""
-        alphas, read, held, steps = [], 0.0, 0.0, 0
+    def acceptance(self, variant: Variant) -> tuple[np.ndarray, dict[str, float]]:
+        """Acceptance of every response token ``[T]``; tokens' worth of bytes read, and kept, by a layer in a step."""
+        alphas, read, kept, held, steps = [], 0.0, 0.0, 0.0, 0
         counted = self.layers - (0 if variant.dense_counts else len(variant.dense))
         for p, (q, actor) in zip(self.dense, self._passes(variant), strict=True):
             alphas.append(torch.minimum(p, q).sum(-1).clamp(0, 1).cpu().numpy().astype(np.float64))
-            read, held, steps = read + actor.read, held + actor.held, steps + len(p)
-        return np.concatenate(alphas), read / steps / counted, read / held
+            read, kept, held, steps = read + actor.read, kept + actor.kept, held + actor.held, steps + len(p) * counted
+        cost = {"tokens_read": read / steps, "tokens_kept": kept / steps, "share_read": read / held}
+        return np.concatenate(alphas), cost
 
     def p5(self, alpha: np.ndarray) -> np.ndarray:
         """The 5th percentile, as measured and in each resample, ``[1 + R]``."""
@@ -312,22 +317,21 @@ def run(arguments: argparse.Namespace) -> None:
         "responses": arguments.count, "response_tokens": int(bench.owner.size), "mean_length": bench.mean_length,
         "dense_layers": arguments.dense_layers, "sections": {},
     }  # fmt: skip
-    known: dict[Variant, tuple[np.ndarray, float, float, float]] = {}
+    known: dict[Variant, tuple[np.ndarray, dict[str, float]]] = {}
     began = time.monotonic()
     for section, group in variants(bench.layers, arguments.tokens, tuple(arguments.dense_layers)):
         rows, base = [], None
         for variant in group:
             key = replace(variant, label="")
             if key not in known:
-                alpha, read, share = bench.acceptance(variant)
-                known[key] = (bench.p5(alpha), float(alpha.mean()), read, share)
-            p5, mean, read, share = known[key]
+                alpha, cost = bench.acceptance(variant)
+                known[key] = (bench.p5(alpha), {"mean": float(alpha.mean()), **cost})
+            p5, rest = known[key]
             base = p5 if base is None else base
             rows.append(
                 {"label": variant.label, "p5": p5[0], "p5_interval": np.quantile(p5[1:], [0.025, 0.975]).tolist(),
                  "over_first": p5[0] - base[0],
-                 "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(),
-                 "mean": mean, "tokens_read": read, "share_read": share}
+                 "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(), **rest}
             )  # fmt: skip
         found["sections"][section] = rows
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
