@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from test_trainer import EarlyWords, metrics_of
 from sparrow.actor import set_schedule, teacher_forced
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
+from sparrow.mismatch import BinMismatch
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
+from sparrow.train import distill
 from sparrow.train.config import DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.distill import Adapter, bucket_kl, worst_positions
 from sparrow.train.trainer import Trainer
@@ -145,6 +148,17 @@ def test_steps_down_when_the_cheaper_schedule_holds_and_back_when_it_does_not(tm
     assert state["schedule"]["top_k"] == [0]
     hard = run(tmp_path / "hard", config, steps=2, schedule=roomy, tau=0.9999)
     assert hard.schedule.top_k == (8,)
+
+
+def test_a_length_that_a_single_response_reached_does_not_hold_the_step_down_up(tmp_path, monkeypatch):
+    roomy = SCHEDULE.replace(top_k=(8,))
+    (tmp_path / "sparser.json").write_text(SCHEDULE.to_json())
+    enough = BinMismatch(0, 0, 64, 900, 16, 0.99, 0.97, 0.96, 0.98, 0.98)
+    straggler = replace(enough, bin=1, n_sequences=1, lower_bound=0.1, interval_low=np.nan, interval_high=np.nan)
+    config = replace(ON, step_down=(str(tmp_path / "sparser.json"),), step_down_every=1)
+    monkeypatch.setattr(distill, "pool", lambda *_: SimpleNamespace(bins=(enough, straggler)))
+    assert run(tmp_path / "moves", config, schedule=roomy, tau=0.95).schedule.top_k == (0,)
+    assert run(tmp_path / "stays", config, schedule=roomy, tau=0.965).schedule.top_k == (8,)
 
 
 def test_bucket_kl_by_hand_and_as_a_bound():

@@ -32,6 +32,7 @@ from sparrow.mismatch import BinMismatch
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import TokenScorer
 from sparrow.train.config import DistillConfig, TrainConfig
+from sparrow.train.controller import MIN_SEQUENCES
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
 
@@ -246,7 +247,7 @@ class Distiller:
         self, scorer: TokenScorer, experience: Experience, assessment: Assessment, step: int
     ) -> SparsitySchedule:
         """The schedule for the next rollouts: one rung cheaper if its p5 on these rollouts surely holds tau in every
-        bin, one rung back if the present one's surely does not, else the present one."""
+        bin that enough responses reach, one rung back if the present one's surely does not, else the present one."""
         at = self._ladder.index(self._schedule)
         if step % self.config.distill.step_down_every == 0 and len(self._ladder) > 1:
             tau = self.config.tau
@@ -261,7 +262,7 @@ class Distiller:
 
     def _tail(
         self, scorer: TokenScorer, experience: Experience, assessment: Assessment, schedule: SparsitySchedule
-    ) -> tuple[BinMismatch, ...]:
+    ) -> list[BinMismatch]:
         rollouts = experience.rollouts
         responses: list[TokenAcceptance] = []
         with self._adapter.worn():
@@ -274,7 +275,8 @@ class Distiller:
                     for i, part in zip(some, parts, strict=True)
                 ]
             set_schedule(self._adapter.model, self._schedule)
-        return pool(responses, self.config.bin_tokens or schedule.bin_tokens).bins
+        bins = pool(responses, self.config.bin_tokens or schedule.bin_tokens).bins
+        return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
     def _sparse(
         self, scorer: TokenScorer, experience: Experience, rows: list[int], chosen: Tensor | None
