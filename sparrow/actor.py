@@ -60,10 +60,16 @@ class _Actor:
 
 @dataclass
 class _TeacherForcing:
-    """Travels as a keyword argument of the forward pass, so that recomputation for gradients sees it too."""
+    """Travels as a keyword argument of the forward pass, so that recomputation for gradients sees it too.
+
+    Attributes:
+        implementation: what computes the attention, of those that ``sparrow.attention.teacher_forced`` offers.
+        layers: those that came by.
+    """
 
     actor: _Actor
     prompt_lengths: Tensor
+    implementation: attention.Implementation
     layers: set[int] = field(default_factory=set)
 
 
@@ -91,8 +97,9 @@ def sparrow_attention(
             top_k = forced.table.top_k((position + 1).clamp(min=1))
             prompt = teacher_forcing.prompt_lengths.to(key.device)
             out = attention.teacher_forced(
-                query, key, value, start, length, prompt, top_k, layout=forced.layout, scale=scaling
-            )
+                query, key, value, start, length, prompt, top_k, layout=forced.layout, scale=scaling,
+                implementation=teacher_forcing.implementation,
+            )  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
     elif query.shape[2] == 1 and key.shape[2] > 1:
         actor = getattr(module, "sparrow", None)
@@ -171,7 +178,7 @@ def _check_routed(model: PreTrainedModel, num_layers: int) -> None:
     if _is_routed(model):
         ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
         try:
-            with teacher_forced(model, [1]) as forcing:
+            with teacher_forced(model, [1], implementation="reference") as forcing:
                 model(input_ids=ids, use_cache=False)
         except ValueError as error:
             raise UnsupportedModel(f"{name} has an attention Sparrow cannot read: {error}") from error
@@ -199,7 +206,10 @@ def sparse_calls(model: PreTrainedModel) -> int:
 
 @contextlib.contextmanager
 def teacher_forced(
-    model: PreTrainedModel, prompt_lengths: Sequence[int] | Tensor, schedule: SparsitySchedule | None = None
+    model: PreTrainedModel,
+    prompt_lengths: Sequence[int] | Tensor,
+    schedule: SparsitySchedule | None = None,
+    implementation: attention.Implementation | None = None,
 ) -> Iterator[_TeacherForcing]:
     """Forward passes of ``model`` inside the context compute what step-by-step sparse decoding would have.
 
@@ -210,6 +220,8 @@ def teacher_forced(
         model: a model that ``set_schedule`` was called on.
         prompt_lengths: ``[B]`` prompt tokens of each row, padding not counted.
         schedule: another schedule than the one the model decodes under.
+        implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); unset, ``triton`` for
+            a model on a CUDA device and ``reference`` elsewhere. The context's value says which: ``.implementation``.
 
     Raises:
         ConfigError: the model has no schedule.
@@ -217,7 +229,9 @@ def teacher_forced(
     actor = _actor_of(model)
     if actor is None or not _is_routed(model):
         raise ConfigError("teacher_forced needs a model prepared with sparrow.actor.set_schedule(model, schedule)")
-    forcing = _TeacherForcing(_Actor(schedule) if schedule else actor, torch.as_tensor(prompt_lengths))
+    if implementation is None:
+        implementation = "triton" if model.device.type == "cuda" else "reference"
+    forcing = _TeacherForcing(_Actor(schedule) if schedule else actor, torch.as_tensor(prompt_lengths), implementation)
     decoder = model.get_decoder()
     handle = decoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}), with_kwargs=True

@@ -8,15 +8,18 @@ N pages.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparrow.attention import PageLayout, decode, reference, teacher_forced
+from sparrow import attention
+from sparrow.attention import PageLayout, decode, reference
 from sparrow.schedule import ALL_PAGES
 
+teacher_forced = partial(attention.teacher_forced, implementation="reference")
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
 LENGTHS = [1, 15, 16, 17, 47, 48, 49, 130]
 POISON = 1e4

@@ -14,7 +14,6 @@ Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page si
 import os
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +22,9 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-if not INTERPRETED:
+if INTERPRETED:
+    import triton_interpreter  # noqa: F401
+else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 from sparrow.attention import PageLayout, paged_decode, reference, update_landmarks  # noqa: E402
@@ -37,36 +38,6 @@ FUSED = LaunchConfig(True, 16, 1, 1, 4, 32, 2, 1, 4, 64)
 SPLIT = LaunchConfig(False, 16, 2, 3, 4, 32, 1, 4, 4, 64)
 PATHS = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split")]
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 333, 517]
-
-if INTERPRETED:
-    import triton.runtime.interpreter as interpreter
-    from triton import language as tl
-
-    # Triton 3.6's interpreter multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 and float8 wrongly,
-    # and cannot use a scalar as a loop bound with NumPy 2.4.
-    _upcast, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-    _patch_tensor = interpreter._patch_lang_tensor
-    _TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: FP8}
-
-    def _convert_float(data, source, target, rounding):
-        if source != tl.float32 or target not in _TORCH:
-            return _upcast(data, source, target, rounding)
-        bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1)).to(_TORCH[target])
-        raw = torch.uint16 if target == tl.bfloat16 else torch.uint8
-        return bits.view(raw).numpy().reshape(data.shape)
-
-    def _create_dot(self, a, b, d, precision, imprecise):
-        if a.dtype.scalar == tl.bfloat16:
-            a, b = self.cast_impl(a, tl.float32), self.cast_impl(b, tl.float32)
-        return _dot(self, a, b, d, precision, imprecise)
-
-    def _patch_lang_tensor(tensor, scope):
-        _patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _patch_lang_tensor
-    interpreter._convert_float = _convert_float
-    interpreter.InterpreterBuilder.create_dot = _create_dot
 
 
 @dataclass

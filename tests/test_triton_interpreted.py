@@ -1,4 +1,4 @@
-"""Runs ``test_triton_decode.py`` in Triton's interpreter.
+"""Runs the tests of the Triton kernels in Triton's interpreter.
 
 In a process of its own: the interpreter is chosen when triton is imported, which other tests may have done before.
 """
@@ -13,8 +13,9 @@ import pytest
 pytest.importorskip("triton")
 
 
-def test_kernels_in_the_interpreter():
-    tests = Path(__file__).with_name("test_triton_decode.py")
+@pytest.mark.parametrize("name", ["test_triton_decode.py", "test_triton_forced.py"])
+def test_kernels_in_the_interpreter(name):
+    tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=tests.parents[1], capture_output=True, text=True

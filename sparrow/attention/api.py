@@ -155,9 +155,15 @@ def teacher_forced(
     top_k_BT: Tensor,
     *,
     layout: PageLayout,
+    implementation: Implementation,
     scale: float | None = None,
 ) -> Tensor:
-    """Whole sequences at once, every position reading what decoding would have; see ``reference.teacher_forced``.
+    """Whole sequences at once, every position reading what decoding would have read (arXiv 2606.08446, section 7).
+
+    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``; nothing outside has any effect with
+    ``triton``, nothing that is finite with ``reference``. Under autocast q, k and v are cast as dense attention's are.
+    ``triton`` gives the same bits every time, its gradients too; its memory grows with the length plus one bit per
+    (position, page, kv head).
 
     Args:
         q_BHTD, k_BKTD, v_BKTD: queries, keys and values after the rotary embedding.
@@ -165,19 +171,32 @@ def teacher_forced(
         prompt_B: leading tokens that attend densely, as in prefill, int64.
         top_k_BT: pages kept by score at each column, int64.
         layout: page size, always-kept pages and score.
+        implementation: ``reference`` (eager torch, any device; time and memory of dense attention with a mask) or
+            ``triton`` (time grows with the budget; D up to 128, groups up to 8). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
 
     Raises:
-        ValueError: heads that do not divide, or shapes that do not belong together.
+        ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     _check_heads(q_BHTD, k_BKTD, v_BKTD)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
         raise ValueError(f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys")
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    return reference.teacher_forced(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
+    device = q_BHTD.device.type
+    if torch.is_autocast_enabled(device):
+        q_BHTD, k_BKTD, v_BKTD = (x.to(torch.get_autocast_dtype(device)) for x in (q_BHTD, k_BKTD, v_BKTD))
+    arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
+    with torch.autocast(device, enabled=False):
+        if implementation == "reference":
+            return reference.teacher_forced(*arguments)
+        if implementation != "triton":
+            raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
+        from sparrow.attention import triton
+
+        return triton.teacher_forced(*arguments)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, batched: bool = True) -> None:

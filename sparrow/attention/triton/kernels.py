@@ -75,21 +75,12 @@ def _score(
 
 
 @triton.jit
-def _select_block(
-    table, row, pages, ranked, budget,
-    SINK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Replaces the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least ``pages``.
+def _split(score, is_ranked, ranked, budget):
+    """Which ranked pages are surely among the ``budget`` best, which tie for the rest, and how many of these to take.
 
     The threshold is found by counting how many scores reach two guesses a step, until exactly ``budget`` do or
-    a single value is left; of equal scores at the threshold the earlier pages are taken.
+    a single value is left.
     """
-    n = tl.arange(0, BLOCK)
-    inside = n < pages
-    is_ranked = (n >= SINK) & (n < SINK + ranked)
-    block = tl.load(table + n // PER_BLOCK, mask=inside, other=0)
-    is_scored = is_ranked & (budget > 0) & (budget < ranked)
-    score = tl.load(row + n, mask=is_scored, other=0.0)
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
     # at_low keys reach low and at_high reach high, with at_high <= budget <= at_low.
@@ -121,12 +112,30 @@ def _select_block(
         high = tl.where(at_second >= budget, high, tl.where(at_first >= budget, second, first))
         at_high = tl.where(at_second >= budget, at_high, tl.where(at_first >= budget, at_second, at_first))
         step += 1
-    sure = inside & (~is_ranked | (key >= high))
-    level = is_ranked & (key >= low) & ~sure
+    sure = is_ranked & (key >= high)
+    return sure, is_ranked & (key >= low) & ~sure, budget - at_high
+
+
+@triton.jit
+def _select_block(
+    table, row, pages, ranked, budget,
+    SINK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Replaces the scores in ``row`` by the ids of the kept pages, in order; ``BLOCK`` is at least ``pages``.
+
+    Of equal scores at the threshold the earlier pages are taken.
+    """
+    n = tl.arange(0, BLOCK)
+    inside = n < pages
+    is_ranked = (n >= SINK) & (n < SINK + ranked)
+    block = tl.load(table + n // PER_BLOCK, mask=inside, other=0)
+    is_scored = is_ranked & (budget > 0) & (budget < ranked)
+    score = tl.load(row + n, mask=is_scored, other=0.0)
+    sure, level, need = _split(score, is_ranked, ranked, budget)
+    sure = sure | (inside & ~is_ranked)
     both = sure.to(tl.int32) + (level.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both
     level_before = before >> 16
-    need = budget - at_high
     position = (before & 0xFFFF) + tl.minimum(level_before, need)
     tl.debug_barrier()  # every thread has read its scores before the list overwrites them
     ids = row.to(tl.pointer_type(tl.int32), bitcast=True)

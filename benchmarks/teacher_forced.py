@@ -1,0 +1,179 @@
+"""The teacher-forced sparse kernel against dense causal attention, forward and backward, on one GPU.
+
+    python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
+    python benchmarks/teacher_forced.py --tune          # sweeps tiles on one case
+
+One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how much the pages kept
+by neighbouring positions differ, because a tile of positions reads every page that one of them keeps. Random data says
+nothing about real queries there, so three kinds are timed, and ``read`` says how many pages a tile reads per page that
+a position keeps: "same" (one query for all positions: the best case), "drifting" (queries of which a share changes
+slowly along the sequence) and "independent" (every query and key drawn anew: the worst case).
+
+Dense: torch's scaled_dot_product_attention with its flash and its cuDNN kernel. Medians of CUDA event times.
+
+Shapes: T tokens, G query heads per kv head, k pages kept by score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from sparrow.attention import PageLayout, teacher_forced
+from sparrow.attention.triton.forced import Call, Tiles
+
+K, D, LAYOUT = 8, 128, PageLayout()
+CASES = [(32_768, 2, 253), (32_768, 4, 253), (32_768, 2, 125), (16_384, 2, 253), (16_384, 2, 125), (65_536, 2, 253)]
+KINDS = ("same", "drifting", "independent")
+DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
+    work()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
+    """Gaussian vectors that forget themselves over ``scale`` positions, ``[1, heads, T, D]``."""
+    knots = torch.randn(1, heads, D, int(T / scale) + 2, device="cuda")
+    line = F.interpolate(knots.flatten(0, 1), size=T, mode="linear", align_corners=True)
+    line = line / line.std(dim=1, keepdim=True)
+    return line.view(1, heads, D, T).transpose(2, 3)
+
+
+def inputs(kind: str, T: int, G: int) -> list[Tensor]:
+    """q, k, v and the gradient of the output, bfloat16."""
+    torch.manual_seed(0)
+    q, k, v, d_out = (torch.randn(1, heads, T, D, device="cuda") for heads in (K * G, K, K, K * G))
+    if kind == "same":
+        q = q[:, :, :1].expand_as(q).contiguous()
+    elif kind == "drifting":
+        q = 0.8**0.5 * drift(T, K * G) + 0.2**0.5 * q
+        k = 0.5**0.5 * drift(T, K, 64.0) + 0.5**0.5 * k
+    return [x.bfloat16() for x in (q, k, v, d_out)]
+
+
+def forward_backward(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> dict:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves)
+    with torch.no_grad():
+        forward = milliseconds(lambda: attention(*leaves))
+    backward = milliseconds(lambda: torch.autograd.grad(out, leaves, d_out, retain_graph=True))
+    return {"forward_ms": forward, "backward_ms": backward}
+
+
+def dense(backend: SDPBackend, *tensors: Tensor) -> dict[str, Any]:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    return forward_backward(attention, *tensors)
+
+
+def rows(T: int, k: int) -> tuple[Tensor, ...]:
+    start, length, prompt = (torch.tensor([x], device="cuda") for x in (0, T, 256))
+    return start, length, prompt, torch.full((1, T), k, device="cuda")
+
+
+def sparse(T: int, k: int, tiles: Tiles, tensors: list[Tensor]) -> dict[str, Any]:
+    q, key, v, d_out = tensors
+    start, length, prompt, top_k = rows(T, k)
+    call = Call(q, key, v, start, length, LAYOUT, D**-0.5, tiles)
+    selection = call.select(prompt, top_k)
+    kept = int(call.readers(selection)[0][-1])
+    out, lse = call.attend(selection)
+    parts = {
+        "select_ms": milliseconds(lambda: call.select(prompt, top_k)),
+        "attend_ms": milliseconds(lambda: call.attend(selection)),
+        "readers_ms": milliseconds(lambda: call.readers(selection)),
+        "query_gradient_ms": milliseconds(lambda: call.query_gradient(out, lse, d_out, selection)),
+    }
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    whole = forward_backward(
+        lambda q, k, v: teacher_forced(q, k, v, start, length, prompt, top_k, layout=LAYOUT, implementation="triton"),
+        *tensors,
+    )
+    peak = torch.cuda.max_memory_allocated() - before
+    read = int(selection.counts.sum()) * call.BT / kept
+    return whole | parts | {"read": read, "kept_share": kept * 16 / (T * T / 2 * K), "peak_mib": peak / 2**20}
+
+
+def tune(T: int, G: int, k: int, kind: str) -> list[dict[str, Any]]:
+    """Times of the loops over tiles, warps and stages."""
+    q, key, v, d_out = inputs(kind, T, G)
+    start, length, prompt, top_k = rows(T, k)
+    found = []
+    base = Call(q, key, v, start, length, LAYOUT, D**-0.5, Tiles())
+    selection = base.select(prompt, top_k)
+    out, lse = base.attend(selection)
+    readers = base.readers(selection)
+    _, delta = base.query_gradient(out, lse, d_out, selection)
+    works = {
+        "forward": lambda call: call.attend(selection),
+        "query": lambda call: call.query_gradient(out, lse, d_out, selection),
+        "key": lambda call: call.key_gradient(lse, delta, d_out, readers),
+    }
+    for what, work in works.items():
+        sizes = (32, 64, 128)
+        for config in product(sizes, (4, 8), (2, 3, 4)):
+            call = Call(q, key, v, start, length, LAYOUT, D**-0.5, replace(Tiles(), **{what: config}))
+            try:
+                ms = milliseconds(lambda call=call, work=work: work(call), 3)
+            except triton.runtime.errors.OutOfResources:
+                continue
+            found.append({"what": what, "config": config, "kind": kind, "G": G, "ms": ms})
+            print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/teacher_forced.json"))
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the cases")
+    parser.add_argument("--group", type=int, default=2, help="query heads per kv head in the sweep")
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name()
+    result: dict[str, Any] = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "cases": []}
+    if options.tune:
+        result["tune"] = tune(32_768, options.group, 253, "drifting")
+    for T, G, k in CASES[: 0 if options.tune else options.cases]:
+        case: dict[str, Any] = {"T": T, "G": G, "top_k": k, "dense": {}, "sparse": {}}
+        tensors = inputs("independent", T, G)
+        for name, backend in DENSE.items():
+            try:
+                case["dense"][name] = dense(backend, *tensors)
+            except RuntimeError as error:
+                case["dense"][name] = f"not available: {error}"
+        for kind in KINDS:
+            case["sparse"][kind] = sparse(T, k, Tiles(), inputs(kind, T, G))
+        print(json.dumps(case), flush=True)
+        result["cases"].append(case)
+        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""Launchers of the teacher-forced kernels, and their place in autograd.
+
+Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from sparrow.attention.pages import PageLayout
+from sparrow.attention.triton import forced_kernels as kernels
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 128, 8, 16384
+SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the work is cut, for heads of 256 bytes; measured on an H200 by ``benchmarks/teacher_forced.py --tune``.
+
+    Attributes:
+        forward, query, key: tokens (forward, query) or rows (key) per step of a loop, warps and pipeline stages.
+    """
+
+    forward: tuple[int, int, int] = (64, 4, 3)
+    query: tuple[int, int, int] = (64, 4, 3)
+    key: tuple[int, int, int] = (64, 4, 3)
+
+
+class Selection(NamedTuple):
+    """The pages every position keeps.
+
+    Attributes:
+        masks: int32 ``[B * K, tiles, N]``; bit i is set where position ``tile * BT + i`` keeps the page.
+        lists: int32 ``[B * K, tiles, N]``; the pages that some position of the tile keeps, in order.
+        counts: int32 ``[B * K, tiles]``; how many those are.
+    """
+
+    masks: Tensor
+    lists: Tensor
+    counts: Tensor
+
+
+def teacher_forced(
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    start_B: Tensor,
+    length_B: Tensor,
+    prompt_B: Tensor,
+    top_k_BT: Tensor,
+    layout: PageLayout,
+    scale: float,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``.
+
+    Args:
+        tiles: tiles to use in place of the default; for benchmarks.
+    """
+    _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
+    rows = (start_B, length_B, prompt_B, top_k_BT)
+    return _TeacherForced.apply(q_BHTD, k_BKTD, v_BKTD, *rows, layout, scale, tiles or Tiles())
+
+
+class _TeacherForced(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        length: Tensor,
+        prompt: Tensor,
+        top_k: Tensor,
+        layout: PageLayout,
+        scale: float,
+        tiles: Tiles,
+    ) -> Tensor:
+        call = Call(q, k, v, start, length, layout, scale, tiles)
+        selection = call.select(prompt, top_k)
+        out, lse = call.attend(selection)
+        ctx.save_for_backward(q, k, v, out, lse, start, length, *selection)
+        ctx.options = (layout, scale, tiles)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        q, k, v, out, lse, start, length, *selection = ctx.saved_tensors
+        call = Call(q, k, v, start, length, *ctx.options)
+        d_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
+        pages = Selection(*selection)
+        d_q, delta = call.query_gradient(out, lse, d_out, pages)
+        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 7
+
+
+class Call:
+    """The launches of one call; takes what ``teacher_forced`` takes, checked."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        start: Tensor,
+        length: Tensor,
+        layout: PageLayout,
+        scale: float,
+        tiles: Tiles,
+    ) -> None:
+        B, H, T, D = q.shape
+        self.K = k.shape[1]
+        self.items, self.T, self.N = B * self.K, T, triton.cdiv(T, layout.page_size)
+        self.q, self.k, self.v, self.start, self.length = q, k, v, start, length
+        self.layout, self.scale, self.log2_scale, self.tiles = layout, scale, scale * 1.4426950408889634, tiles
+        GP = triton.next_power_of_2(H // self.K)
+        self.BT = min(32, 128 // GP)
+        self.tile_count = triton.cdiv(T, self.BT)
+        self.heads = dict(K=self.K, G=H // self.K, GP=GP, D=D, DP=max(16, triton.next_power_of_2(D)))
+        # Wider elements get proportionally smaller steps.
+        self.narrow = max(1, self.heads["DP"] * q.element_size() // 256)
+
+    def select(self, prompt: Tensor, top_k: Tensor) -> Selection:
+        """Ranks the pages for every position, some positions at a time."""
+        layout, device, N = self.layout, self.q.device, self.N
+        P, K = layout.page_size, self.K
+        C = max(128, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
+        marks = self.k.new_empty(self.items, N, self.heads["D"])
+        selection = Selection(
+            torch.zeros(self.items, self.tile_count, N, dtype=torch.int32, device=device),
+            torch.empty(self.items, self.tile_count, N, dtype=torch.int32, device=device),
+            torch.empty(self.items, self.tile_count, dtype=torch.int32, device=device),
+        )
+        kernels.landmark_kernel[(triton.cdiv(N, 16), self.items)](
+            self.k, marks, self.start, self.length, *self.k.stride()[:3], N, K=K, D=self.heads["D"],
+            DP=self.heads["DP"], P=P, TILE=16, num_warps=2,
+        )  # fmt: skip
+        scores = torch.empty(self.items * C * N, dtype=torch.float32, device=device)
+        kept = torch.empty(self.items * C * triton.next_power_of_2(max(N, 32)) // 32, dtype=torch.int32, device=device)
+        BN = 128 // self.narrow
+        for first in range(0, self.T, C):
+            pages = min(N, triton.cdiv(first + C, P))
+            block = triton.next_power_of_2(max(pages, 32))
+            tiles = min(C // self.BT, self.tile_count - first // self.BT)
+            kernels.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
+                self.q, marks, scores, self.start, self.length, *self.q.stride()[:3], first, N, pages,
+                **self.heads, P=P, RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
+            )  # fmt: skip
+            kernels.select_kernel[(min(C, self.T - first), self.items)](
+                scores, kept, self.length, prompt, top_k, self.start, top_k.stride(0), first, pages, K=K, P=P,
+                SINK=layout.sink_pages, RECENT=layout.recent_pages, C=C, BLOCK=block, num_warps=max(1, block // 2048),
+            )  # fmt: skip
+            kernels.tile_kernel[(tiles, self.items)](
+                kept, *selection, self.length, first, N, self.tile_count, K=K, C=C, BT=self.BT, WORDS=block // 32,
+                BW=min(4, block // 32), num_warps=4,
+            )  # fmt: skip
+        return selection
+
+    def attend(self, selection: Selection) -> tuple[Tensor, Tensor]:
+        """The output, and the base-2 log-sum-exp ``[B, H, T]`` by position."""
+        B, H, T, D = self.q.shape
+        out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
+        lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
+        tokens, warps, stages = self.tiles.forward
+        kernels.forward_kernel[(self.tile_count, self.items)](
+            self.q, self.k, self.v, out, lse, self.start, self.length, *selection, self.log2_scale,
+            *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3], T, self.N,
+            self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow),
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return out, lse
+
+    def query_gradient(self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
+        """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its gradient."""
+        d_q, delta = torch.zeros_like(self.q), torch.empty_like(lse)
+        tokens, warps, stages = self.tiles.query
+        kernels.query_gradient_kernel[(self.tile_count, self.items)](
+            self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, *selection,
+            self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
+            *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N, self.tile_count, **self.heads,
+            P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return d_q, delta
+
+    def key_gradient(
+        self, lse: Tensor, delta: Tensor, d_out: Tensor, readers: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of keys and values."""
+        d_k, d_v = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        rows, warps, stages = self.tiles.key
+        kernels.key_gradient_kernel[(self.N, self.items)](
+            self.q, self.k, self.v, d_out, d_k, d_v, lse, delta, self.start, self.length, *readers,
+            self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
+            *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], self.T, self.N, **self.heads,
+            P=self.layout.page_size, PP=max(16, self.layout.page_size),
+            BT=max(1, rows // self.narrow // self.heads["GP"]), num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        return d_k, d_v
+
+    def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
+        """For every page the positions that keep it, laid end to end, and where each page's end, ``[B * K * N]``."""
+        counts = torch.empty(self.items * self.N, dtype=torch.int32, device=self.q.device)
+        shape = dict(K=self.K, BT=self.BT, ROWS=8, BN=8)
+        grid = (triton.cdiv(self.N, 8), self.items)
+        kernels.reader_count_kernel[grid](
+            selection.masks, self.length, counts, self.N, self.tile_count, **shape, num_warps=2
+        )  # fmt: skip
+        ends = counts.cumsum(0)
+        positions = torch.empty(int(ends[-1]), dtype=torch.int32, device=self.q.device)
+        kernels.reader_list_kernel[grid](
+            selection.masks, self.length, ends, positions, self.N, self.tile_count, **shape, num_warps=4
+        )
+        return ends, positions
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: Tensor,
+    length: Tensor,
+    prompt: Tensor,
+    top_k: Tensor,
+    layout: PageLayout,
+) -> None:
+    B, H, T, D = q.shape
+    P = layout.page_size
+    if q.device.type == "cpu" and isinstance(kernels.forward_kernel, triton.JITFunction):  # not Triton's interpreter
+        raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
+    if layout.score != "mean_key":
+        raise ValueError(f"the kernels rank by mean_key, got a layout with score {layout.score!r}")
+    if P & (P - 1) or P > 64:
+        raise ValueError(f"pages of {P} tokens have no kernel, expected a power of two up to 64")
+    if D > MAX_HEAD_DIM or H // k.shape[1] > MAX_GROUP or triton.cdiv(T, P) > MAX_PAGES:
+        raise ValueError(
+            f"head dim {D}, {H // k.shape[1]} query heads per kv head and {triton.cdiv(T, P)} pages: the kernels go up "
+            f"to {MAX_HEAD_DIM}, {MAX_GROUP} and {MAX_PAGES}; use implementation='reference'"
+        )
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.stride(3) == k.stride(3) == v.stride(3) == 1 or top_k.stride(-1) != 1:
+        raise ValueError("q, k and v must be contiguous along the head dim, and top_k_BT along the columns")
+    for name, x, shape in (
+        ("start_B", start, (B,)),
+        ("length_B", length, (B,)),
+        ("prompt_B", prompt, (B,)),
+        ("top_k_BT", top_k, (B, T)),
+    ):
+        if x.shape != shape or x.device != q.device or x.is_floating_point():
+            got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ValueError(f"{name} must be integers {shape} on {q.device}, got {got}")

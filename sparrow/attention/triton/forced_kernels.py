@@ -1,0 +1,326 @@
+"""Triton kernels of teacher-forced page attention: select pages for every position, attend, and differentiate.
+
+Queries are cut into tiles of BT consecutive positions times the G heads of a group. What the positions of a tile keep
+is a bit mask per page (``masks``: bit i is the tile's i-th position); the pages that anybody in a tile keeps are
+listed, and the tile's program reads those and no others. For the gradients of keys and values the same bits are turned
+into a list per page of the positions that keep it. Nothing is added atomically: results are the same bits every time.
+
+Everything is indexed by position in the sequence; columns before a row's start and after its end are never read.
+
+Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K (padded to GP), D head dim (padded to DP), P page
+size, N pages, C positions in a chunk, W = 32-page words. An item is one sequence and kv head.
+"""
+
+import triton
+import triton.language as tl
+
+from sparrow.attention.triton.kernels import _load_rows, _plan, _split
+
+
+@triton.jit
+def landmark_kernel(
+    k, landmarks, start, length, stride_row, stride_head, stride_token, N,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest."""
+    item = tl.program_id(1).to(tl.int64)
+    b = item // K
+    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    d = tl.arange(0, DP)
+    full = (n < tl.load(length + b) // P)[:, None] & (d < D)[None, :]
+    k += b * stride_row + item % K * stride_head
+    token = tl.load(start + b).to(tl.int64) + n * P
+    total = tl.zeros((TILE, DP), tl.float32)
+    for p in range(P):
+        total += tl.load(k + (token + p)[:, None] * stride_token + d[None, :], mask=full, other=0.0).to(tl.float32)
+    mean = (total / P).to(landmarks.dtype.element_ty)
+    tl.store(landmarks + (item * N + n[:, None]) * D + d[None, :], mean, mask=(n < N)[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
+    """Of each row of a tile: its position and head, clamped to what exists, the bit of its position, if it exists."""
+    row = tl.arange(0, BT * GP)
+    position = tile * BT + row // GP
+    head = row % GP
+    inside = (position < size) & (head < G)
+    return tl.minimum(position, size - 1), tl.minimum(head, G - 1), 1 << (row // GP), inside
+
+
+@triton.jit
+def score_kernel(
+    q, landmarks, scores, start, length, stride_row, stride_head, stride_token, first, N, pages,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    RECENT: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank like means."""
+    item = tl.program_id(2).to(tl.int64)
+    b = item // K
+    size = tl.load(length + b).to(tl.int32)
+    tile = first // BT + tl.program_id(0)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    last = tl.minimum(tile * BT + BT, size)
+    if (tile * BT < size) & (tl.program_id(1) * BN < (last + P - 1) // P - RECENT):
+        position, head, _, _ = _tile_rows(tile, size, BT, GP, G)
+        q += b * stride_row + item % K * G * stride_head
+        q_MD = _load_rows(q, (tl.load(start + b) + position) * stride_token + head * stride_head, D, DP)
+        marks_ND = _load_rows(landmarks + item * N * D, tl.minimum(n, N - 1) * D, D, DP)
+        score = tl.dot(q_MD, tl.trans(marks_ND), input_precision="ieee")
+        if GP != G:
+            score = tl.where((tl.arange(0, BT * GP) % GP < G)[:, None], score, 0.0)
+        score = tl.sum(tl.reshape(score, (BT, GP, BN)), 1)
+        row = tl.program_id(0) * BT + tl.arange(0, BT)
+        tl.store(scores + (item * C + row[:, None]) * pages + n[None, :], score, mask=(n < pages)[None, :])
+
+
+@triton.jit
+def select_kernel(
+    scores, kept, length, prompt, top_k, start, stride_top_k, first, pages,
+    K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
+    item = tl.program_id(1).to(tl.int64)
+    b = item // K
+    position = first + tl.program_id(0)
+    if position < tl.load(length + b):
+        top = tl.load(top_k + b * stride_top_k + tl.load(start + b) + position).to(tl.int32)
+        own, ranked, budget, _ = _plan(position + 1, top, P, SINK, RECENT)
+        budget = tl.where(position < tl.load(prompt + b), ranked, budget)
+        row = item * C + tl.program_id(0)
+        n = tl.arange(0, BLOCK)
+        is_ranked = (n >= SINK) & (n < SINK + ranked)
+        is_scored = is_ranked & (budget > 0) & (budget < ranked)
+        score = tl.load(scores + row * pages + n, mask=is_scored, other=0.0)
+        sure, level, need = _split(score, is_ranked, ranked, budget)
+        level_before = tl.cumsum(level.to(tl.int32), 0) - level.to(tl.int32)
+        keep = sure | (level & (level_before < need)) | ((n < own) & ~is_ranked)
+        word = tl.sum(tl.reshape(keep.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :], 1)
+        tl.store(kept + row * (BLOCK // 32) + tl.arange(0, BLOCK // 32), word)
+
+
+@triton.jit
+def tile_kernel(
+    kept, masks, lists, counts, length, first, N, TILES,
+    K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
+):  # fmt: skip
+    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose mask is not empty."""
+    item = tl.program_id(1).to(tl.int64)
+    size = tl.load(length + item // K).to(tl.int32)
+    tile = first // BT + tl.program_id(0)
+    t = tl.arange(0, BT)
+    inside = tile * BT + t < size
+    row = item * C + tl.program_id(0) * BT + t
+    place = (item * TILES + tile) * N
+    count = 0
+    if tile * BT < size:
+        for w in range(0, WORDS, BW):
+            word = tl.load(kept + row[:, None] * WORDS + w + tl.arange(0, BW)[None, :], mask=inside[:, None], other=0)
+            bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
+            mask = tl.reshape(tl.sum(bit << t[:, None, None], 0), (BW * 32,))
+            n = w * 32 + tl.arange(0, BW * 32)
+            tl.store(masks + place + n, mask, mask=n < N)
+            listed = (mask != 0).to(tl.int32)
+            tl.store(lists + place + count + tl.cumsum(listed, 0) - listed, n, mask=mask != 0)
+            count += tl.sum(listed, 0)
+    tl.store(counts + item * TILES + tile, count)
+
+
+@triton.jit
+def _page_tokens(begin, count, size, lists, masks, P: tl.constexpr, BN: tl.constexpr):
+    """Positions of tokens ``begin ..`` of the listed pages laid end to end, where to read them, and who keeps them."""
+    t = begin + tl.arange(0, BN)
+    page = tl.load(lists + tl.minimum(t // P, count - 1))
+    position = page * P + t % P
+    mask = tl.where(t < count * P, tl.load(masks + page), 0)
+    return position, tl.minimum(position, size - 1), mask
+
+
+@triton.jit
+def forward_kernel(
+    q, k, v, out, lse, start, length, masks, lists, counts, scale_log2,
+    stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
+    stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token, T, N, TILES,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile to its pages; also the base-2 logarithm of each row's softmax denominator."""
+    tile = TILES - 1 - tl.program_id(0)  # the longest first
+    item = tl.program_id(1).to(tl.int64)
+    b = item // K
+    size = tl.load(length + b).to(tl.int32)
+    if tile * BT < size:
+        base = tl.load(start + b).to(tl.int64)
+        position, head, bit, inside = _tile_rows(tile, size, BT, GP, G)
+        head += (item % K).to(tl.int32) * G
+        q_MD = _load_rows(q + b * stride_q_row, (base + position) * stride_q_token + head * stride_q_head, D, DP)
+        k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
+        v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
+        place = (item * TILES + tile) * N
+        count = tl.load(counts + item * TILES + tile)
+        maximum = tl.full((BT * GP,), -1e30, tl.float32)
+        total = tl.zeros((BT * GP,), tl.float32)
+        acc = tl.zeros((BT * GP, DP), tl.float32)
+        for begin in range(0, count * P, BN):
+            token, source, mask = _page_tokens(begin, count, size, lists + place, masks + place, P, BN)
+            k_ND = _load_rows(k, source.to(tl.int64) * stride_k_token, D, DP)
+            logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+            seen = ((mask[None, :] & bit[:, None]) != 0) & (token[None, :] <= position[:, None])
+            logit = tl.where(seen, logit, float("-inf"))
+            highest = tl.maximum(maximum, tl.max(logit, 1))
+            weight = tl.exp2(logit - highest[:, None])
+            shrink = tl.exp2(maximum - highest)
+            v_ND = _load_rows(v, source.to(tl.int64) * stride_v_token, D, DP)
+            acc = acc * shrink[:, None] + tl.dot(weight.to(v_ND.dtype), v_ND, input_precision="ieee")
+            total = total * shrink + tl.sum(weight, 1)
+            maximum = highest
+        d = tl.arange(0, DP)
+        place = (base + position) * stride_out_token + head * stride_out_head
+        result = (acc / total[:, None]).to(out.dtype.element_ty)
+        there = inside[:, None] & (d < D)[None, :]
+        tl.store(out + b * stride_out_row + place[:, None] + d[None, :], result, mask=there)
+        tl.store(lse + (b * K * G + head) * T + position, maximum + tl.log2(total), mask=inside)
+
+
+@triton.jit
+def query_gradient_kernel(
+    q, k, v, out, d_out, d_q, lse, delta, start, length, masks, lists, counts, scale, scale_log2,
+    stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
+    stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token,
+    stride_do_row, stride_do_head, stride_do_token, stride_dq_row, stride_dq_head, stride_dq_token, T, N, TILES,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Gradient of one tile's queries, over the same pages; also ``delta``, each row's output times its gradient."""
+    tile = TILES - 1 - tl.program_id(0)
+    item = tl.program_id(1).to(tl.int64)
+    b = item // K
+    size = tl.load(length + b).to(tl.int32)
+    if tile * BT < size:
+        base = tl.load(start + b).to(tl.int64)
+        position, head, bit, inside = _tile_rows(tile, size, BT, GP, G)
+        head += (item % K).to(tl.int32) * G
+        column = base + position
+        q_MD = _load_rows(q + b * stride_q_row, column * stride_q_token + head * stride_q_head, D, DP)
+        do_MD = _load_rows(d_out + b * stride_do_row, column * stride_do_token + head * stride_do_head, D, DP)
+        out_MD = _load_rows(out + b * stride_out_row, column * stride_out_token + head * stride_out_head, D, DP)
+        stat = (b * K * G + head) * T + position
+        lse_M = tl.load(lse + stat)
+        delta_M = tl.sum(do_MD.to(tl.float32) * out_MD.to(tl.float32), 1)
+        tl.store(delta + stat, delta_M, mask=inside)
+        k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
+        v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
+        place = (item * TILES + tile) * N
+        count = tl.load(counts + item * TILES + tile)
+        acc = tl.zeros((BT * GP, DP), tl.float32)
+        for begin in range(0, count * P, BN):
+            token, source, mask = _page_tokens(begin, count, size, lists + place, masks + place, P, BN)
+            k_ND = _load_rows(k, source.to(tl.int64) * stride_k_token, D, DP)
+            v_ND = _load_rows(v, source.to(tl.int64) * stride_v_token, D, DP)
+            logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+            seen = ((mask[None, :] & bit[:, None]) != 0) & (token[None, :] <= position[:, None])
+            weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
+            d_weight = tl.dot(do_MD, tl.trans(v_ND), input_precision="ieee")
+            d_logit = weight * (d_weight - delta_M[:, None])
+            acc += tl.dot(d_logit.to(k_ND.dtype), k_ND, input_precision="ieee")
+        d = tl.arange(0, DP)
+        place = column * stride_dq_token + head * stride_dq_head
+        result = (acc * scale).to(d_q.dtype.element_ty)
+        there = inside[:, None] & (d < D)[None, :]
+        tl.store(d_q + b * stride_dq_row + place[:, None] + d[None, :], result, mask=there)
+
+
+@triton.jit
+def reader_count_kernel(
+    masks, length, readers, N, TILES, K: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
+):
+    """How many positions keep each page: ``[B, K, N]``."""
+    item = tl.program_id(1).to(tl.int64)
+    tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    total = tl.zeros((ROWS, BN), tl.int32)
+    for row in range(0, tiles, ROWS):
+        tile = row + tl.arange(0, ROWS)
+        there = (tile < tiles)[:, None] & (n < N)[None, :]
+        mask = tl.load(masks + (item * TILES + tile[:, None]) * N + n[None, :], mask=there, other=0)
+        for t in tl.static_range(BT):
+            total += (mask >> t) & 1
+    tl.store(readers + item * N + n, tl.sum(total, 0), mask=n < N)
+
+
+@triton.jit
+def reader_list_kernel(
+    masks, length, ends, positions, N, TILES, K: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
+):
+    """The positions that keep each page, in order, one page's after the other's; ``ends`` says where each one's end."""
+    item = tl.program_id(1).to(tl.int64)
+    tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    cell = item * N + n
+    place = tl.load(ends + cell - 1, mask=(n < N) & (cell > 0), other=0)
+    t = tl.arange(0, ROWS * BT)
+    for row in range(0, tiles, ROWS):
+        tile = row + tl.arange(0, ROWS)
+        there = (tile < tiles)[:, None] & (n < N)[None, :]
+        mask = tl.load(masks + (item * TILES + tile[:, None]) * N + n[None, :], mask=there, other=0)
+        bit = (mask[:, None, :] >> tl.arange(0, BT)[None, :, None]) & 1
+        bit = tl.reshape(bit, (ROWS * BT, BN))
+        before = tl.cumsum(bit, 0) - bit
+        position = tl.broadcast_to((row * BT + t)[:, None], (ROWS * BT, BN))
+        tl.store(positions + place[None, :] + before, position, mask=bit != 0)
+        place += tl.sum(bit, 0)
+
+
+@triton.jit
+def key_gradient_kernel(
+    q, k, v, d_out, d_k, d_v, lse, delta, start, length, ends, positions, scale, scale_log2,
+    stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
+    stride_v_row, stride_v_head, stride_v_token, stride_do_row, stride_do_head, stride_do_token,
+    stride_dk_row, stride_dk_head, stride_dk_token, stride_dv_row, stride_dv_head, stride_dv_token, T, N,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    PP: tl.constexpr, BT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of one page's keys and values: a loop over the positions that keep it, BT at a time."""
+    page = tl.program_id(0)
+    item = tl.program_id(1).to(tl.int64)
+    b = item // K
+    size = tl.load(length + b).to(tl.int32)
+    if page * P < size:
+        base = tl.load(start + b).to(tl.int64)
+        p = tl.arange(0, PP)
+        token = page * P + p
+        own = (p < P) & (token < size)
+        source = base + tl.minimum(token, size - 1)
+        k_PD = _load_rows(k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP)
+        v_PD = _load_rows(v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP)
+        cell = item * N + page
+        begin = tl.load(ends + cell - 1, mask=cell > 0, other=0)
+        positions += begin
+        count = (tl.load(ends + cell) - begin).to(tl.int32)
+        row = tl.arange(0, BT * GP)
+        head = (item % K).to(tl.int32) * G + tl.minimum(row % GP, G - 1)
+        q += b * stride_q_row + base * stride_q_token
+        d_out += b * stride_do_row + base * stride_do_token
+        stat = (b * K * G + head) * T
+        dk_DP = tl.zeros((DP, PP), tl.float32)
+        dv_DP = tl.zeros((DP, PP), tl.float32)
+        for first in range(0, count, BT):
+            reader = first + row // GP
+            position = tl.load(positions + tl.minimum(reader, count - 1))
+            q_MD = _load_rows(q, position.to(tl.int64) * stride_q_token + head * stride_q_head, D, DP)
+            do_MD = _load_rows(d_out, position.to(tl.int64) * stride_do_token + head * stride_do_head, D, DP)
+            lse_M = tl.load(lse + stat + position)
+            delta_M = tl.load(delta + stat + position)
+            logit = tl.dot(q_MD, tl.trans(k_PD), input_precision="ieee") * scale_log2
+            seen = ((reader < count) & (row % GP < G))[:, None] & own[None, :] & (token[None, :] <= position[:, None])
+            weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
+            dv_DP += tl.dot(tl.trans(do_MD), weight.to(do_MD.dtype), input_precision="ieee")
+            d_weight = tl.dot(do_MD, tl.trans(v_PD), input_precision="ieee")
+            d_logit = weight * (d_weight - delta_M[:, None])
+            dk_DP += tl.dot(tl.trans(q_MD), d_logit.to(q_MD.dtype), input_precision="ieee")
+        d = tl.arange(0, DP)
+        cells = own[None, :] & (d < D)[:, None]
+        d_k += b * stride_dk_row + item % K * stride_dk_head
+        d_v += b * stride_dv_row + item % K * stride_dv_head
+        dk_DP = (dk_DP * scale).to(d_k.dtype.element_ty)
+        tl.store(d_k + (source * stride_dk_token)[None, :] + d[:, None], dk_DP, mask=cells)
+        tl.store(d_v + (source * stride_dv_token)[None, :] + d[:, None], dv_DP.to(d_v.dtype.element_ty), mask=cells)
