@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow.attention import PageLayout, teacher_forced
-from sparrow.attention.triton.forced import Call, Tiles
+from sparrow.attention.triton.forced import Call, Selection, Tiles
 
 K, D, LAYOUT = 8, 128, PageLayout()
 CASES = [(32_768, 2, 253), (32_768, 4, 253), (32_768, 2, 125), (16_384, 2, 253), (16_384, 2, 125), (65_536, 2, 253)]
@@ -71,7 +71,7 @@ def inputs(kind: str, T: int, G: int) -> list[Tensor]:
     elif kind == "drifting":
         q = 0.8**0.5 * drift(T, K * G) + 0.2**0.5 * q
         k = 0.5**0.5 * drift(T, K, 64.0) + 0.5**0.5 * k
-    return [x.bfloat16() for x in (q, k, v, d_out)]
+    return [x.bfloat16().contiguous() for x in (q, k, v, d_out)]
 
 
 def forward_backward(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> dict:
@@ -96,12 +96,17 @@ def rows(T: int, k: int) -> tuple[Tensor, ...]:
     return start, length, prompt, torch.full((1, T), k, device="cuda")
 
 
+def kept_pages(selection: Selection) -> int:
+    """Pages kept, summed over positions and kv heads."""
+    return sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))
+
+
 def sparse(T: int, k: int, tiles: Tiles, tensors: list[Tensor]) -> dict[str, Any]:
     q, key, v, d_out = tensors
     start, length, prompt, top_k = rows(T, k)
     call = Call(q, key, v, start, length, LAYOUT, D**-0.5, tiles)
     selection = call.select(prompt, top_k)
-    kept = int(call.readers(selection)[0][-1])
+    kept = kept_pages(selection)
     out, lse = call.attend(selection)
     parts = {
         "select_ms": milliseconds(lambda: call.select(prompt, top_k)),
@@ -128,16 +133,17 @@ def tune(T: int, G: int, k: int, kind: str) -> list[dict[str, Any]]:
     base = Call(q, key, v, start, length, LAYOUT, D**-0.5, Tiles())
     selection = base.select(prompt, top_k)
     out, lse = base.attend(selection)
-    readers = base.readers(selection)
     _, delta = base.query_gradient(out, lse, d_out, selection)
     works = {
         "forward": lambda call: call.attend(selection),
         "query": lambda call: call.query_gradient(out, lse, d_out, selection),
-        "key": lambda call: call.key_gradient(lse, delta, d_out, readers),
+        "key": lambda call: call.key_gradient(lse, delta, d_out, call.readers(selection)),
     }
     for what, work in works.items():
-        sizes = (32, 64, 128)
-        for config in product(sizes, (4, 8), (2, 3, 4)):
+        configs = product((32, 64, 128), (4, 8), (2, 3))
+        if what == "key":
+            configs = product((32, 64), (32, 64, 128), (4, 8), (2, 3))
+        for config in configs:
             call = Call(q, key, v, start, length, LAYOUT, D**-0.5, replace(Tiles(), **{what: config}))
             try:
                 ms = milliseconds(lambda call=call, work=work: work(call), 3)

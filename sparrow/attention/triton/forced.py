@@ -16,7 +16,7 @@ from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import forced_kernels as kernels
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 128, 8, 16384
+MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
 SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
 
 
@@ -25,12 +25,13 @@ class Tiles:
     """How the work is cut, for heads of 256 bytes; measured on an H200 by ``benchmarks/teacher_forced.py --tune``.
 
     Attributes:
-        forward, query, key: tokens (forward, query) or rows (key) per step of a loop, warps and pipeline stages.
+        forward, query: keys per step of the loop, warps and pipeline stages.
+        key: rows of queries per step, keys of a program, warps and pipeline stages.
     """
 
     forward: tuple[int, int, int] = (64, 4, 3)
     query: tuple[int, int, int] = (64, 4, 3)
-    key: tuple[int, int, int] = (64, 4, 3)
+    key: tuple[int, int, int, int] = (64, 64, 4, 3)
 
 
 class Selection(NamedTuple):
@@ -65,8 +66,9 @@ def teacher_forced(
         tiles: tiles to use in place of the default; for benchmarks.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
+    q, k, v = map(_packed, (q_BHTD, k_BKTD, v_BKTD))
     rows = (start_B, length_B, prompt_B, top_k_BT)
-    return _TeacherForced.apply(q_BHTD, k_BKTD, v_BKTD, *rows, layout, scale, tiles or Tiles())
+    return _TeacherForced.apply(q, k, v, *rows, layout, scale, tiles or Tiles())
 
 
 class _TeacherForced(torch.autograd.Function):
@@ -95,7 +97,7 @@ class _TeacherForced(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         q, k, v, out, lse, start, length, *selection = ctx.saved_tensors
         call = Call(q, k, v, start, length, *ctx.options)
-        d_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()
+        d_out = _packed(gradients[0])
         pages = Selection(*selection)
         d_q, delta = call.query_gradient(out, lse, d_out, pages)
         return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 7
@@ -123,7 +125,10 @@ class Call:
         GP = triton.next_power_of_2(H // self.K)
         self.BT = min(32, 128 // GP)
         self.tile_count = triton.cdiv(T, self.BT)
+        self.run_pages = max(1, min(8, tiles.key[1] // layout.page_size))
+        self.runs = triton.cdiv(self.N, self.run_pages)
         self.heads = dict(K=self.K, G=H // self.K, GP=GP, D=D, DP=max(16, triton.next_power_of_2(D)))
+        self.more_warps = 2 if self.BT * GP > 64 or q.element_size() > 2 else 1
         # Wider elements get proportionally smaller steps.
         self.narrow = max(1, self.heads["DP"] * q.element_size() // 256)
 
@@ -154,7 +159,7 @@ class Call:
                 **self.heads, P=P, RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
             )  # fmt: skip
             kernels.select_kernel[(min(C, self.T - first), self.items)](
-                scores, kept, self.length, prompt, top_k, self.start, top_k.stride(0), first, pages, K=K, P=P,
+                scores, kept, self.length, prompt, top_k, self.start, *top_k.stride(), first, pages, K=K, P=P,
                 SINK=layout.sink_pages, RECENT=layout.recent_pages, C=C, BLOCK=block, num_warps=max(1, block // 2048),
             )  # fmt: skip
             kernels.tile_kernel[(tiles, self.items)](
@@ -173,7 +178,7 @@ class Call:
             self.q, self.k, self.v, out, lse, self.start, self.length, *selection, self.log2_scale,
             *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3], T, self.N,
             self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow),
-            num_warps=warps, num_stages=stages,
+            num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return out, lse
 
@@ -185,7 +190,8 @@ class Call:
             self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, *selection,
             self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
             *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N, self.tile_count, **self.heads,
-            P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow), num_warps=warps, num_stages=stages,
+            P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow),
+            num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return d_q, delta
 
@@ -194,30 +200,33 @@ class Call:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of keys and values."""
         d_k, d_v = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        rows, warps, stages = self.tiles.key
-        kernels.key_gradient_kernel[(self.N, self.items)](
+        rows, _, warps, stages = self.tiles.key
+        P = self.layout.page_size
+        kernels.key_gradient_kernel[(self.runs, self.items)](
             self.q, self.k, self.v, d_out, d_k, d_v, lse, delta, self.start, self.length, *readers,
             self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
-            *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], self.T, self.N, **self.heads,
-            P=self.layout.page_size, PP=max(16, self.layout.page_size),
+            *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], self.T, self.runs, **self.heads, P=P,
+            PAGES=self.run_pages, KEYS=max(16, P * self.run_pages),
             BT=max(1, rows // self.narrow // self.heads["GP"]), num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """For every page the positions that keep it, laid end to end, and where each page's end, ``[B * K * N]``."""
-        counts = torch.empty(self.items * self.N, dtype=torch.int32, device=self.q.device)
-        shape = dict(K=self.K, BT=self.BT, ROWS=8, BN=8)
-        grid = (triton.cdiv(self.N, 8), self.items)
-        kernels.reader_count_kernel[grid](
-            selection.masks, self.length, counts, self.N, self.tile_count, **shape, num_warps=2
-        )  # fmt: skip
+        """The positions that keep any page of a run, run after run, and where each run's end, ``[B * K * runs]``."""
+        counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
+        sizes = (self.N, self.tile_count, self.runs)
+        shape = dict(K=self.K, BT=self.BT, PAGES=self.run_pages, ROWS=4, BN=8)
+        grid = (triton.cdiv(self.runs, 8), self.items)
+        kernels.reader_count_kernel[grid](selection.masks, self.length, counts, *sizes, **shape, num_warps=4)
         ends = counts.cumsum(0)
-        positions = torch.empty(int(ends[-1]), dtype=torch.int32, device=self.q.device)
-        kernels.reader_list_kernel[grid](
-            selection.masks, self.length, ends, positions, self.N, self.tile_count, **shape, num_warps=4
-        )
-        return ends, positions
+        readers = torch.empty(int(ends[-1]), dtype=torch.int32, device=self.q.device)
+        kernels.reader_list_kernel[grid](selection.masks, self.length, ends, readers, *sizes, **shape, num_warps=4)
+        return ends, readers
+
+
+def _packed(x: Tensor) -> Tensor:
+    """``x`` with its head dim contiguous, as the kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _check(
@@ -245,8 +254,6 @@ def _check(
         )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not q.stride(3) == k.stride(3) == v.stride(3) == 1 or top_k.stride(-1) != 1:
-        raise ValueError("q, k and v must be contiguous along the head dim, and top_k_BT along the columns")
     for name, x, shape in (
         ("start_B", start, (B,)),
         ("length_B", length, (B,)),

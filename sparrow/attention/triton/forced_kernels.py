@@ -3,7 +3,8 @@
 Queries are cut into tiles of BT consecutive positions times the G heads of a group. What the positions of a tile keep
 is a bit mask per page (``masks``: bit i is the tile's i-th position); the pages that anybody in a tile keeps are
 listed, and the tile's program reads those and no others. For the gradients of keys and values the same bits are turned
-into a list per page of the positions that keep it. Nothing is added atomically: results are the same bits every time.
+into a list of the positions that keep any page of a run of neighbouring pages, and a program per run reads exactly
+those. Nothing is added atomically: results are the same bits every time.
 
 Everything is indexed by position in the sequence; columns before a row's start and after its end are never read.
 
@@ -75,7 +76,7 @@ def score_kernel(
 
 @triton.jit
 def select_kernel(
-    scores, kept, length, prompt, top_k, start, stride_top_k, first, pages,
+    scores, kept, length, prompt, top_k, start, stride_top_k, stride_top_k_token, first, pages,
     K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
@@ -83,7 +84,7 @@ def select_kernel(
     b = item // K
     position = first + tl.program_id(0)
     if position < tl.load(length + b):
-        top = tl.load(top_k + b * stride_top_k + tl.load(start + b) + position).to(tl.int32)
+        top = tl.load(top_k + b * stride_top_k + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
         own, ranked, budget, _ = _plan(position + 1, top, P, SINK, RECENT)
         budget = tl.where(position < tl.load(prompt + b), ranked, budget)
         row = item * C + tl.program_id(0)
@@ -230,97 +231,109 @@ def query_gradient_kernel(
 
 
 @triton.jit
+def _readers(masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr):
+    """Which pages of every run the positions of some tiles keep: ``[ROWS, BT, runs]``, bit i for a run's i-th page."""
+    tile = row + tl.arange(0, ROWS)
+    bits = tl.zeros((ROWS, BT, n.shape[0]), tl.int32)
+    for i in tl.static_range(PAGES):
+        page = n * PAGES + i
+        there = (tile < tiles)[:, None] & (page < N)[None, :]
+        mask = tl.load(masks + place + tile.to(tl.int64)[:, None] * N + page[None, :], mask=there, other=0)
+        bits += ((mask[:, None, :] >> tl.arange(0, BT)[None, :, None]) & 1) << i
+    return bits
+
+
+@triton.jit
 def reader_count_kernel(
-    masks, length, readers, N, TILES, K: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
-):
-    """How many positions keep each page: ``[B, K, N]``."""
+    masks, length, counts, N, TILES, RUNS,
+    K: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """How many positions keep any page of each run: ``[B, K, RUNS]``."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    total = tl.zeros((ROWS, BN), tl.int32)
+    total = tl.zeros((ROWS, BT, BN), tl.int32)
     for row in range(0, tiles, ROWS):
-        tile = row + tl.arange(0, ROWS)
-        there = (tile < tiles)[:, None] & (n < N)[None, :]
-        mask = tl.load(masks + (item * TILES + tile[:, None]) * N + n[None, :], mask=there, other=0)
-        for t in tl.static_range(BT):
-            total += (mask >> t) & 1
-    tl.store(readers + item * N + n, tl.sum(total, 0), mask=n < N)
+        total += (_readers(masks, item * TILES * N, row, tiles, n, N, ROWS, BT, PAGES) != 0).to(tl.int32)
+    tl.store(counts + item * RUNS + n, tl.sum(tl.sum(total, 0), 0), mask=n < RUNS)
 
 
 @triton.jit
 def reader_list_kernel(
-    masks, length, ends, positions, N, TILES, K: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr
-):
-    """The positions that keep each page, in order, one page's after the other's; ``ends`` says where each one's end."""
+    masks, length, ends, readers, N, TILES, RUNS,
+    K: tl.constexpr, BT: tl.constexpr, PAGES: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The positions that keep any page of a run, in order, run after run; the low PAGES bits say which pages."""
     item = tl.program_id(1).to(tl.int64)
     tiles = (tl.load(length + item // K).to(tl.int32) + BT - 1) // BT
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    cell = item * N + n
-    place = tl.load(ends + cell - 1, mask=(n < N) & (cell > 0), other=0)
+    cell = item * RUNS + n
+    place = tl.load(ends + cell - 1, mask=(n < RUNS) & (cell > 0), other=0)
     t = tl.arange(0, ROWS * BT)
     for row in range(0, tiles, ROWS):
-        tile = row + tl.arange(0, ROWS)
-        there = (tile < tiles)[:, None] & (n < N)[None, :]
-        mask = tl.load(masks + (item * TILES + tile[:, None]) * N + n[None, :], mask=there, other=0)
-        bit = (mask[:, None, :] >> tl.arange(0, BT)[None, :, None]) & 1
-        bit = tl.reshape(bit, (ROWS * BT, BN))
-        before = tl.cumsum(bit, 0) - bit
-        position = tl.broadcast_to((row * BT + t)[:, None], (ROWS * BT, BN))
-        tl.store(positions + place[None, :] + before, position, mask=bit != 0)
-        place += tl.sum(bit, 0)
+        bits = _readers(masks, item * TILES * N, row, tiles, n, N, ROWS, BT, PAGES)
+        bits = tl.reshape(bits, (ROWS * BT, BN))
+        listed = (bits != 0).to(tl.int32)
+        before = tl.cumsum(listed, 0) - listed
+        entry = ((row * BT + t) << PAGES)[:, None] | bits
+        tl.store(readers + place[None, :] + before, entry, mask=bits != 0)
+        place += tl.sum(listed, 0)
 
 
 @triton.jit
 def key_gradient_kernel(
-    q, k, v, d_out, d_k, d_v, lse, delta, start, length, ends, positions, scale, scale_log2,
+    q, k, v, d_out, d_k, d_v, lse, delta, start, length, ends, readers, scale, scale_log2,
     stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
     stride_v_row, stride_v_head, stride_v_token, stride_do_row, stride_do_head, stride_do_token,
-    stride_dk_row, stride_dk_head, stride_dk_token, stride_dv_row, stride_dv_head, stride_dv_token, T, N,
+    stride_dk_row, stride_dk_head, stride_dk_token, stride_dv_row, stride_dv_head, stride_dv_token, T, RUNS,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PP: tl.constexpr, BT: tl.constexpr,
+    PAGES: tl.constexpr, KEYS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one page's keys and values: a loop over the positions that keep it, BT at a time."""
-    page = tl.program_id(0)
+    """Gradients of one run's keys and values: a loop over the positions that keep any of it, BT at a time."""
+    run = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     size = tl.load(length + b).to(tl.int32)
-    if page * P < size:
+    if run * PAGES * P < size:
         base = tl.load(start + b).to(tl.int64)
-        p = tl.arange(0, PP)
-        token = page * P + p
-        own = (p < P) & (token < size)
+        j = tl.arange(0, KEYS)
+        token = run * PAGES * P + j
+        own = (j < PAGES * P) & (token < size)
+        page_bit = tl.where(own, 1 << tl.minimum(j // P, PAGES - 1), 0)
         source = base + tl.minimum(token, size - 1)
-        k_PD = _load_rows(k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP)
-        v_PD = _load_rows(v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP)
-        cell = item * N + page
+        k_ND = _load_rows(k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP)
+        v_ND = _load_rows(v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP)
+        cell = item * RUNS + run
         begin = tl.load(ends + cell - 1, mask=cell > 0, other=0)
-        positions += begin
         count = (tl.load(ends + cell) - begin).to(tl.int32)
+        readers += begin
         row = tl.arange(0, BT * GP)
         head = (item % K).to(tl.int32) * G + tl.minimum(row % GP, G - 1)
         q += b * stride_q_row + base * stride_q_token
         d_out += b * stride_do_row + base * stride_do_token
         stat = (b * K * G + head) * T
-        dk_DP = tl.zeros((DP, PP), tl.float32)
-        dv_DP = tl.zeros((DP, PP), tl.float32)
+        dk_ND = tl.zeros((KEYS, DP), tl.float32)
+        dv_ND = tl.zeros((KEYS, DP), tl.float32)
         for first in range(0, count, BT):
             reader = first + row // GP
-            position = tl.load(positions + tl.minimum(reader, count - 1))
+            entry = tl.load(readers + tl.minimum(reader, count - 1))
+            position = entry >> PAGES
+            kept = tl.where((reader < count) & (row % GP < G), entry, 0)
             q_MD = _load_rows(q, position.to(tl.int64) * stride_q_token + head * stride_q_head, D, DP)
             do_MD = _load_rows(d_out, position.to(tl.int64) * stride_do_token + head * stride_do_head, D, DP)
             lse_M = tl.load(lse + stat + position)
             delta_M = tl.load(delta + stat + position)
-            logit = tl.dot(q_MD, tl.trans(k_PD), input_precision="ieee") * scale_log2
-            seen = ((reader < count) & (row % GP < G))[:, None] & own[None, :] & (token[None, :] <= position[:, None])
-            weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
-            dv_DP += tl.dot(tl.trans(do_MD), weight.to(do_MD.dtype), input_precision="ieee")
-            d_weight = tl.dot(do_MD, tl.trans(v_PD), input_precision="ieee")
-            d_logit = weight * (d_weight - delta_M[:, None])
-            dk_DP += tl.dot(tl.trans(q_MD), d_logit.to(q_MD.dtype), input_precision="ieee")
+            logit = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee") * scale_log2
+            seen = ((kept[None, :] & page_bit[:, None]) != 0) & (token[:, None] <= position[None, :])
+            weight = tl.where(seen, tl.exp2(logit - lse_M[None, :]), 0.0)
+            dv_ND += tl.dot(weight.to(do_MD.dtype), do_MD, input_precision="ieee")
+            d_weight = tl.dot(v_ND, tl.trans(do_MD), input_precision="ieee")
+            d_logit = weight * (d_weight - delta_M[None, :])
+            dk_ND += tl.dot(d_logit.to(q_MD.dtype), q_MD, input_precision="ieee")
         d = tl.arange(0, DP)
-        cells = own[None, :] & (d < D)[:, None]
+        cells = own[:, None] & (d < D)[None, :]
         d_k += b * stride_dk_row + item % K * stride_dk_head
         d_v += b * stride_dv_row + item % K * stride_dv_head
-        dk_DP = (dk_DP * scale).to(d_k.dtype.element_ty)
-        tl.store(d_k + (source * stride_dk_token)[None, :] + d[:, None], dk_DP, mask=cells)
-        tl.store(d_v + (source * stride_dv_token)[None, :] + d[:, None], dv_DP.to(d_v.dtype.element_ty), mask=cells)
+        dk_ND = (dk_ND * scale).to(d_k.dtype.element_ty)
+        tl.store(d_k + (source * stride_dk_token)[:, None] + d[None, :], dk_ND, mask=cells)
+        tl.store(d_v + (source * stride_dv_token)[:, None] + d[None, :], dv_ND.to(d_v.dtype.element_ty), mask=cells)
