@@ -27,6 +27,7 @@ else:
 
 from sparrow.attention import PageLayout, reference, teacher_forced  # noqa: E402
 from sparrow.attention.pages import landmarks, page_scores, select_pages  # noqa: E402
+from sparrow.attention.triton import forced  # noqa: E402
 from sparrow.attention.triton.forced import Call, Tiles  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
@@ -143,6 +144,11 @@ ROWS = [(0, 46, 11), (5, 33, 1), (2, 1, 1)]
 @pytest.mark.parametrize(("G", "page_size"), [(1, 4), (2, 8), (3, 4), (8, 16)])
 def test_selects_what_decoding_selects(G, page_size):
     check_selection(make_case(ROWS, K=1, G=G, D=16, layout=PageLayout(page_size)))
+
+
+def test_positions_in_several_chunks(monkeypatch):
+    monkeypatch.setattr(forced, "SCORE_BYTES", 1)
+    check_selection(make_case([(0, 75, 3), (3, 30, 1)], K=1, D=16, layout=PageLayout(4)))
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ class Call:
         """Ranks the pages for every position, some positions at a time."""
         layout, device, N = self.layout, self.q.device, self.N
         P, K = layout.page_size, self.K
-        C = max(128, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
+        C = max(32, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
         marks = self.k.new_empty(self.items, N, self.heads["D"])
         selection = Selection(
             torch.zeros(self.items, self.tile_count, N, dtype=torch.int32, device=device),
@@ -155,8 +155,9 @@ class Call:
             block = triton.next_power_of_2(max(pages, 32))
             tiles = min(C // self.BT, self.tile_count - first // self.BT)
             kernels.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
-                self.q, marks, scores, self.start, self.length, *self.q.stride()[:3], first, N, pages,
-                **self.heads, P=P, RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
+                self.q, marks, scores, self.start, self.length, prompt, top_k, *self.q.stride()[:3],
+                *top_k.stride(), first, N, pages, **self.heads, P=P, SINK=layout.sink_pages,
+                RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
             )  # fmt: skip
             kernels.select_kernel[(min(C, self.T - first), self.items)](
                 scores, kept, self.length, prompt, top_k, self.start, *top_k.stride(), first, pages, K=K, P=P,

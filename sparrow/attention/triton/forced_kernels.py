@@ -50,19 +50,25 @@ def _tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
 
 @triton.jit
 def score_kernel(
-    q, landmarks, scores, start, length, stride_row, stride_head, stride_token, first, N, pages,
+    q, landmarks, scores, start, length, prompt, top_k, stride_row, stride_head, stride_token,
+    stride_top_k_row, stride_top_k_token, first, N, pages,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    RECENT: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank like means."""
+    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank like means.
+
+    Tiles of positions that keep every page are left out.
+    """
     item = tl.program_id(2).to(tl.int64)
     b = item // K
     size = tl.load(length + b).to(tl.int32)
     tile = first // BT + tl.program_id(0)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
-    last = tl.minimum(tile * BT + BT, size)
-    if (tile * BT < size) & (tl.program_id(1) * BN < (last + P - 1) // P - RECENT):
-        position, head, _, _ = _tile_rows(tile, size, BT, GP, G)
+    position, head, _, inside = _tile_rows(tile, size, BT, GP, G)
+    top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token, mask=inside)
+    is_sparse = inside & (position >= tl.load(prompt + b)) & (position // P + 1 - SINK - RECENT > top)
+    pages_below = tl.max(tl.where(is_sparse, position // P + 1 - RECENT, 0), 0)
+    if tl.program_id(1) * BN < pages_below:
         q += b * stride_row + item % K * G * stride_head
         q_MD = _load_rows(q, (tl.load(start + b) + position) * stride_token + head * stride_head, D, DP)
         marks_ND = _load_rows(landmarks + item * N * D, tl.minimum(n, N - 1) * D, D, DP)
@@ -76,7 +82,7 @@ def score_kernel(
 
 @triton.jit
 def select_kernel(
-    scores, kept, length, prompt, top_k, start, stride_top_k, stride_top_k_token, first, pages,
+    scores, kept, length, prompt, top_k, start, stride_top_k_row, stride_top_k_token, first, pages,
     K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
@@ -84,7 +90,7 @@ def select_kernel(
     b = item // K
     position = first + tl.program_id(0)
     if position < tl.load(length + b):
-        top = tl.load(top_k + b * stride_top_k + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
+        top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
         own, ranked, budget, _ = _plan(position + 1, top, P, SINK, RECENT)
         budget = tl.where(position < tl.load(prompt + b), ranked, budget)
         row = item * C + tl.program_id(0)
