@@ -3,8 +3,8 @@
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
 One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the published 0.86
-schedule. One dense update is everything from the corrections to the optimiser step; one phi pass everything
-``Distiller.update`` does, its own optimiser step included. Random weights make the sparse pass dear: neighbouring
+schedule. A dense update is everything from the corrections to the optimiser step; "added" is how much longer the same
+takes with the phi pass, its own optimiser step included. Random weights make the sparse pass dear: neighbouring
 positions choose unlike pages (see benchmarks/teacher_forced.py).
 """
 
@@ -25,8 +25,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Rollout
+from sparrow.tasks import Problem
 from sparrow.train.config import DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from sparrow.train.experience import Assessment, Experience
+from sparrow.train.experience import Assessment, Experience, Group
 from sparrow.train.trainer import Trainer
 
 SHAPE = dict(
@@ -51,8 +52,10 @@ def experience(tokens: int, responses: int) -> Experience:
         )
         for _ in range(responses)
     ]
-    rewards = np.arange(responses, dtype=float) % 2
-    return Experience([], rollouts, [], rewards, np.zeros(responses, dtype=int), None)
+    problem = Problem("random", "", lambda text: 0.0)
+    parts = [{"correct": float(i % 2)} for i in range(responses)]
+    groups = [Group(problem, rollouts, [""] * responses, parts, None)]
+    return Experience.join(groups, groups, 1)
 
 
 def make_trainer(layers: int, tokens: int, checkpointing: bool, folder: str) -> Trainer:
@@ -90,13 +93,13 @@ def measure(trainer: Trainer, step: Experience, assessment: Assessment, shares: 
     distiller = trainer.distiller
     assert distiller is not None
     trainer.distiller = None
-    found: dict[str, Any] = {"dense_update": seconds(lambda: trainer._update(step, assessment), repeats)}
-    advantages = torch.from_numpy(step.rewards - step.rewards.mean())
+    dense = seconds(lambda: trainer._update(step, assessment), repeats)
+    found: dict[str, Any] = {"dense_update": dense}
+    trainer.distiller = distiller
     for share in shares:
         distiller.config = replace(distiller.config, distill=replace(distiller.config.distill, positions=share))
-        spent = seconds(lambda: distiller.update(trainer.scorer, step, assessment, advantages), repeats)
-        found[f"phi_{share:g}"] = spent | {"added": spent["seconds"] / found["dense_update"]["seconds"]}
-    trainer.distiller = distiller
+        both = seconds(lambda: trainer._update(step, assessment), repeats)
+        found[f"with_phi_at_{share:g}"] = both | {"added": both["seconds"] / dense["seconds"] - 1}
     return found
 
 
@@ -113,7 +116,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder)
         step = experience(options.tokens, options.responses)
-        assessment, _ = trainer._assess(step)
+        assessment = trainer._assess(step)[0]
         found = measure(trainer, step, assessment, options.shares, options.repeats)
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE,

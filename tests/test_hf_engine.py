@@ -189,8 +189,20 @@ def test_another_attention_implementation_is_noticed_and_routed_back():
     set_schedule(model, SparsitySchedule.fixed(0))
     ids = torch.stack(prompts([90]))
     dense = model(input_ids=ids).logits
-    with teacher_forced(model, [4]):
+    with teacher_forced(model, [4]) as forcing:
         assert (model(input_ids=ids).logits - dense).abs().max() > 0.01
+    assert forcing.implementation == "reference", "the model is on the CPU"
+
+
+def test_the_kernels_are_used_when_asked_for_by_name():
+    pytest.importorskip("triton")
+    model = tiny_model(head_dim=16)
+    set_schedule(model, SparsitySchedule.fixed(0))
+    with (
+        pytest.raises(ValueError, match="the kernels run on a GPU"),
+        teacher_forced(model, [4], implementation="triton"),
+    ):
+        model(input_ids=torch.stack(prompts([9])))
 
 
 def test_engine_notices_when_sparse_attention_is_not_what_ran():

@@ -25,11 +25,14 @@ if INTERPRETED:
 else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+from conftest import tiny_model  # noqa: E402
+
+from sparrow import actor  # noqa: E402
 from sparrow.attention import PageLayout, reference, teacher_forced  # noqa: E402
 from sparrow.attention.pages import landmarks, page_scores, select_pages  # noqa: E402
 from sparrow.attention.triton import forced  # noqa: E402
 from sparrow.attention.triton.forced import Call, Tiles  # noqa: E402
-from sparrow.schedule import ALL_PAGES  # noqa: E402
+from sparrow.schedule import ALL_PAGES, SparsitySchedule  # noqa: E402
 
 
 @dataclass
@@ -202,6 +205,30 @@ def test_autocast_casts_as_dense_attention_does():
     assert torch.equal(out, teacher_forced(*(x.bfloat16() for x in (q, case.k, case.v)), *rows, **options))
     out.backward(torch.ones_like(out))
     assert q.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_model_trains_through_the_kernels(autocast):
+    found = []
+    for implementation in ("reference", "triton"):
+        model = tiny_model(num_hidden_layers=2, head_dim=16).train().to(DEVICE)
+        actor.set_schedule(model, SparsitySchedule((1, 2), bin_tokens=16, page_size=2, dense_layers=(0,)))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.arange(2, 50, device=DEVICE).view(2, 24)
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        with (
+            actor.teacher_forced(model, [7, 2], implementation=implementation) as forcing,
+            torch.autocast(DEVICE, torch.bfloat16, enabled=autocast),
+        ):
+            loss = (
+                model(input_ids=ids, attention_mask=mask, use_cache=False).logits.float()[mask.bool()].square().mean()
+            )
+        assert forcing.implementation == implementation
+        loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    # bfloat16 rounds every layer's result by 2**-8; a selection that differs would show more.
+    assert (found[0] - found[1]).norm() < (0.05 if autocast else 1e-4) * found[0].norm()
 
 
 def refuse(match: str, case: Case, **changes) -> None:
