@@ -133,13 +133,41 @@ def tile_kernel(
 
 
 @triton.jit
-def _page_tokens(begin, count, size, lists, masks, P: tl.constexpr, BN: tl.constexpr):
-    """Positions of tokens ``begin ..`` of the listed pages laid end to end, where to read them, and who keeps them."""
-    t = begin + tl.arange(0, BN)
-    page = tl.load(lists + tl.minimum(t // P, count - 1))
+def _early_tokens(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
+    """Tokens of listed pages that lie wholly before a tile; the list goes on with the tile's own pages, all of them."""
+    last = tl.minimum(tile * BT + BT, size) - 1
+    return (count - (last // P + 1 - (tile * BT + 1) // P)) * P
+
+
+@triton.jit
+def _page_tokens(t, end, size, lists, masks, P: tl.constexpr):
+    """Of tokens of the listed pages laid end to end: position, where to read it, who keeps it (none from ``end``)."""
+    page = tl.load(lists + tl.minimum(t, end - 1) // P)
     position = page * P + t % P
-    mask = tl.where(t < count * P, tl.load(masks + page), 0)
-    return position, tl.minimum(position, size - 1), mask
+    return position, tl.minimum(position, size - 1), tl.where(t < end, tl.load(masks + page), 0)
+
+
+@triton.jit
+def _attend(
+    q_MD, k, v, lists, masks, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
+    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    for first in range(begin, end, BN):
+        token, source, mask = _page_tokens(first + tl.arange(0, BN), end, size, lists, masks, P)
+        k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
+        logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+        seen = (mask[None, :] & bit[:, None]) != 0
+        if CAUSAL:
+            seen = seen & (token[None, :] <= position[:, None])
+        logit = tl.where(seen, logit, float("-inf"))
+        highest = tl.maximum(maximum, tl.max(logit, 1))
+        weight = tl.exp2(logit - highest[:, None])
+        shrink = tl.exp2(maximum - highest)
+        v_ND = _load_rows(v, source.to(tl.int64) * stride_v, D, DP)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v_ND.dtype), v_ND, input_precision="ieee")
+        total = total * shrink + tl.sum(weight, 1)
+        maximum = highest
+    return acc, total, maximum
 
 
 @triton.jit
@@ -167,25 +195,41 @@ def forward_kernel(
         maximum = tl.full((BT * GP,), -1e30, tl.float32)
         total = tl.zeros((BT * GP,), tl.float32)
         acc = tl.zeros((BT * GP, DP), tl.float32)
-        for begin in range(0, count * P, BN):
-            token, source, mask = _page_tokens(begin, count, size, lists + place, masks + place, P, BN)
-            k_ND = _load_rows(k, source.to(tl.int64) * stride_k_token, D, DP)
-            logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
-            seen = ((mask[None, :] & bit[:, None]) != 0) & (token[None, :] <= position[:, None])
-            logit = tl.where(seen, logit, float("-inf"))
-            highest = tl.maximum(maximum, tl.max(logit, 1))
-            weight = tl.exp2(logit - highest[:, None])
-            shrink = tl.exp2(maximum - highest)
-            v_ND = _load_rows(v, source.to(tl.int64) * stride_v_token, D, DP)
-            acc = acc * shrink[:, None] + tl.dot(weight.to(v_ND.dtype), v_ND, input_precision="ieee")
-            total = total * shrink + tl.sum(weight, 1)
-            maximum = highest
+        early = _early_tokens(tile, size, count, P, BT)
+        acc, total, maximum = _attend(
+            q_MD, k, v, lists + place, masks + place, 0, early, size, bit, position, acc, total, maximum,
+            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, BN,
+        )  # fmt: skip
+        acc, total, maximum = _attend(
+            q_MD, k, v, lists + place, masks + place, early, count * P, size, bit, position, acc, total, maximum,
+            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, BN,
+        )  # fmt: skip
         d = tl.arange(0, DP)
         place = (base + position) * stride_out_token + head * stride_out_head
         result = (acc / total[:, None]).to(out.dtype.element_ty)
         there = inside[:, None] & (d < D)[None, :]
         tl.store(out + b * stride_out_row + place[:, None] + d[None, :], result, mask=there)
         tl.store(lse + (b * K * G + head) * T + position, maximum + tl.log2(total), mask=inside)
+
+
+@triton.jit
+def _differentiate(
+    q_MD, do_MD, k, v, lists, masks, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2,
+    stride_k, stride_v, CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    for first in range(begin, end, BN):
+        token, source, mask = _page_tokens(first + tl.arange(0, BN), end, size, lists, masks, P)
+        k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
+        v_ND = _load_rows(v, source.to(tl.int64) * stride_v, D, DP)
+        logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+        seen = (mask[None, :] & bit[:, None]) != 0
+        if CAUSAL:
+            seen = seen & (token[None, :] <= position[:, None])
+        weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
+        d_weight = tl.dot(do_MD, tl.trans(v_ND), input_precision="ieee")
+        d_logit = weight * (d_weight - delta_M[:, None])
+        acc += tl.dot(d_logit.to(k_ND.dtype), k_ND, input_precision="ieee")
+    return acc
 
 
 @triton.jit
@@ -219,16 +263,15 @@ def query_gradient_kernel(
         place = (item * TILES + tile) * N
         count = tl.load(counts + item * TILES + tile)
         acc = tl.zeros((BT * GP, DP), tl.float32)
-        for begin in range(0, count * P, BN):
-            token, source, mask = _page_tokens(begin, count, size, lists + place, masks + place, P, BN)
-            k_ND = _load_rows(k, source.to(tl.int64) * stride_k_token, D, DP)
-            v_ND = _load_rows(v, source.to(tl.int64) * stride_v_token, D, DP)
-            logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
-            seen = ((mask[None, :] & bit[:, None]) != 0) & (token[None, :] <= position[:, None])
-            weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
-            d_weight = tl.dot(do_MD, tl.trans(v_ND), input_precision="ieee")
-            d_logit = weight * (d_weight - delta_M[:, None])
-            acc += tl.dot(d_logit.to(k_ND.dtype), k_ND, input_precision="ieee")
+        early = _early_tokens(tile, size, count, P, BT)
+        acc = _differentiate(
+            q_MD, do_MD, k, v, lists + place, masks + place, 0, early, size, bit, position, lse_M, delta_M, acc,
+            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, BN,
+        )  # fmt: skip
+        acc = _differentiate(
+            q_MD, do_MD, k, v, lists + place, masks + place, early, count * P, size, bit, position, lse_M, delta_M, acc,
+            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, BN,
+        )  # fmt: skip
         d = tl.arange(0, DP)
         place = column * stride_dq_token + head * stride_dq_head
         result = (acc * scale).to(d_q.dtype.element_ty)
