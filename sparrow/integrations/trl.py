@@ -1,0 +1,193 @@
+"""Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in its logs.
+
+    trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...), train_dataset=dataset,
+                                schedule="qwen3-4b-0.86")
+
+Written for TRL 1.16. Nothing of TRL is replaced but the trainer's ``vllm_generation``, by one that hands every call on;
+the methods overridden, ``compute_loss`` and ``log``, are those that transformers offers for it.
+
+Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from trl import GRPOTrainer
+
+from sparrow.engines.base import Rollout
+from sparrow.errors import ConfigError
+from sparrow.integrations.metrics import mismatch_metrics, read_fraction
+from sparrow.measure import TokenAcceptance, pool, token_acceptance
+from sparrow.schedule import SparsitySchedule
+
+if TYPE_CHECKING:
+    Trainer = Any  # TRL declares narrower types than it keeps to
+else:
+    Trainer = GRPOTrainer
+
+CHUNK_TOKENS = 1024
+"""Response tokens whose log-softmax over the vocabulary is held at a time."""
+
+
+class SparseGRPOTrainer(Trainer):
+    """``GRPOTrainer`` whose vLLM decodes under a schedule, and which logs how far that takes the actor from the policy.
+
+    In colocate mode the schedule reaches vLLM through the environment; a server must have been started with one.
+    Every ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at least one per
+    process, get another dense forward pass, from which follow bounds on every token's acceptance rate. Logged are
+    ``sparrow/*`` as ``sparrow.integrations.metrics`` names them, pooled over processes, and on every log the share of
+    cached tokens that was read.
+
+    Args:
+        args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
+        schedule: what the actor may read, as ``SparsitySchedule.load`` takes it; by default what vLLM was started with.
+        measure_every: optimizer steps from one measurement to the next, the first step included.
+        sequences: responses measured per process and measurement, spread over the batch.
+        top_n: length of the actor's lists.
+
+    Raises:
+        ConfigError: TRL generates without vLLM, or its vLLM decodes densely.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        schedule: str | SparsitySchedule | None = None,
+        measure_every: int = 10,
+        sequences: int = 32,
+        top_n: int = 20,
+        **kwargs: Any,
+    ) -> None:
+        wanted = SparsitySchedule.load(schedule) if isinstance(schedule, str) else schedule
+        if wanted is not None:
+            os.environ["SPARROW_SCHEDULE"] = wanted.to_json()
+        super().__init__(*args, **kwargs)
+        if not self.use_vllm:
+            raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
+        self.measure_every = measure_every
+        stock: Any = self.vllm_generation
+        self.vllm_generation: Any = Recording(stock, top_n, sequences, self._is_measured)
+        self._measured: list[TokenAcceptance] = []
+        self.schedule = SparsitySchedule.from_dict(self._rpc("sparrow_describe")[0]["schedule"])
+        if wanted is not None and wanted != self.schedule:
+            self.set_schedule(wanted)
+        self._rpc("sparrow_counters")  # forget what vLLM's own warm-up read
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """Decode under other page counts from the next rollout on; call it on every process.
+
+        Raises:
+            ConfigError: another page layout, or other dense layers, than vLLM was started with.
+        """
+        self._rpc("sparrow_set_schedule", schedule.to_json())
+        if self.vllm_mode == "colocate":
+            self.vllm_generation.llm.reset_prefix_cache()
+        elif self.accelerator.is_main_process:
+            self.vllm_generation.vllm_client.reset_prefix_cache()
+        self.schedule = schedule
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """See ``transformers.Trainer``. The first call after a rollout finds the policy that the actor came from."""
+        recorded, self.vllm_generation.recorded = self.vllm_generation.recorded, []
+        for rollout in recorded:
+            top = policy_top_logprobs(model, rollout, self.temperature, self.accelerator.device)
+            self._measured.append(token_acceptance(rollout, top, self.schedule))
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """See ``transformers.Trainer``; adds what was measured since the last log of the training."""
+        if self.model.training:
+            logs |= read_fraction(self._rpc("sparrow_counters"))
+            if self._measured:
+                logs |= mismatch_metrics(pool(gather_object(self._measured), self.schedule.bin_tokens))
+                self._measured = []
+        super().log(logs, *args, **kwargs)
+
+    def _is_measured(self) -> bool:
+        return self.model.training and self.state.global_step % self.measure_every == 0
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the vLLM workers: this process's own, or on every process the server's answer."""
+        if self.vllm_mode == "colocate":
+            return self.vllm_generation.llm.collective_rpc(method, args=args)
+        results = []
+        if self.accelerator.is_main_process:
+            client = self.vllm_generation.vllm_client
+            url = client.base_url
+            answer = client.session.post(f"{url}/collective_rpc", json={"method": method, "args": args})
+            if answer.status_code != 200:
+                raise ConfigError(
+                    f"the vLLM server at {url} refused {method} ({answer.status_code} {answer.text[:300]}); "
+                    "start it with VLLM_SERVER_DEV_MODE=1 and a Sparrow schedule that allows this"
+                )
+            results = answer.json()["results"]
+        return gather_object(results)
+
+
+class Recording:
+    """TRL's ``VLLMGeneration``, asking for the actor's top-n lists where they are wanted, and keeping some.
+
+    TRL itself is given what it asked for: the sampled token's log-prob alone.
+    """
+
+    def __init__(self, generation: Any, top_n: int, sequences: int, wanted: Callable[[], bool]) -> None:
+        self.recorded: list[Rollout] = []
+        self._generation, self._top_n, self._sequences, self._wanted = generation, top_n, sequences, wanted
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._generation, name)
+
+    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+        """See ``VLLMGeneration.generate``."""
+        generation = self._generation
+        if not self._wanted():
+            return generation.generate(*args, **kwargs)
+        asked, generation.logprobs = generation.logprobs, self._top_n
+        try:
+            prompts, responses, logprobs, ids = generation.generate(*args, **kwargs)
+        finally:
+            generation.logprobs = asked
+        spread = np.linspace(0, len(responses) - 1, min(self._sequences, len(responses))).round().astype(int)
+        self.recorded += [
+            rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, generation.max_completion_length)
+            for i in spread.tolist()
+        ]
+        at = [[row.index(t) for row, t in zip(rows, ts, strict=True)] for rows, ts in zip(ids, responses, strict=True)]
+        sampled = [[[row[j]] for row, j in zip(rows, js, strict=True)] for rows, js in zip(logprobs, at, strict=True)]
+        return prompts, responses, sampled, [[[t] for t in ts] for ts in responses]
+
+
+def rollout(
+    prompt: Sequence[int],
+    response: Sequence[int],
+    logprobs: Sequence[Sequence[float]],
+    ids: Sequence[Sequence[int]],
+    top_n: int,
+    max_tokens: int,
+) -> Rollout:
+    """One of TRL's responses; its lists are sorted, best first, and have n + 1 entries if the sampled token is not
+    among the n most likely."""
+    return Rollout(
+        prompt_ids=prompt,
+        response_ids=np.asarray(response, np.int64),
+        logprobs=np.asarray([row[i.index(t)] for row, i, t in zip(logprobs, ids, response, strict=True)], np.float32),
+        top_ids=np.asarray([row[:top_n] for row in ids], np.int32),
+        top_logprobs=np.asarray([row[:top_n] for row in logprobs], np.float32),
+        finish_reason="length" if len(response) >= max_tokens else "stop",
+    )
+
+
+@torch.no_grad()
+def policy_top_logprobs(model: Any, rollout: Rollout, temperature: float, device: torch.device) -> np.ndarray:
+    """The dense policy's log-probs, float32 ``[T, n]``, of the tokens in the actor's lists."""
+    input_ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids.tolist()]], device=device)
+    top_Tn = torch.from_numpy(rollout.top_ids).long().to(device)
+    logits_TV = model(input_ids=input_ids, logits_to_keep=len(rollout) + 1, use_cache=False).logits[0, :-1]
+    chunks = zip(logits_TV.split(CHUNK_TOKENS), top_Tn.split(CHUNK_TOKENS), strict=True)
+    return torch.cat([(x.float() / temperature).log_softmax(-1).gather(-1, top) for x, top in chunks]).cpu().numpy()
