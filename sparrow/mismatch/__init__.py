@@ -13,6 +13,7 @@ from sparrow.mismatch.bootstrap import (
     weighted_mean,
     weighted_percentile,
 )
+from sparrow.mismatch.sampled import sampled_acceptance, tail_floor_by_bin
 from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, BetaTail, TailBin, beta_tail_fit, bin_index, tail_by_bin
 
 __all__ = [
@@ -31,8 +32,10 @@ __all__ = [
     "bin_index",
     "mismatch_report",
     "percentile_by_bin_interval",
+    "sampled_acceptance",
     "sequence_bootstrap",
     "tail_by_bin",
+    "tail_floor_by_bin",
     "weighted_mean",
     "weighted_percentile",
 ]

@@ -1,0 +1,96 @@
+"""What the sampled tokens' own log-probs say about acceptance: its mean, and a floor under its tail.
+
+A token y drawn from the actor q gives s = min(1, p(y) / q(y)). Its expectation over y is sum_v min(p(v), q(v)), the
+acceptance rate alpha of that position: the mean of s estimates the mean of alpha. A percentile of s does not estimate
+that of alpha, because s also scatters around alpha; but scatter only ever deepens a tail. For any level z and
+c = percentile / 100, Jensen's inequality for the convex (z - x)+ gives
+
+    z - E (z - s)+ / c  <=  z - E (z - alpha)+ / c  <=  mean of the lowest c of alpha  <=  percentile of alpha
+
+(the middle step is Rockafellar and Uryasev, "Optimization of conditional value-at-risk", 2000). The left side is
+largest where z is that percentile of s, and is then the mean of the lowest c of s. So the tail can be shown to hold
+from sampled tokens alone; that it does not hold takes top-n lists (`acceptance.py`).
+
+Shapes: T tokens.
+"""
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparrow.mismatch.acceptance import FloatArray
+from sparrow.mismatch.bootstrap import PercentileInterval, sequence_bootstrap, weighted_mean
+from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, check_acceptance, check_percentile, split_by_bin
+
+
+def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
+    """min(1, p/q) of sampled tokens, float64 of the same shape, in [0, 1].
+
+    Args:
+        policy_logprobs: natural log-probs of the sampled tokens under the policy; -inf is allowed.
+        actor_logprobs: the same under the actor, at the same temperature; finite, as the tokens were sampled.
+
+    Raises:
+        ValueError: shapes differ, or a log-prob is NaN or, of the actor, infinite.
+    """
+    p, q = np.asarray(policy_logprobs, np.float64), np.asarray(actor_logprobs, np.float64)
+    if p.shape != q.shape:
+        raise ValueError(
+            f"The policy's log-probs have shape {p.shape} and the actor's {q.shape}; pass the same tokens."
+        )
+    if np.isnan(p).any() or not np.isfinite(q).all():
+        raise ValueError("A sampled token has a log-prob that is NaN, or infinite under the actor; leave such out.")
+    return np.exp(np.minimum(p - q, 0.0))
+
+
+def tail_floor_by_bin(
+    sampled: ArrayLike,
+    position: ArrayLike,
+    sequence: ArrayLike,
+    bin_tokens: int = DEFAULT_BIN_TOKENS,
+    percentile: float = 5,
+    *,
+    resamples: int = 1000,
+    level: float = 0.95,
+    seed: int | np.random.Generator = 0,
+) -> list[PercentileInterval]:
+    """A floor under a percentile of acceptance per bin of position, with a confidence interval resampled by sequence.
+
+    Args:
+        sampled: see `sampled_acceptance`, [T].
+        position, sequence, bin_tokens, resamples, level, seed: see `percentile_by_bin_interval`.
+        percentile: in 0..100, above 0.
+
+    Returns:
+        One PercentileInterval per bin that holds a token, by rising position; `estimate` is the mean of the lowest
+        `percentile` % of `sampled`. In a bin that only one sequence reaches, lower and upper are nan.
+
+    Raises:
+        ValueError: shapes differ, or an argument is out of range.
+    """
+    values = check_acceptance(sampled, position=position, sequence=sequence)
+    share = check_percentile(percentile) / 100
+    if not share:
+        raise ValueError("The percentile is 0; a floor needs a share of the tokens above 0.")
+    sequences = np.asarray(sequence)
+    rng = np.random.default_rng(seed)
+    bins = []
+    for index, tokens in split_by_bin(position, bin_tokens):
+        inside = values[tokens]
+        z = np.percentile(inside, percentile)
+        shortfall = z - np.maximum(z - inside, 0) / share
+        interval = sequence_bootstrap(
+            shortfall, sequences[tokens], weighted_mean, resamples=resamples, level=level, seed=rng
+        )
+        bins.append(
+            PercentileInterval(
+                bin=index,
+                start=index * bin_tokens,
+                end=(index + 1) * bin_tokens,
+                n_tokens=tokens.size,
+                n_sequences=interval.n_sequences,
+                estimate=max(interval.estimate, 0.0),
+                lower=max(interval.lower, 0.0),
+                upper=max(interval.upper, 0.0),
+            )
+        )
+    return bins
