@@ -44,7 +44,7 @@ ALLOWED = {
     "terminal": ["report", "schedule"],
     "train": ["engines.base", "measure", "mismatch", "rewards", "schedule", "scoring", "tasks", "train.distill"],
     "train.distill": ["actor", "measure", "mismatch", "schedule", "scoring", "train"],
-    "integrations": ["engines.base", "measure", "mismatch", "rewards", "schedule", "scoring", "tasks"],
+    "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],
     "cli": EVERYTHING,
 }  # fmt: skip
 PURE = ["errors", "schedule", "cost", "evaluate", "mismatch"]  # of other people's packages only numpy and scipy

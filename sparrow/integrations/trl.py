@@ -21,6 +21,7 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from sparrow.engines.base import Rollout
+from sparrow.engines.vllm import config as vllm_config
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics, read_fraction
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
@@ -66,7 +67,7 @@ class SparseGRPOTrainer(Trainer):
     ) -> None:
         wanted = SparsitySchedule.load(schedule) if isinstance(schedule, str) else schedule
         if wanted is not None:
-            os.environ["SPARROW_SCHEDULE"] = wanted.to_json()
+            os.environ[vllm_config.ENVIRONMENT] = wanted.to_json()
         super().__init__(*args, **kwargs)
         if not self.use_vllm:
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")

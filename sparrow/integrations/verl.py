@@ -1,0 +1,150 @@
+"""verl's synchronous PPO trainer with sparse rollouts, and the tail of the acceptance rate beside ``rollout_corr/*``.
+
+    VERL_USE_EXTERNAL_MODULES=sparrow.integrations.verl python -m verl.trainer.main_ppo \
+        trainer.v1.trainer_mode=sparrow ...
+
+Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM for the sampled tokens' log-probs only,
+so what is logged is what these can tell (``sparrow.mismatch.sampled``):
+
+sparrow/acceptance_mean    mean acceptance
+sparrow/p5_floor           the least floor under the 5th percentile of acceptance of any length bin
+sparrow/p5_floor/START-END that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at least
+                           two sequences reach the bin
+
+Shapes: B responses, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import isnan
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import ray
+import transfer_queue as tq
+from omegaconf import OmegaConf
+from torch import Tensor
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+
+from sparrow.engines.vllm import config as vllm_config
+from sparrow.errors import ConfigError
+from sparrow.mismatch import sampled_acceptance, tail_floor_by_bin
+from sparrow.schedule import SparsitySchedule
+
+if TYPE_CHECKING:
+    Trainer = Any
+else:
+    Trainer = PPOTrainerSync
+
+FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
+
+
+@register_trainer("sparrow")
+class SparsePPOTrainer(Trainer):
+    """``PPOTrainerSync`` whose replicas decode under a schedule; the metrics are in the module's docstring.
+
+    The schedule is the one given to vLLM: ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``,
+    or ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
+
+    Raises:
+        ConfigError: no schedule, vLLM decodes densely, or verl is configured not to compute what is compared.
+    """
+
+    schedule: SparsitySchedule
+
+    def __init__(self, config: Any) -> None:
+        config.trainer.v1.trainer_mode = "sync"  # what this is to the rest of verl, which goes by that name
+        super().__init__(config)
+
+    def on_init_end(self) -> None:
+        """See ``PPOTrainer``; makes sure that every replica decodes under the schedule."""
+        self.schedule = requested(OmegaConf.to_container(self.config, resolve=True))
+        super().on_init_end()
+        self.set_schedule(self.schedule)
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """Have every replica decode under other page counts from now on; call it while they are awake and idle.
+
+        Raises:
+            ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
+        """
+        push_schedule(self.llm_server_manager.get_replicas(), schedule)
+        self.schedule = schedule
+
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        # Here, as in verl's own subclasses: before a rejection of tokens (rollout_rs) would hide them from the tail.
+        batch = super()._compute_old_log_prob(batch, metrics)
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
+        real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        columns = [list(data[field].unbind()) for field in FIELDS]
+        metrics |= sampled_metrics(self.schedule, *([column[i] for i in real] for column in columns))
+        return batch
+
+
+def requested(config: Mapping[str, Any]) -> SparsitySchedule:
+    """The schedule in verl's configuration or the environment.
+
+    Raises:
+        ConfigError: there is none, or the policy's or the actor's log-probs will not be there to compare.
+    """
+    rollout = config["actor_rollout_ref"]["rollout"]
+    if not rollout["calculate_log_probs"]:
+        raise ConfigError("the actor's log-probs are wanted; set actor_rollout_ref.rollout.calculate_log_probs=True")
+    if (config["algorithm"].get("rollout_correction") or {}).get("bypass_mode"):
+        raise ConfigError(
+            "bypass_mode takes the actor's log-probs for the policy's, so nothing is left to compare; "
+            "set algorithm.rollout_correction.bypass_mode=False"
+        )
+    additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("additional_config") or {}
+    given = additional.get(vllm_config.KEY)
+    schedule = vllm_config.from_environment() if given is None else vllm_config.parse(given)
+    if schedule is None:
+        raise ConfigError(
+            "no schedule; set +actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} and "
+            f"+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or {vllm_config.ENVIRONMENT}"
+        )
+    return schedule
+
+
+def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
+    """Set the schedule of verl's vLLM replicas and drop their prefix caches, which other budgets shaped.
+
+    Raises:
+        ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
+    """
+    arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
+    try:
+        # vLLM's workers, on whatever machine, hear from the first server of their replica.
+        ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
+        ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
+    except ray.exceptions.RayError as error:
+        reason = str(error).strip().splitlines()[-1]  # after a traceback from the other process
+        raise ConfigError(f"a vLLM replica did not take the schedule: {reason}") from error
+
+
+def sampled_metrics(
+    schedule: SparsitySchedule,
+    prompts_B: Sequence[Tensor],
+    mask_B: Sequence[Tensor],
+    actor_B: Sequence[Tensor],
+    policy_B: Sequence[Tensor],
+) -> dict[str, float]:
+    """What to log of responses ``[T]``, given their prompts, which tokens were sampled, and both sides' log-probs.
+
+    A token's position is what the schedule looked at when it was sampled; see ``sparrow.measure.token_acceptance``.
+    """
+    sampled, position, sequence = [], [], []
+    for i, (prompt, mask, q, p) in enumerate(zip(prompts_B, mask_B, actor_B, policy_B, strict=True)):
+        at = mask.bool().cpu().numpy()
+        sampled.append(sampled_acceptance(p.float().cpu().numpy()[at], q.float().cpu().numpy()[at]))
+        position.append(schedule.page_end(len(prompt) + np.flatnonzero(at)))
+        sequence.append(np.full(len(sampled[-1]), i))
+    s = np.concatenate(sampled)
+    bins = tail_floor_by_bin(s, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens)
+    metrics = {"sparrow/acceptance_mean": float(s.mean()), "sparrow/p5_floor": min(b.estimate for b in bins)}
+    for b in bins:
+        name = f"sparrow/p5_floor/{b.start}-{b.end}"
+        metrics |= {name: b.estimate, f"{name}/low": b.lower, f"{name}/high": b.upper}
+    return {name: value for name, value in metrics.items() if not isnan(value)}
