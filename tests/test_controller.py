@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import replace
-from math import ceil, nan
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -85,7 +85,7 @@ def test_below_and_raise_bins():
 @settings(max_examples=60, deadline=None)
 @given(
     exponent=st.floats(0.7, 1.8),
-    needed=st.lists(st.integers(12, 100), min_size=1, max_size=5),
+    needed=st.lists(st.integers(12, 80), min_size=1, max_size=5),
     start=st.one_of(st.just(ALL_PAGES), st.integers(0, 90)),
     noise=st.floats(0, 0.004),
     seed=st.integers(0, 99),
@@ -105,11 +105,9 @@ def test_reaches_tau_from_anywhere_and_stays(exponent, needed, start, noise, see
         after = next_schedule(control, bins, TAU)
         assert all(a <= b for a, b in zip(after.schedule.top_k, after.schedule.top_k[1:], strict=False))
         if step >= 30:
-            # A bin may read more than it needs where a shorter one needs that much.
             assert np.all(p5 >= TAU - 0.02)
-            alone = needed == needed.max() if np.ptp(needed) else np.ones(len(needed), bool)
-            first = np.argmax(alone)
-            assert p5[first] <= TAU + 0.02 + 4 * noise or pages[first] <= 5 + ceil(1.1 * needed[: first + 1].max())
+            # A longer bin may read more than it needs, where a shorter one needs that much.
+            assert p5[0] <= TAU + 0.02 + 4 * noise
         control = after
 
 
@@ -145,10 +143,10 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
 
     trainer = reasoner_trainer(tmp_path, SparsitySchedule((5, 9, 14, 16, 20, 21), **LAYOUT), listener=halve)
     trainer.train()
-    _, fault, *after = [{b["bin"]: b["interval_low"] for b in r["mismatch"]["bins"]} for r in metrics_of(tmp_path)]
-    hit = [b for b, low in fault.items() if low < 0.94]
+    _, fault, _, after = [r["mismatch"]["bins"] for r in metrics_of(tmp_path)]
+    hit = [b["bin"] for b in fault if b["n_sequences"] >= 8 and b["interval_low"] < 0.94]
     assert len(hit) >= 2
-    assert all(after[1][b] >= 0.95 for b in hit)
+    assert all(b["lower_bound"] >= 0.95 for b in after if b["bin"] in hit)
 
 
 def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
