@@ -21,5 +21,13 @@ class TrainingDiverged(SparrowError):
     """A loss, gradient or importance ratio that is no longer usable."""
 
 
+class EngineError(SparrowError):
+    """A generation engine that died, hangs or refused a request."""
+
+
+class ProcessLost(SparrowError):
+    """A process of the run that died or hangs, so that nothing can be done together any more."""
+
+
 class CheckpointError(SparrowError):
     """A checkpoint that could not be written or read."""

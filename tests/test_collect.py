@@ -4,7 +4,6 @@ import json
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +14,13 @@ from hypothesis import strategies as st
 from test_trainer import EarlyWords, make_trainer, metrics_of
 
 from sparrow.cli import main
-from sparrow.engines.base import Rollout, Sampling
+from sparrow.engines.base import Rollout, Sampling, derived_seed
 from sparrow.errors import ConfigError
 from sparrow.tasks import Mixture, Problem, build_tokenizer, load_task
-from sparrow.train import collect, trainer
+from sparrow.train import trainer
 from sparrow.train.collect import Collector
 from sparrow.train.config import RewardConfig, RolloutConfig, TrainConfig
+from sparrow.train.ranks import Ranks
 from sparrow.train.reward import overlong_penalty, reward_metrics, reward_parts
 
 # --- rewards ---
@@ -141,44 +141,51 @@ class Digits:
 
 
 class Signs:
-    """Answers plus to the even and minus to the odd samples of a prompt; its calls are counted."""
+    """Answers plus to the even and minus to the odd samples of a prompt, which it knows by their seeds."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
 
     def generate(self, prompts, sampling: Sampling) -> list[Rollout]:
-        self.seeds.append(sampling.seed)
+        self.seeds += sampling.seeds
         ids = build_tokenizer()(" + -").input_ids
+        odd = {derived_seed(0, i, 1) for i in range(20)}
         one, none = np.zeros(1, np.float32), np.zeros((1, 0))
         return [
-            Rollout(p, np.array([ids[i % 2]]), one, none.astype(np.int32), none, "stop") for i, p in enumerate(prompts)
+            Rollout(p, np.array([ids[s in odd]]), one, none.astype(np.int32), none, "stop")
+            for p, s in zip(prompts, sampling.seeds, strict=True)
         ]
 
 
-def collected(ranks: int, monkeypatch, prompts=8, resample=2, cursor=0):
-    """What each of several processes collects, played by threads."""
+class Threads(Ranks):
+    """Processes played by threads of this one."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, slots: list) -> None:
+        self.rank, self.count, self.seconds = rank, len(slots), {}
+        self._barrier, self._slots = barrier, slots
+
+    def gather(self, phase, work):
+        self._slots[self.rank] = work()
+        self._barrier.wait(20)
+        found = list(self._slots)
+        self._barrier.wait(20)
+        return found
+
+
+def collected(ranks: int, prompts=8, resample=2, cursor=0):
+    """What each of several processes collects."""
     barrier, slots, found, engines = (
         threading.Barrier(ranks),
         [None] * ranks,
         [None] * ranks,
         [Signs() for _ in range(ranks)],
     )
-    own = threading.local()
-
-    def gather(values):
-        slots[own.rank] = values
-        barrier.wait(20)
-        everyone = [value for part in slots for value in part]
-        barrier.wait(20)
-        return everyone
 
     def process(rank: int) -> None:
-        own.rank = rank
         config = TrainConfig(rollout=RolloutConfig(prompts=prompts, samples=2, max_new_tokens=4, resample=resample))
-        place = SimpleNamespace(process_index=rank, num_processes=ranks)
-        found[rank] = Collector(config, build_tokenizer(), Digits(), engines[rank], place).collect(3, cursor)
+        place = Threads(rank, barrier, slots)
+        found[rank] = Collector(config, build_tokenizer(), Digits(), engines[rank], place).collect(cursor)
 
-    monkeypatch.setattr(collect, "gather_object", gather)
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
@@ -187,30 +194,32 @@ def collected(ranks: int, monkeypatch, prompts=8, resample=2, cursor=0):
     return found, engines
 
 
-def test_groups_of_equal_rewards_are_replaced_until_none_is_left(monkeypatch):
-    (one,), (engine,) = collected(1, monkeypatch)
+def test_groups_of_equal_rewards_are_replaced_until_none_is_left():
+    (one,), (engine,) = collected(1)
     # Of 0..7 the problems 0, 3, 6 are level; 8, 9, 10 replace them, 9 is level too, and 11 replaces it.
     assert [p.id for p in one.problems[::2]] == ["8", "1", "2", "11", "4", "5", "10", "7"]
     assert one.cursor == 12 and [g.problem.id for g in one.drawn] == [str(i) for i in range(12)]
     assert one.rewards.tolist() == [1.0, 0.0] * 8 and one.groups.tolist() == [i for i in range(8) for _ in "ab"]
-    assert len(set(engine.seeds)) == 3
-    (bounded,), _ = collected(1, monkeypatch, resample=1)
+    assert len(set(engine.seeds)) == len(engine.seeds) == 24, "a response has a seed of its own"
+    (bounded,), _ = collected(1, resample=1)
     assert [p.id for p in bounded.problems[6:8]] == ["9", "9"] and bounded.cursor == 11, "what is left stays"
-    (plain,), _ = collected(1, monkeypatch, resample=0, cursor=6)
+    (plain,), _ = collected(1, resample=0, cursor=6)
     assert [p.id for p in plain.problems[::2]] == [str(i) for i in range(6, 14)] and plain.cursor == 14
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_processes_agree_on_the_rounds_and_share_the_problems(ranks, monkeypatch):
-    found, _ = collected(ranks, monkeypatch)
-    (alone,), _ = collected(1, monkeypatch)
-    assert {e.cursor for e in found} == {alone.cursor}
-    assert sorted(int(g.problem.id) for e in found for g in e.drawn) == list(range(12))
-    assert [len(e.problems) for e in found] == [16 // ranks] * ranks
-    assert {p.id for e in found for p in e.problems} == {p.id for p in alone.problems}
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_every_process_knows_what_one_alone_would_have_collected(ranks):
+    found, engines = collected(ranks)
+    (alone,), (engine,) = collected(1)
+    for one in found:
+        assert one.cursor == alone.cursor and one.rewards.tolist() == alone.rewards.tolist()
+        assert [p.id for p in one.problems] == [p.id for p in alone.problems]
+        assert [g.problem.id for g in one.drawn] == [g.problem.id for g in alone.drawn]
+    assert sorted(seed for e in engines for seed in e.seeds) == sorted(engine.seeds), "and sampled its share of it"
+    assert max(len(e.seeds) for e in engines) <= min(len(e.seeds) for e in engines) + 3
 
 
-def test_one_slow_verifier_holds_up_itself_only(monkeypatch):
+def test_one_slow_verifier_holds_up_itself_only():
     meeting = threading.Barrier(16)
 
     class Meeting:
@@ -218,8 +227,8 @@ def test_one_slow_verifier_holds_up_itself_only(monkeypatch):
             return Problem(str(index), " 1", lambda text: float(meeting.wait(20) >= 0))
 
     config = TrainConfig(rollout=RolloutConfig(prompts=8, samples=2, max_new_tokens=4))
-    place = SimpleNamespace(process_index=0, num_processes=1)
-    assert Collector(config, build_tokenizer(), Meeting(), Signs(), place).collect(0, 0).rewards.tolist() == [1.0] * 16
+    place = Threads(0, threading.Barrier(1), [None])
+    assert Collector(config, build_tokenizer(), Meeting(), Signs(), place).collect(0).rewards.tolist() == [1.0] * 16
 
 
 # --- in the trainer ---

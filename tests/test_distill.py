@@ -191,7 +191,8 @@ def test_bad_input_is_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, target_modules=("warp_proj",)), SCHEDULE)
     with pytest.raises(ConfigError, match=r"kl_coef is -1"):
         DistillConfig(kl_coef=-1)
-    Adapter(tiny_model(hidden_size=32), ON, SCHEDULE).save(tmp_path / "other")
+    other = Adapter(tiny_model(hidden_size=32), ON, SCHEDULE)
+    other.save(tmp_path / "other", other.adapter_weights())
     with pytest.raises(ConfigError, match="do not match"):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "other")), SCHEDULE)
     with pytest.raises(ConfigError, match="cannot read a PEFT adapter"):

@@ -6,7 +6,7 @@ Shapes: T response tokens, n entries of a top-n list.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, Protocol
 
 import numpy as np
@@ -24,13 +24,28 @@ class Sampling:
         max_new_tokens: responses are cut here (``finish_reason == "length"``).
         temperature: softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1).
         top_n: length of the recorded lists of most likely tokens; 0 records none.
-        seed: makes the samples reproducible on the same engine, hardware and batch.
+        seed: makes the samples reproducible on the same engine and hardware.
+        seeds: one for each prompt, so that its samples do not depend on what is sampled beside it; derived from
+            ``seed`` and the prompt's place if left out.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     top_n: int = 20
     seed: int = 0
+    seeds: Sequence[int] | None = None
+
+    def request_seeds(self, count: int) -> list[int]:
+        """A seed for each of ``count`` prompts."""
+        if self.seeds is not None:
+            assert len(self.seeds) == count, f"{len(self.seeds)} seeds for {count} prompts"
+            return list(self.seeds)
+        return [derived_seed(self.seed, i) for i in range(count)]
+
+
+def derived_seed(*entropy: int) -> int:
+    """A seed of 63 bits for each tuple of numbers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True)
@@ -85,6 +100,11 @@ class Counters:
     tokens_read: int
     tokens_held: int
     preemptions: int = 0
+
+
+def total(parts: Sequence[Counters]) -> Counters:
+    """What several engines have done together."""
+    return Counters(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
 
 
 class Engine(Protocol):

@@ -74,23 +74,23 @@ class HFEngine:
                     f"not fit the model's context of {context}; shorten or drop it, or lower max_new_tokens"
                 )
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
+        seeds = sampling.request_seeds(len(prompts))
         rollouts: dict[int, Rollout] = {}
         with self._inference():
-            for n, begin in enumerate(range(0, len(order), self.batch_size)):
+            for begin in range(0, len(order), self.batch_size):
                 rows = order[begin : begin + self.batch_size]
-                seed = int(np.random.SeedSequence([sampling.seed, n]).generate_state(1, np.uint64)[0] >> 1)
-                generator = torch.Generator(self.model.device).manual_seed(seed)
-                decoded = self._decode([prompts[i] for i in rows], sampling, generator)
+                decoded = self._decode([prompts[i] for i in rows], sampling, [seeds[i] for i in rows])
                 rollouts.update(zip(rows, decoded, strict=True))
         return [rollouts[i] for i in range(len(prompts))]
 
-    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> list[Rollout]:
+    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
         device, B = self.model.device, len(prompts)
         longest = max(map(len, prompts))
         start = torch.tensor([longest - len(p) for p in prompts], device=device)
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
         ragged = bool(start.any())
         steps, top_n = sampling.max_new_tokens, min(sampling.top_n, self.model.config.get_text_config().vocab_size)
+        uniform = torch.stack([_uniform(steps, seed) for seed in seeds]).to(device) if sampling.temperature else None
         tokens = torch.zeros(B, steps, dtype=torch.long)
         logprobs = torch.zeros(B, steps)
         top_ids, top_logprobs = torch.zeros(B, steps, top_n, dtype=torch.int32), torch.zeros(B, steps, top_n)
@@ -110,10 +110,12 @@ class HFEngine:
                 logits_to_keep=1,
             )
             log_q = (out.logits[:, -1].float() / (sampling.temperature or 1.0)).log_softmax(-1)
-            if sampling.temperature > 0:
-                token = torch.multinomial(log_q.exp(), 1, generator=generator)
-            else:
+            if uniform is None:
                 token = log_q.argmax(-1, keepdim=True)
+            else:
+                # The inverse of the distribution function, at a number that belongs to the response and the step.
+                below = log_q.double().exp().cumsum(-1)
+                token = torch.searchsorted(below, uniform[:, t, None] * below[:, -1:], right=True)
             best = log_q.topk(top_n, dim=-1)
             tokens[rows, t] = token[:, 0].cpu()
             logprobs[rows, t] = log_q.gather(-1, token)[:, 0].cpu()
@@ -128,6 +130,7 @@ class HFEngine:
                     break
                 cache.batch_select_indices(going)
                 ids, start, rows = ids[going], start[going], rows[going.cpu()]
+                uniform = uniform[going] if uniform is not None else None
         self._check_sparse(calls, int(length.max()) - 1)
         self._count(prompts, length)
         return [
@@ -231,6 +234,11 @@ class HFEngine:
             held = int(cached.sum())
             self._held += num_layers * held
             self._read += dense * held + (num_layers - dense) * int(self.schedule.tokens_read(cached).sum())
+
+
+def _uniform(count: int, seed: int) -> Tensor:
+    """float64 ``[count]`` in [0, 1), the same on every device."""
+    return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def load_model(

@@ -1,7 +1,4 @@
-"""One step's experience: problems drawn, responses sampled and verified, groups that teach nothing replaced.
-
-All decisions that several processes must share are made on gathered counts, so they agree.
-"""
+"""One step's experience: problems drawn, responses sampled and verified, groups that teach nothing replaced."""
 
 from __future__ import annotations
 
@@ -9,14 +6,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.engines.base import Engine, Rollout, Sampling
+from sparrow.engines.base import Engine, Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem, Task
 from sparrow.train.config import TrainConfig
 from sparrow.train.experience import Experience, Group, verify
+from sparrow.train.ranks import Ranks
 from sparrow.train.reward import reward_parts
 
 VERIFYING = 64
@@ -24,20 +20,15 @@ VERIFYING = 64
 itself only."""
 
 
-def derived_seed(*entropy: int) -> int:
-    """A seed for each tuple of numbers."""
-    return int(np.random.SeedSequence(entropy).generate_state(1)[0])
-
-
 class Collector:
-    """Samples this process's share of every step.
+    """Samples the steps of a run; every process gets all of a step.
 
     Args:
         config: of the whole run.
         tokenizer: encodes prompts and decodes responses.
         task: where problems come from.
         engine: the sparse actor.
-        accelerator: says which process this is.
+        ranks: the processes that share the sampling.
     """
 
     def __init__(
@@ -46,13 +37,13 @@ class Collector:
         tokenizer: PreTrainedTokenizerBase,
         task: Task,
         engine: Engine,
-        accelerator: Accelerator,
+        ranks: Ranks,
     ) -> None:
         self._config, self._tokenizer, self._task, self._engine = config, tokenizer, task, engine
-        self._rank, self._world = accelerator.process_index, accelerator.num_processes
+        self._ranks = ranks
 
-    def collect(self, step: int, cursor: int) -> Experience:
-        """The experience of ``step``, of problems from ``cursor`` on.
+    def collect(self, cursor: int) -> Experience:
+        """The experience of one step, of problems from ``cursor`` on.
 
         Groups whose rewards are all equal have no advantage; for ``resample`` rounds they are replaced by groups of
         further problems (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
@@ -61,42 +52,51 @@ class Collector:
             RewardError: a verifier that failed.
         """
         rollout = self._config.rollout
-        groups = drawn = self._sample(range(cursor + self._rank, cursor + rollout.prompts, self._world), step)
+        groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
         cursor += rollout.prompts
-        for extra in range(1, rollout.resample + 1):
+        for _ in range(rollout.resample):
             level = [i for i, group in enumerate(groups) if not np.ptp(group.rewards)]
-            counts = gather_object([len(level)])
-            if not sum(counts):
+            if not level:
                 break
-            first = cursor + sum(counts[: self._rank])
-            fresh = self._sample(range(first, first + len(level)), step, extra)
-            cursor += sum(counts)
+            fresh = self._sample(range(cursor, cursor + len(level)))
+            cursor += len(level)
             drawn = drawn + fresh
             replaced = dict(zip(level, fresh, strict=True))
             groups = [replaced.get(i, group) for i, group in enumerate(groups)]
         return Experience.join(groups, drawn, cursor)
 
-    def _sample(self, indices: Sequence[int], *entropy: int) -> list[Group]:
-        """Groups of the problems with these indices; ``entropy`` tells this call from others of the run."""
-        if not indices:
-            return []
+    def _sample(self, indices: range) -> list[Group]:
+        """Groups of the problems with these indices. The responses to one prompt, which are often alike in length,
+        are spread over the processes."""
         config, rollout = self._config, self._config.rollout
+        n, limit = rollout.samples, rollout.max_new_tokens
         problems = [self._task.problem(i, config.seed) for i in indices]
         prompts = [self._tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
-        seed = derived_seed(config.seed, entropy[0], self._rank, *entropy[1:])
-        sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_n, seed)
-        rollouts = self._engine.generate([p for p in prompts for _ in range(rollout.samples)], sampling)
-        texts = [self._text(r) for r in rollouts]
-        parts = self._verify([p for p in problems for _ in range(rollout.samples)], rollouts, texts)
+
+        def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, str, dict[str, float]]]:
+            if not rows:
+                return []
+            rollouts = self._engine.generate([prompts[row // each] for row in rows], sampling)
+            texts = [self._text(r) for r in rollouts]
+            parts = self._verify([problems[row // each] for row in rows], rollouts, texts)
+            return list(zip(rollouts, texts, parts, strict=True))
+
+        def sample(rows: Sequence[int]) -> list[tuple[Rollout, str, dict[str, float]]]:
+            # A seed belongs to its response, wherever and beside whatever it is sampled.
+            seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
+            return respond(rows, n, Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds))
+
+        def greedy(rows: Sequence[int]) -> list[float]:
+            return [sum(parts.values()) for _, _, parts in respond(rows, 1, Sampling(limit, 0.0, 0))]
+
         baselines: list[float | None] = [None] * len(problems)
         if config.advantage == "remax":
-            greedy = self._engine.generate(prompts, Sampling(rollout.max_new_tokens, 0.0, 0))
-            verified = self._verify(problems, greedy, [self._text(r) for r in greedy])
-            baselines = [sum(p.values()) for p in verified]
+            baselines = [*self._ranks.spread("rollout", len(prompts), greedy)]
+        responses = self._ranks.spread("rollout", n * len(prompts), sample)
         return [
-            Group(problem, rollouts[rows], texts[rows], parts[rows], baselines[i])
+            Group(problem, list(rollouts), list(texts), list(parts), baselines[i])
             for i, problem in enumerate(problems)
-            for rows in [slice(i * rollout.samples, (i + 1) * rollout.samples)]
+            for rollouts, texts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
         ]
 
     def _verify(

@@ -10,8 +10,9 @@ Shapes: B responses, T response tokens (right-padded), M response tokens laid en
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from sparrow.train.config import DistillConfig, TrainConfig
 from sparrow.train.controller import MIN_SEQUENCES
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
+from sparrow.train.ranks import Ranks, is_sharded
 
 
 class Adapter:
@@ -53,7 +55,7 @@ class Adapter:
         if schedule.is_dense:
             raise ConfigError("the schedule is dense already, so there is nothing to distil; give a sparser one")
         self.model = model
-        self._trainable = [p for p in model.parameters() if p.requires_grad]
+        self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         set_schedule(model, schedule)
         self._lora = LoraConfig(
             r=config.rank,
@@ -66,25 +68,26 @@ class Adapter:
             inject_adapter_in_model(self._lora, model)
         except ValueError as error:
             raise ConfigError(f"cannot put a LoRA on {config.target_modules}: {str(error).splitlines()[0]}") from error
-        self.parameters = [p for name, p in model.named_parameters() if "lora_" in name]
-        for parameter in self._trainable:
-            parameter.requires_grad_(True)
         self._enable(False)
+        self._train_policy(True)
         if config.adapter:
             self._load(Path(config.adapter))
 
     @contextlib.contextmanager
     def worn(self) -> Iterator[None]:
         """The model is the actor: phi is active and the only thing that trains."""
-        for parameter in self._trainable:
-            parameter.requires_grad_(False)
+        self._train_policy(False)
         self._enable(True)
         try:
             yield
         finally:
             self._enable(False)
-            for parameter in self._trainable:
-                parameter.requires_grad_(True)
+            self._train_policy(True)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """phi."""
+        return [p for name, p in self.model.named_parameters() if "lora_" in name]
 
     def policy_weights(self) -> dict[str, Tensor]:
         """theta, by the names the model had without the adapter."""
@@ -108,13 +111,17 @@ class Adapter:
                 weight = (weight.float() + delta.float()).to(weight.dtype)
             yield name, weight
 
-    def save(self, folder: Path) -> None:
-        """Write phi as a standard PEFT adapter."""
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """phi, by PEFT's names."""
+        return {f"base_model.model.{name}": p for name, p in get_peft_model_state_dict(self.model).items()}
+
+    def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Write ``adapter_weights`` as a standard PEFT adapter."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {f"base_model.model.{k}": v.contiguous() for k, v in get_peft_model_state_dict(self.model).items()}
-        save_file(weights, str(folder / "adapter_model.safetensors"))
+        contiguous = {name: weight.contiguous() for name, weight in weights.items()}
+        save_file(contiguous, str(folder / "adapter_model.safetensors"))
         self._lora.save_pretrained(str(folder))
 
     def _load(self, folder: Path) -> None:
@@ -131,6 +138,11 @@ class Adapter:
                 f"{len(weights)} tensors do not match the {len(own)} of this model's adapter"
             )
         set_peft_model_state_dict(self.model, weights)
+
+    def _train_policy(self, trains: bool) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name.replace(".base_layer", "") in self._trained:
+                parameter.requires_grad_(trains)
 
     def _enable(self, enabled: bool) -> None:
         for module in self.model.modules():
@@ -177,25 +189,22 @@ class Distiller:
         self._adapter = Adapter(model, config.distill, schedule)
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         self._schedule = schedule
-        self._optimizer: Any = torch.optim.AdamW(
+        self.optimizer: Any = torch.optim.AdamW(
             self._adapter.parameters, lr=config.distill.learning_rate, weight_decay=0.0
         )
         self.actor_weights, self.policy_weights = self._adapter.actor_weights, self._adapter.policy_weights
-        self.save = self._adapter.save
+        self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
 
-    def prepare(self, accelerator: Accelerator) -> None:
-        """Make the optimiser part of the accelerator's checkpoints."""
-        self._accelerator = accelerator
-        self._optimizer = accelerator.prepare_optimizer(self._optimizer)
+    def prepare(self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any) -> None:
+        """Take what the accelerator made of the model and of ``optimizer``."""
+        self._accelerator, self._ranks, self._scorer, self.optimizer = accelerator, ranks, scorer, optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on."""
         set_schedule(self._adapter.model, schedule)
         self._schedule = schedule
 
-    def update(
-        self, scorer: TokenScorer, experience: Experience, assessment: Assessment, advantages_B: Tensor
-    ) -> dict[str, float]:
+    def update(self, experience: Experience, assessment: Assessment, advantages_B: Tensor) -> dict[str, float]:
         """One optimiser step of phi on the step's trajectories; theta is frozen meanwhile.
 
         The loss is the clipped policy loss on the sparse log-probs, with the actor at sampling time as the
@@ -208,16 +217,16 @@ class Distiller:
         tokens = sum(int(c.sum()) for c in chosen)
         chosen_BT = pad([c.numpy() for c in chosen])
         normalizers = Normalizers(int(chosen_BT.any(1).sum()), tokens, self.config.rollout.max_new_tokens)
-        total_kl, parts = 0.0, []
+        parts = []
         with self._adapter.worn():
-            for some in experience.micro_batches(rows, self.config.optimizer.token_budget):
-                some = [i for i in some if chosen[i].any()]
-                if not some:
-                    continue
-                logp, top = self._sparse(scorer, experience, some, torch.cat([chosen[i] for i in some]))
+            for some, counts in self._ranks.micro_batches(
+                [i for i in rows if chosen[i].any()], experience.lengths, self.config.optimizer.token_budget
+            ):
+                logp, top = self._sparse(experience, some, torch.cat([chosen[i] for i in some]))
                 policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in some])
                 kl = bucket_kl(policy_top.to(top.device), top).sum()
                 loss = distill.kl_coef * kl / tokens
+                metrics: dict[str, float] = {}
                 if distill.policy_loss:
                     longest = int(assessment.mask_BT[some].sum(1).max())
                     old_BT, mask_BT = (x[some, :longest].to(top.device) for x in (assessment.logq_BT, chosen_BT))
@@ -232,60 +241,65 @@ class Distiller:
                         normalizers,
                     )
                     loss = loss + policy
-                    parts.append(metrics)
-                accelerator.backward(loss)
-                total_kl += kl.item()
+                accelerator.backward(loss * (self._ranks.count * counts))
+                if counts:
+                    parts.append(metrics | {"kl": kl.item() / tokens})
+            if not is_sharded():  # shards are averaged in the backward pass
+                for p in self._adapter.parameters:
+                    p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(self._adapter.parameters, self.config.optimizer.max_grad_norm)
-            merged = {"kl": total_kl / tokens, "grad_norm": float(norm), "tokens": float(tokens)} | merge_metrics(parts)
+            everyone = itertools.chain.from_iterable(self._ranks.gather("distil", lambda: parts))
+            merged = {"grad_norm": float(norm), "tokens": float(tokens)} | merge_metrics(everyone)
             check_finite(merged, math.inf)
-            self._optimizer.step()
-            self._optimizer.zero_grad()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return merged
 
     @torch.no_grad()
-    def next_schedule(
-        self, scorer: TokenScorer, experience: Experience, assessment: Assessment, step: int
-    ) -> SparsitySchedule:
+    def next_schedule(self, experience: Experience, assessment: Assessment, step: int) -> SparsitySchedule:
         """The schedule for the next rollouts: one rung cheaper if its p5 on these rollouts surely holds tau in every
         bin that enough responses reach, one rung back if the present one's surely does not, else the present one."""
         at = self._ladder.index(self._schedule)
         if step % self.config.distill.step_down_every == 0 and len(self._ladder) > 1:
             tau = self.config.tau
             if at + 1 < len(self._ladder) and all(
-                b.interval_low >= tau for b in self._tail(scorer, experience, assessment, self._ladder[at + 1])
+                b.interval_low >= tau for b in self._tail(experience, assessment, self._ladder[at + 1])
             ):
                 at += 1
-            elif at and any(b.interval_high < tau for b in self._tail(scorer, experience, assessment, self._schedule)):
+            elif at and any(b.interval_high < tau for b in self._tail(experience, assessment, self._schedule)):
                 at -= 1
             self.set_schedule(self._ladder[at])
         return self._ladder[at]
 
     def _tail(
-        self, scorer: TokenScorer, experience: Experience, assessment: Assessment, schedule: SparsitySchedule
+        self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule
     ) -> list[BinMismatch]:
-        rollouts = experience.rollouts
-        responses: list[TokenAcceptance] = []
+        rollouts, everything = experience.rollouts, range(len(experience.rollouts))
+
+        def score() -> dict[int, TokenAcceptance]:
+            found = {}
+            for some, counts in self._ranks.micro_batches(
+                everything, experience.lengths, self.config.optimizer.token_budget
+            ):
+                _, top = self._sparse(experience, some, None)
+                parts = top.cpu().split([len(rollouts[i]) for i in some])
+                for i, part in zip(some if counts else (), parts, strict=False):
+                    found[i] = token_acceptance(rollouts[i], assessment.policy_top[i], schedule, part.numpy())
+            return found
+
         with self._adapter.worn():
             set_schedule(self._adapter.model, schedule)
-            for some in experience.micro_batches(range(len(rollouts)), self.config.optimizer.token_budget):
-                _, top = self._sparse(scorer, experience, some, None)
-                parts = top.cpu().split([len(rollouts[i]) for i in some])
-                responses += [
-                    token_acceptance(rollouts[i], assessment.policy_top[i], schedule, part.numpy())
-                    for i, part in zip(some, parts, strict=True)
-                ]
+            found = {i: r for part in self._ranks.gather("step down", score) for i, r in part.items()}
             set_schedule(self._adapter.model, self._schedule)
-        bins = pool(responses, self.config.bin_tokens or schedule.bin_tokens).bins
+        bins = pool([found[i] for i in everything], self.config.bin_tokens or schedule.bin_tokens).bins
         return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
-    def _sparse(
-        self, scorer: TokenScorer, experience: Experience, rows: list[int], chosen: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _sparse(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probs of the actor, teacher-forced under its schedule: of the sampled tokens and of the top-n."""
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         if chosen is not None:
             batch = replace(batch, chosen=chosen.to(batch.input_ids.device))
         with teacher_forced(self._adapter.model, batch.prompt_lengths):
-            scores = scorer(batch, self.config.rollout.temperature)
+            scores = self._scorer(batch, self.config.rollout.temperature)
         assert scores.top_logprobs is not None
         return scores.logprobs, scores.top_logprobs

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparrow.engines.base import Rollout
 from sparrow.errors import RewardError
-from sparrow.scoring import Batch, micro_batches
+from sparrow.scoring import Batch
 from sparrow.tasks import Problem
 
 
@@ -82,11 +82,10 @@ class Experience:
         """bool ``[B]``: cut at the longest length allowed."""
         return np.array([r.finish_reason == "length" for r in self.rollouts])
 
-    def micro_batches(self, rows: Sequence[int], token_budget: int) -> list[list[int]]:
-        """``rows`` in groups of at most ``token_budget`` padded tokens."""
-        rows = list(rows)
-        lengths = [len(self.rollouts[i].prompt_ids) + len(self.rollouts[i]) for i in rows]
-        return [[rows[i] for i in group] for group in micro_batches(lengths, token_budget)]
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each prompt with its response."""
+        return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
         some = [self.rollouts[i] for i in rows]

@@ -9,10 +9,11 @@ model/               the trained model and its tokenizer, once the run has ended
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,18 @@ class RunDir:
         _write_atomically(self.path / CONFIG, json.dumps(config, indent=1))
 
     def append(self, name: str, rows: list[Mapping[str, Any]]) -> None:
-        """Add JSON lines to ``metrics.jsonl`` or ``rollouts.jsonl``; on disk before this returns."""
-        with open(self.path / name, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
-            file.flush()
-            os.fsync(file.fileno())
+        """Add JSON lines to ``metrics.jsonl`` or ``rollouts.jsonl``; on disk before this returns.
+
+        Raises:
+            CheckpointError: they could not be written.
+        """
+        try:
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"could not write to {self.path / name} ({error}); {self._remedy()}") from error
 
     def truncate(self, step: int) -> None:
         """Drop what was logged after ``step``, a half-written last line included."""
@@ -60,34 +68,47 @@ class RunDir:
         found = [(int(p.name[5:]), p) for p in (self.path / "checkpoints").glob("step-*")]
         return max(found, default=None)
 
-    def save_checkpoint(self, step: int, write: Callable[[Path], None], keep: int) -> None:
-        """Have ``write`` fill a folder, which becomes ``checkpoints/step-N`` only once it is complete.
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder for the checkpoint of ``step``; ``finish_checkpoint`` makes it one once it is filled."""
+        partial = self._partial(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
 
-        Raises:
-            CheckpointError: the folder could not be written; earlier checkpoints are untouched.
-        """
-        target = self.path / "checkpoints" / f"step-{step}"
-        partial = target.with_name(f"partial-{step}")
-        last = self.last_checkpoint()
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write(partial)
-            for path in partial.rglob("*"):
-                if path.is_file():
-                    with open(path, "rb") as file:
-                        os.fsync(file.fileno())
-            shutil.rmtree(target, ignore_errors=True)
-            os.replace(partial, target)
-        except (OSError, RuntimeError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            remedy = f"the run can be resumed from step {last[0]}" if last else "no earlier checkpoint exists"
-            raise CheckpointError(
-                f"could not write the checkpoint of step {step} to {target} ({error}); {remedy}"
-            ) from error
+    def finish_checkpoint(self, step: int, keep: int) -> None:
+        """Rename the filled folder to ``checkpoints/step-N``, and delete all but the newest ``keep``."""
+        partial, target = self._partial(step), self.path / "checkpoints" / f"step-{step}"
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
         older = sorted((self.path / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))[:-keep]
         for path in older:
             shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def checkpoint_errors(self, step: int) -> Iterator[None]:
+        """Around the writing of a checkpoint.
+
+        Raises:
+            CheckpointError: an OSError happened; earlier checkpoints are untouched.
+        """
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+            raise CheckpointError(
+                f"could not write the checkpoint of step {step} under {self.path} ({error}); {self._remedy()}"
+            ) from error
+
+    def _partial(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"partial-{step}"
+
+    def _remedy(self) -> str:
+        last = self.last_checkpoint()
+        return f"the run can be resumed from step {last[0]}" if last else "no earlier checkpoint exists"
 
 
 def _step_of(line: str) -> float:

@@ -10,37 +10,41 @@ Shapes: B responses, T response tokens (right-padded), M response tokens laid en
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparrow.engines.base import Engine
-from sparrow.errors import ConfigError, RewardError, TrainingDiverged
-from sparrow.measure import pool, token_acceptance
+from sparrow.engines.base import Counters, Engine, derived_seed, total
+from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
+from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import TokenScorer
 from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
-from sparrow.train.collect import Collector, derived_seed
+from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
 from sparrow.train.controller import Control, below, next_schedule, raise_bins
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
-from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
+from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
+from sparrow.train.ranks import Ranks, is_sharded, reshard, sharding, whole
 from sparrow.train.reward import reward_metrics
 from sparrow.train.run_dir import METRICS, ROLLOUTS, RunDir
 
@@ -68,8 +72,8 @@ class Trainer:
         closed_loop: let the schedule follow the measured p5, so that it holds ``config.tau``.
 
     Raises:
-        ConfigError: a run directory in use, prompts that do not divide among the processes, or a closed loop beside
-            something else that moves the schedule, or in other bins than the schedule's.
+        ConfigError: a run directory in use, more processes than responses, or a closed loop beside something else that
+            moves the schedule, or in other bins than the schedule's.
     """
 
     def __init__(
@@ -104,12 +108,12 @@ class Trainer:
             mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=config.run_dir,
+            fsdp_plugin=sharding(model, config.optimizer.precision == "bf16"),
         )
-        if config.rollout.prompts % self.accelerator.num_processes:
-            raise ConfigError(
-                f"rollout.prompts is {config.rollout.prompts}, which does not divide among "
-                f"{self.accelerator.num_processes} processes; choose a multiple"
-            )
+        self.ranks = Ranks(self.accelerator)
+        responses = config.rollout.prompts * config.rollout.samples
+        if responses < self.ranks.count:
+            raise ConfigError(f"{self.ranks.count} processes cannot share {responses} responses; start fewer")
         set_seed(config.seed)
         if config.optimizer.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -124,10 +128,13 @@ class Trainer:
             lr=config.optimizer.learning_rate,
             weight_decay=config.optimizer.weight_decay,
         )
-        self.scorer, self.optimizer = self.accelerator.prepare(TokenScorer(model), optimizer)
-        self._collector = Collector(config, tokenizer, task, engine, self.accelerator)
+        optimizers = [optimizer, self.distiller.optimizer] if self.distiller else [optimizer]
+        self.scorer, self.optimizer, *rest = self.accelerator.prepare(TokenScorer(model), *optimizers)
+        # Data parallelism hooks itself into the wrapper's passes; those that train nothing, or phi, go past it.
+        self.plain_scorer: TokenScorer = self.accelerator.unwrap_model(self.scorer)
+        self._collector = Collector(config, tokenizer, task, engine, self.ranks)
         if self.distiller:
-            self.distiller.prepare(self.accelerator)
+            self.distiller.prepare(self.accelerator, self.ranks, self.plain_scorer, rest[0])
         if config.resume:
             self._load()
         if self.accelerator.is_main_process:
@@ -143,8 +150,8 @@ class Trainer:
             SparrowError: a verifier, loss or checkpoint that failed; finished steps can be resumed from.
         """
         saved = self.step
-        self.engine.update_weights(self._actor_weights())
         try:
+            self._sync()
             while self.step < self.config.steps:
                 self._train_step()
                 stop = self.config.guard.action == "stop" and self._alarmed()
@@ -156,28 +163,36 @@ class Trainer:
                         f"{self._alarm()}; the checkpoint of step {self.step} is saved, and --resume "
                         "--guard.action raise goes on from it with more pages"
                     )
-        except (KeyboardInterrupt, RewardError):
+        except (KeyboardInterrupt, RewardError, EngineError) as error:
             # Rollouts and scores change nothing, and updates are not interrupted: the state is that of self.step.
-            if self.step > saved:
+            # An interrupt may catch processes at different places, where they cannot save anything together.
+            if self.step > saved and (self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)):
                 self._save()
             raise
         if self.step > saved:
             self._save()
-        if self.accelerator.is_main_process:
-            if self.distiller:
-                self.model.save_pretrained(self.run_dir.path / "model", state_dict=self.distiller.policy_weights())
-                self.distiller.save(self.run_dir.path / "adapter")
-            else:
-                self.model.save_pretrained(self.run_dir.path / "model")
-            self.tokenizer.save_pretrained(self.run_dir.path / "model")
+        self._export()
         self.accelerator.end_training()
+
+    def _export(self) -> None:
+        """Write the trained policy, the adapter if there is one, and the tokenizer."""
+        policy = self.distiller.policy_weights() if self.distiller else self.model.state_dict()
+        adapter = self.distiller.adapter_weights() if self.distiller else {}
+        weights, phi = (
+            {name: weight.cpu() for name, weight in whole(part.items()) if self.ranks.is_main}
+            for part in (policy, adapter)
+        )
+        if self.ranks.is_main:
+            self.model.save_pretrained(self.run_dir.path / "model", state_dict=weights)
+            self.tokenizer.save_pretrained(self.run_dir.path / "model")
+            if self.distiller:
+                self.distiller.save(self.run_dir.path / "adapter", phi)
 
     def _train_step(self) -> None:
         clock = {"start": time.perf_counter()}
         self.listener("rollout", {})
-        experience = self._collector.collect(self.step, self.cursor)
-        counters = self.engine.counters()
-        self.engine.sleep()
+        experience = self._collector.collect(self.cursor)
+        counters = total(self.ranks.gather("sleep", self._rest))
         clock["rollout"] = time.perf_counter()
         self.listener("score", {})
         assessment, report, metrics = self._assess(experience)
@@ -186,68 +201,96 @@ class Trainer:
         with _uninterrupted():
             metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
             metrics |= self._update(experience, assessment)
-            self.engine.wake()
-            self.engine.update_weights(self._actor_weights())
             metrics |= self._steer(report)
-            clock["update"] = time.perf_counter()
             self.step, self.cursor = self.step + 1, experience.cursor
-            read_fraction = counters.tokens_read / max(counters.tokens_held, 1)
-            seconds = np.diff(list(clock.values())).tolist()
-            metrics |= {
-                "kv": {"read_fraction": read_fraction, **asdict(counters)},
-                "seconds": dict(zip(list(clock)[1:], seconds, strict=True)),
-            }
-            metrics = {"step": self.step, **metrics}
-            self._log(metrics, experience, assessment)
+            clock["update"] = time.perf_counter()
+            try:
+                self._sync()
+            finally:  # an engine that fails here does not undo the step
+                clock["sync"] = time.perf_counter()
+                read_fraction = counters.tokens_read / max(counters.tokens_held, 1)
+                seconds = np.diff(list(clock.values())).tolist()
+                metrics |= {
+                    "kv": {"read_fraction": read_fraction, **asdict(counters)},
+                    "seconds": dict(zip(list(clock)[1:], seconds, strict=True)),
+                    "imbalance": {phase: self.ranks.imbalance(phase) for phase in ("rollout", "score")},
+                }
+                metrics = {"step": self.step, **metrics}
+                if self.ranks.is_main:
+                    self._log(metrics, experience, assessment)
         self.listener("step", metrics)
+
+    def _rest(self) -> Counters:
+        counters = self.engine.counters()
+        self.engine.sleep()
+        return counters
+
+    def _sync(self) -> None:
+        """Wake the engine and give it the actor's weights and schedule."""
+
+        def push() -> None:
+            weights = self._actor_weights()
+            try:
+                self.engine.wake()
+                self.engine.set_schedule(self.schedule)
+                self.engine.update_weights(weights)
+            finally:
+                deque(weights, maxlen=0)  # the other processes wait for this one's part of what is left
+
+        self.ranks.gather("sync", push)
 
     @torch.no_grad()
     def _assess(self, experience: Experience) -> tuple[Assessment, MismatchReport, Metrics]:
         """Dense log-probs of every rollout, and how far the actor was from them."""
         rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
-        parts: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        entropy = 0.0
-        for rows in experience.micro_batches(range(len(rollouts)), self.config.optimizer.token_budget):
-            scores = self.scorer(
-                experience.batch(rows, self.accelerator.device, with_top=True), self.config.rollout.temperature
-            )
-            ends = np.cumsum([len(rollouts[i]) for i in rows])[:-1]
-            split = zip(
-                np.split(scores.logprobs.cpu().numpy(), ends),
-                np.split(scores.top_logprobs.cpu().numpy(), ends),
-                strict=True,
-            )
-            parts.update(zip(rows, split, strict=True))
-            entropy += scores.entropy.sum().item()
-        responses = [token_acceptance(r, parts[i][1], self.schedule) for i, r in enumerate(rollouts)]
-        z = [np.minimum(np.exp(r.top_logprobs), np.exp(parts[i][1]) / lam).sum(-1) for i, r in enumerate(rollouts)]
+
+        def score() -> dict[int, tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
+            """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
+            found = {}
+            everything = range(len(rollouts))
+            for rows, counts in self.ranks.micro_batches(
+                everything, experience.lengths, self.config.optimizer.token_budget
+            ):
+                batch = experience.batch(rows, self.accelerator.device, with_top=True)
+                scores = self.plain_scorer(batch, self.config.rollout.temperature)
+                if not counts:
+                    continue
+                ends = np.cumsum([len(rollouts[i]) for i in rows])[:-1]
+                split = (np.split(x.cpu().numpy(), ends) for x in scores)
+                for i, logp, top, entropy in zip(rows, *split, strict=True):
+                    acceptance = token_acceptance(rollouts[i], top, self.schedule)
+                    found[i] = logp, top, float(entropy.sum(dtype=np.float64)), acceptance
+            return found
+
+        parts = {i: part for found in self.ranks.gather("score", score) for i, part in found.items()}
+        logps, tops, entropies, acceptances = zip(*(parts[i] for i in range(len(rollouts))), strict=True)
+        z = [
+            np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1) for r, top in zip(rollouts, tops, strict=True)
+        ]
         assessment = Assessment(
-            logp_BT=pad([parts[i][0] for i in range(len(rollouts))]),
+            logp_BT=pad(logps),
             logq_BT=pad([r.logprobs for r in rollouts]),
             mask_BT=pad([np.ones(len(r), dtype=bool) for r in rollouts]),
-            policy_top=[parts[i][1] for i in range(len(rollouts))],
-            accepted=[r.lower for r in responses],
+            policy_top=list(tops),
+            accepted=[a.lower for a in acceptances],
             obrs_z_BT=pad(z),
         )
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
-        report = pool(gather_object(responses), bin_tokens, seed=self.step)
-        tokens, ended = np.array(gather_object([(len(r), r.finish_reason == "stop") for r in rollouts]), dtype=float).T
-        rewards = gather_object([(g.problem.source, parts) for g in experience.drawn for parts in g.parts])
-        return (
-            assessment,
-            report,
-            {
-                "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
-                "response": {
-                    "mean": tokens.mean(),
-                    "max": tokens.max(),
-                    "tokens": tokens.sum(),
-                    "ended_fraction": ended.mean(),
-                },
-                "entropy": entropy / sum(map(len, rollouts)),
-                "mismatch": report.to_dict(),
+        report = pool(acceptances, bin_tokens, seed=self.step)
+        tokens, ended = np.array([(len(r), r.finish_reason == "stop") for r in rollouts], dtype=float).T
+        rewards = [(g.problem.source, parts) for g in experience.drawn for parts in g.parts]
+        metrics = {
+            "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
+            "response": {
+                "mean": tokens.mean(),
+                "max": tokens.max(),
+                "tokens": tokens.sum(),
+                "ended_fraction": ended.mean(),
             },
-        )
+            "entropy": sum(entropies) / tokens.sum(),
+            "mismatch": report.to_dict(),
+        }
+        return assessment, report, metrics
 
     def _update(self, experience: Experience, assessment: Assessment) -> Metrics:
         """Correct, then take the optimiser steps; then the adapter's, if there is one."""
@@ -266,13 +309,13 @@ class Trainer:
             group["lr"] = config.optimizer.learning_rate * warm
         steps = []
         for rows in self._minibatches(len(experience.rollouts)):
-            normalizers = self._normalizers(assessment.mask_BT[rows])
-            groups = experience.micro_batches(rows, config.optimizer.token_budget)
+            normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
+            groups = self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget)
             parts = []
-            for i, some in enumerate(groups):
-                last = i == len(groups) - 1
-                sync = contextlib.nullcontext() if last else self.accelerator.no_sync(self.scorer)
-                with sync:
+            for i, (some, counts) in enumerate(groups):
+                # Shards are reduced at once: whole gradients of all layers would not fit.
+                now = i == len(groups) - 1 or is_sharded()
+                with contextlib.nullcontext() if now else self.accelerator.no_sync(self.scorer):
                     scores = self.scorer(experience.batch(some, device), config.rollout.temperature)
                     longest = int(assessment.mask_BT[some].sum(1).max())
                     old_BT, mask_BT, weight_BT = (
@@ -284,10 +327,12 @@ class Trainer:
                         logp_BT, old_BT, advantages_B[some].to(device), mask_BT, weight_BT, config.loss, normalizers
                     )
                     # Data parallelism averages gradients over processes; the normalisers already count all of them.
-                    self.accelerator.backward(loss * self.accelerator.num_processes)
-                parts.append(metrics)
+                    self.accelerator.backward(loss * (self.ranks.count * counts))
+                if counts:
+                    parts.append(metrics)
             norm = self.accelerator.clip_grad_norm_(self.scorer.parameters(), config.optimizer.max_grad_norm)
-            merged = merge_metrics(gather_object(parts)) | {"grad_norm": float(norm)}
+            merged = merge_metrics(itertools.chain(*self.ranks.gather("update", partial(list, parts))))
+            merged |= {"grad_norm": float(norm)}
             check_finite(merged, config.loss.max_log_ratio)
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -300,10 +345,8 @@ class Trainer:
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
         if self.distiller:
-            found["distill"] = self.distiller.update(self.scorer, experience, assessment, advantages_B)
-            schedule = self.distiller.next_schedule(self.scorer, experience, assessment, self.step + 1)
-            if schedule != self.schedule:
-                self._set_schedule(schedule)
+            found["distill"] = self.distiller.update(experience, assessment, advantages_B)
+            self._set_schedule(self.distiller.next_schedule(experience, assessment, self.step + 1))
         return found
 
     def _steer(self, report: MismatchReport) -> Metrics:
@@ -315,7 +358,7 @@ class Trainer:
             schedule, self.calm = next_schedule(Control(schedule, self.calm), report.bins, self.config.tau)
         elif self._alarmed() and guard.action == "raise":
             schedule = raise_bins(schedule, failing, self.config.tau)
-        if self.guarded_steps == guard.patience and self.accelerator.is_main_process:
+        if self.guarded_steps == guard.patience and self.ranks.is_main:
             log.warning(self._alarm())
         if schedule != self.schedule:
             self._set_schedule(schedule)
@@ -331,26 +374,22 @@ class Trainer:
         )
 
     def _set_schedule(self, schedule: SparsitySchedule) -> None:
+        """Train for another schedule from now on; the engine gets it with the next weights."""
         self.schedule = schedule
         if self.distiller:
             self.distiller.set_schedule(schedule)
-        self.engine.set_schedule(schedule)
 
-    def _actor_weights(self) -> Iterable[tuple[str, Tensor]]:
-        return self.distiller.actor_weights() if self.distiller else self.model.named_parameters()
+    def _actor_weights(self) -> Iterator[tuple[str, Tensor]]:
+        reshard(self.model)
+        return whole(self.distiller.actor_weights() if self.distiller else self.model.named_parameters())
 
     def _correct(self, assessment: Assessment) -> Correction:
-        seed = derived_seed(self.config.seed, self.step, self.accelerator.process_index)
-        uniform_BT = torch.rand(assessment.mask_BT.shape, generator=torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(derived_seed(self.config.seed, self.step))
+        uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
         return compute_correction(
             self.config.correction, assessment.logp_BT, assessment.logq_BT, assessment.mask_BT,
             z_BT=assessment.obrs_z_BT, uniform_BT=uniform_BT,
         )  # fmt: skip
-
-    def _normalizers(self, mask_BT: Tensor) -> Normalizers:
-        counts = torch.tensor([mask_BT.any(1).sum(), mask_BT.sum()], device=self.accelerator.device)
-        sequences, tokens = self.accelerator.reduce(counts, reduction="sum").tolist()
-        return Normalizers(sequences, tokens, self.config.rollout.max_new_tokens)
 
     def _minibatches(self, size: int) -> list[list[int]]:
         """Responses of each optimiser step; a shuffle spreads every prompt's group over them."""
@@ -361,8 +400,6 @@ class Trainer:
         return [order[i::count] for i in range(count)]
 
     def _log(self, metrics: Metrics, experience: Experience, assessment: Assessment) -> None:
-        if not self.accelerator.is_main_process:
-            return
         self.run_dir.append(METRICS, [metrics])
         self.accelerator.log(_flatten(metrics), step=self.step)
         # One response per prompt as far as they go, so that the token view shows different problems.
@@ -385,19 +422,26 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        def write(folder: Path) -> None:
-            self.accelerator.save_state(str(folder))
-            state = {
-                "step": self.step,
-                "cursor": self.cursor,
-                "schedule": self.schedule.to_dict(),
-                "calm": self.calm,
-                "guarded_steps": self.guarded_steps,
-            }
-            (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+        def write() -> None:
+            try:
+                self.accelerator.save_state(str(folder))
+            except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
+                raise OSError(str(error).splitlines()[0]) from error
+            if self.ranks.is_main:
+                state = {
+                    "step": self.step,
+                    "cursor": self.cursor,
+                    "schedule": self.schedule.to_dict(),
+                    "calm": self.calm,
+                    "guarded_steps": self.guarded_steps,
+                }
+                (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
-        with _uninterrupted():
-            self.run_dir.save_checkpoint(self.step, write, self.config.keep_checkpoints)
+        keep, name = self.config.keep_checkpoints, "checkpoint"
+        with _uninterrupted(), self.run_dir.checkpoint_errors(self.step):
+            folder = self.ranks.on_main(name, lambda: self.run_dir.begin_checkpoint(self.step))
+            self.ranks.gather(name, write)
+            self.ranks.on_main(name, lambda: self.run_dir.finish_checkpoint(self.step, keep))
 
     def _load(self) -> None:
         found = self.run_dir.last_checkpoint()
@@ -408,7 +452,7 @@ class Trainer:
         self.cursor = state["cursor"]
         self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
         self.calm, self.guarded_steps = tuple(state["calm"]), state["guarded_steps"]
-        self.run_dir.truncate(self.step)
+        self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
 
 
 def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

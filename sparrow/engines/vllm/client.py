@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from sparrow.engines.base import Counters, Rollout, Sampling, Scores
@@ -121,11 +120,6 @@ class Client(ABC):
                     f"prompt {i} has {len(prompt)} tokens and with max_new_tokens={sampling.max_new_tokens} does not "
                     f"fit max_model_len={self._context}; shorten or drop it, or change one of the two"
                 )
-
-
-def request_seed(seed: int, index: int) -> int:
-    """A seed for one request: its samples then do not depend on what else is in the batch."""
-    return int(np.random.SeedSequence([seed, index]).generate_state(1, np.uint64)[0] >> 1)
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.vllm import config, plugin
-from sparrow.engines.vllm.client import Client, request_seed
+from sparrow.engines.vllm.client import Client
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
@@ -72,9 +72,9 @@ class VLLMEngine(Client):
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n,
-                seed=request_seed(sampling.seed, i), detokenize=False, flat_logprobs=True,
+                seed=seed, detokenize=False, flat_logprobs=True,
             )
-            for i in range(len(prompts))
+            for seed in sampling.request_seeds(len(prompts))
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from sparrow.engines.base import Rollout, Sampling
-from sparrow.engines.vllm.client import Client, request_seed
+from sparrow.engines.vllm.client import Client
 from sparrow.errors import ConfigError, SparrowError
 from sparrow.schedule import SparsitySchedule
 
@@ -48,12 +48,13 @@ class VLLMServer(Client):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``."""
         self.check_prompts(prompts, sampling)
+        seeds = sampling.request_seeds(len(prompts))
 
         def one(i: int) -> Rollout:
             # The server puts the sampled token in front and then cuts the list to the number asked for.
             parameters = dict(
                 max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n + 1,
-                seed=request_seed(sampling.seed, i), detokenize=False,
+                seed=seeds[i], detokenize=False,
             )  # fmt: skip
             body = {"token_ids": [int(token) for token in prompts[i]], "sampling_params": parameters}
             answer = json.loads(self._request("POST", "/inference/v1/generate", body))

@@ -1,0 +1,169 @@
+"""The processes of a run. Forward passes, backward passes and sampling are divided among them; knowledge is not.
+
+Rollouts, rewards and log-probs are gathered in one order, so every process knows the whole step and computes
+statistics, corrections and decisions from the same numbers as a single process would.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch.distributed as dist
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from sparrow.errors import ProcessLost, SparrowError
+from sparrow.scoring import micro_batches
+
+T = TypeVar("T")
+
+PATIENCE_S = 1800
+"""Longest wait for the slowest process of a phase."""
+
+
+class Ranks:
+    """This process among those that ``accelerate launch`` started; a run of one process has one rank.
+
+    Args:
+        accelerator: says which process this is.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.rank, self.count = accelerator.process_index, accelerator.num_processes
+        self.is_main = accelerator.is_main_process
+        self.seconds: dict[str, list[float]] = {}
+        """Seconds that each process has spent in each phase, without waiting for the others."""
+        # Objects travel between the hosts' memories, whatever the tensors use.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)) if self.count > 1 else None
+
+    def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
+        """What ``work()`` returns in each process, by rank. An error of one process is raised in all of them.
+
+        Args:
+            phase: names the work in errors and in ``seconds``.
+
+        Raises:
+            SparrowError, OSError: the first that ``work`` raised in any process.
+            ProcessLost: a process died, or was not done ``PATIENCE_S`` after this one.
+        """
+        began = time.perf_counter()
+        if self._group is None:
+            result = work()
+            self._count(phase, [time.perf_counter() - began])
+            return [result]
+        mine: tuple[T | None, Exception | None]
+        try:
+            mine = work(), None
+        except (SparrowError, OSError) as error:
+            mine = None, error
+        found: list = [None] * self.count
+        seconds = time.perf_counter() - began
+        try:
+            dist.monitored_barrier(self._group, timedelta(seconds=PATIENCE_S), wait_all_ranks=True)
+            dist.all_gather_object(found, (*mine, seconds), group=self._group)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0][:200]
+            raise ProcessLost(
+                f"a process of this run died, or was {PATIENCE_S} s behind, during {phase!r} ({reason}); "
+                "--resume goes on from the last checkpoint"
+            ) from error
+        for _, failed, _ in found:
+            if failed is not None:
+                raise failed
+        self._count(phase, [seconds for _, _, seconds in found])
+        return [result for result, _, _ in found]
+
+    def on_main(self, phase: str, work: Callable[[], T]) -> T:
+        """What ``work()`` returns in the main process, the only one to do it; errors as in ``gather``."""
+        return self.gather(phase, lambda: work() if self.is_main else None)[0]  # type: ignore[return-value]
+
+    def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
+        """Results of ``work(indices)`` for all of ``range(count)``, in order; neighbours go to different processes.
+
+        Errors as in ``gather``.
+        """
+        parts = self.gather(phase, lambda: work(range(self.rank, count, self.count)))
+        return [parts[i % self.count][i // self.count] for i in range(count)]
+
+    def imbalance(self, phase: str) -> float:
+        """The slowest process's seconds in a phase over the mean of all, since the last call."""
+        seconds = self.seconds.pop(phase)
+        return max(seconds) * len(seconds) / sum(seconds)
+
+    def _count(self, phase: str, seconds: list[float]) -> None:
+        self.seconds[phase] = [a + b for a, b in zip(self.seconds.get(phase, [0.0] * self.count), seconds, strict=True)]
+
+    def micro_batches(self, rows: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[list[int], bool]]:
+        """This process's part of ``rows``, grouped under a budget of padded tokens, and whether a group counts.
+
+        Every process gets as many groups, because each forward and backward pass may need all of them; those with
+        less to do repeat their shortest row, which then does not count.
+
+        Args:
+            rows: indices into ``lengths``, the same in all processes.
+            lengths: tokens of each row.
+        """
+        parts = divide([lengths[i] for i in rows], self.count)
+        groups = [
+            [[part[i] for i in g] for g in micro_batches([lengths[rows[j]] for j in part], budget)] for part in parts
+        ]
+        longest = max(map(len, groups))
+        shortest = min(rows, key=lambda i: lengths[i])
+        own = [([rows[i] for i in group], True) for group in groups[self.rank]]
+        return own + [([shortest], False)] * (longest - len(own))
+
+
+def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Indices in ``count`` parts of about as many tokens: longest first, each to the part with the fewest so far."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        least = tokens.index(min(tokens))
+        parts[least].append(i)
+        tokens[least] += lengths[i]
+    return [sorted(part) for part in parts]
+
+
+def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:
+    """How FSDP2 shards ``model``, layer by layer, if ``accelerate launch --use_fsdp`` asked for it.
+
+    Weights and optimiser stay float32; layers are gathered in bf16 where the run computes in bf16, and gradients are
+    reduced in float32.
+    """
+    if not is_sharded():
+        return None
+    import torch
+
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=sorted(getattr(model, "_no_split_modules", None) or ()),
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+        mixed_precision_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy(),
+    )
+
+
+def is_sharded() -> bool:
+    """Whether ``accelerate launch`` asked for FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def reshard(model: nn.Module) -> None:
+    """Have the parameters of ``model`` be the trained ones, not what its last forward pass gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Sharded weights, put together one at a time; every process must take part to the end."""
+    for name, weight in weights:
+        yield name, weight.full_tensor() if isinstance(weight, DTensor) else weight
