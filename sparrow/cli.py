@@ -60,7 +60,8 @@ class Train(TrainConfig):
     dense and follows the measured p5 so that it holds tau; auto:SCHEDULE starts from any of these, in its layout."""
 
     engine: str = "hf"
-    """What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port."""
+    """What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port,
+    several of them with commas between."""
 
 
 @dataclass(frozen=True)
@@ -330,22 +331,28 @@ def demo(command: Demo) -> None:
 
 def train(command: Train) -> None:
     """``sparrow train``"""
+    from accelerate import PartialState
+
     from sparrow.schedule import SparsitySchedule
+    from sparrow.train.ranks import asked_to_shard
     from sparrow.train.trainer import Trainer
 
     start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
     schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
     model, tokenizer = _load_model(command.model)
     task = _load_task(command.task, command.dataset, tokenizer)
-    # A distilled actor has weights of its own; otherwise the engine shares the policy's.
-    actor = copy.deepcopy(model) if command.distill.enabled and command.engine == "hf" else model
+    # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
+    own = command.distill.enabled or asked_to_shard()
+    actor = copy.deepcopy(model) if own and command.engine == "hf" else model
     engine = _load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
-    with Progress(command.steps) as progress:
+    main_process = PartialState().is_main_process
+    with Progress(command.steps, shown=main_process) as progress:
         try:
             Trainer(command, model, tokenizer, task, engine, schedule, progress, start is not None).train()
         finally:
             engine.close()
-    print_summary(Path(command.run_dir))
+    if main_process:
+        print_summary(Path(command.run_dir))
 
 
 def measure(command: Measure) -> None:
@@ -564,9 +571,14 @@ def _load_engine(
 ) -> Engine:
     """``hf``, ``vllm`` with options of ``vllm.LLM``, or the address of a vLLM server."""
     if spec.startswith(("http://", "https://")):
+        from accelerate import PartialState
+
         from sparrow.engines.vllm import VLLMServer
 
-        return VLLMServer(spec, schedule)
+        rank, urls = PartialState().process_index, spec.split(",")
+        if len(urls) > PartialState().num_processes:
+            raise ConfigError(f"{len(urls)} vLLM servers for {PartialState().num_processes} processes; give one each")
+        return VLLMServer(urls[rank % len(urls)], schedule, leads=rank < len(urls))
     kind, options = _parse_spec(spec)
     if kind == "vllm":
         from sparrow.engines.vllm import VLLMEngine

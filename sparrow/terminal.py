@@ -9,7 +9,7 @@ from typing import Any
 class Progress:
     """A progress bar for training, told of events as ``trainer.Listener``."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, shown: bool = True) -> None:
         from rich import progress
 
         self._bar = progress.Progress(
@@ -20,6 +20,7 @@ class Progress:
             progress.TimeRemainingColumn(),
             progress.TextColumn("{task.fields[note]}"),
             console=console(stderr=True),
+            disable=not shown,
         )
         self._task = self._bar.add_task("starting", total=steps, note="")
 

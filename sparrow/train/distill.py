@@ -36,7 +36,7 @@ from sparrow.train.config import DistillConfig, TrainConfig
 from sparrow.train.controller import MIN_SEQUENCES
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
-from sparrow.train.ranks import Ranks, is_sharded
+from sparrow.train.ranks import Ranks
 
 
 class Adapter:
@@ -244,7 +244,7 @@ class Distiller:
                 accelerator.backward(loss * (self._ranks.count * counts))
                 if counts:
                     parts.append(metrics | {"kl": kl.item() / tokens})
-            if not is_sharded():  # shards are averaged in the backward pass
+            if not self._ranks.is_sharded:  # shards are averaged in the backward pass
                 for p in self._adapter.parameters:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(self._adapter.parameters, self.config.optimizer.max_grad_norm)

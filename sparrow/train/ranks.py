@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from sparrow.errors import ProcessLost, SparrowError
+from sparrow.errors import ConfigError, ProcessLost, SparrowError
 from sparrow.scoring import micro_batches
 
 T = TypeVar("T")
@@ -32,11 +32,19 @@ class Ranks:
 
     Args:
         accelerator: says which process this is.
+
+    Raises:
+        ConfigError: FSDP was asked for and cannot be had.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.rank, self.count = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
+        self.is_sharded = accelerator.is_fsdp2
+        if asked_to_shard() and not self.is_sharded:
+            raise ConfigError(
+                "FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp"
+            )
         self.seconds: dict[str, list[float]] = {}
         """Seconds that each process has spent in each phase, without waiting for the others."""
         # Objects travel between the hosts' memories, whatever the tensors use.
@@ -136,7 +144,7 @@ def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | N
     Weights and optimiser stay float32; layers are gathered in bf16 where the run computes in bf16, and gradients are
     reduced in float32.
     """
-    if not is_sharded():
+    if not asked_to_shard():
         return None
     import torch
 
@@ -151,7 +159,7 @@ def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | N
     )
 
 
-def is_sharded() -> bool:
+def asked_to_shard() -> bool:
     """Whether ``accelerate launch`` asked for FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
 

@@ -44,7 +44,7 @@ from sparrow.train.controller import Control, below, next_schedule, raise_bins
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
-from sparrow.train.ranks import Ranks, is_sharded, reshard, sharding, whole
+from sparrow.train.ranks import Ranks, reshard, sharding, whole
 from sparrow.train.reward import reward_metrics
 from sparrow.train.run_dir import METRICS, ROLLOUTS, RunDir
 
@@ -314,7 +314,7 @@ class Trainer:
             parts = []
             for i, (some, counts) in enumerate(groups):
                 # Shards are reduced at once: whole gradients of all layers would not fit.
-                now = i == len(groups) - 1 or is_sharded()
+                now = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if now else self.accelerator.no_sync(self.scorer):
                     scores = self.scorer(experience.batch(some, device), config.rollout.temperature)
                     longest = int(assessment.mask_BT[some].sum(1).max())

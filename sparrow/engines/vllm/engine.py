@@ -45,7 +45,14 @@ class VLLMEngine(Client):
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs vLLM ({error}); pip install 'sparrow-rl[vllm]'") from error
         plugin.register()
-        if options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1) > 1:
+        model_processes = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
+        training_processes = int(os.environ.get("WORLD_SIZE", 1))
+        if model_processes > 1 < training_processes:
+            raise ConfigError(
+                f"each of the {training_processes} training processes has an engine on its own device, but the options "
+                f"ask for {model_processes} devices an engine; serve such a model with vllm serve and pass its address"
+            )
+        if model_processes > 1:
             check_discoverable()
         self._has_memory = not current_platform.is_cpu()
         self._asleep = False
@@ -57,6 +64,8 @@ class VLLMEngine(Client):
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             max_logprobs=-1,
             disable_log_stats=False,  # preemptions are counted there
+            # Has vLLM take its place from the launcher's environment, and leave the other processes' engines alone.
+            distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
         self.llm = LLM(model=model, **{**defaults, **options})

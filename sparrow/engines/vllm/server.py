@@ -5,23 +5,32 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
+import http.client
 import json
+import queue
 import re
+import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from sparrow.engines.base import Rollout, Sampling
+from sparrow.engines.base import Counters, Rollout, Sampling
 from sparrow.engines.vllm.client import Client
-from sparrow.errors import ConfigError, SparrowError
+from sparrow.errors import ConfigError, EngineError
 from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 256
 """Requests under way at a time; vLLM would queue more than that too."""
+ANSWER_S = 600.0
+"""Longest wait for an answer to anything but a prompt."""
+CHECK_S, STALL_S = 15.0, 300.0
+"""How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none."""
 
 
 class VLLMServer(Client):
@@ -34,19 +43,25 @@ class VLLMServer(Client):
     Args:
         url: such as ``http://localhost:8000``.
         schedule: what the actor may read; where its page counts differ from the server's, they are set at once.
+        leads: whether this client controls the server; of several processes that share it, one does.
 
     Raises:
-        ConfigError: no server, or one that does not run Sparrow or cannot be controlled.
+        EngineError: no server. ConfigError: one that does not run Sparrow or cannot be controlled.
     """
 
-    def __init__(self, url: str, schedule: SparsitySchedule) -> None:
+    def __init__(self, url: str, schedule: SparsitySchedule, leads: bool = True) -> None:
         self._url = url.rstrip("/")
+        self._leads = leads
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
         if schedule != self.schedule:
             self.set_schedule(schedule)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``."""
+        """See ``Engine.generate``.
+
+        Raises:
+            EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
+        """
         self.check_prompts(prompts, sampling)
         seeds = sampling.request_seeds(len(prompts))
 
@@ -57,11 +72,78 @@ class VLLMServer(Client):
                 seed=seeds[i], detokenize=False,
             )  # fmt: skip
             body = {"token_ids": [int(token) for token in prompts[i]], "sampling_params": parameters}
-            answer = json.loads(self._request("POST", "/inference/v1/generate", body))
+            answer = json.loads(self._request("POST", "/inference/v1/generate", body, timeout=None))
             return _rollout(prompts[i], answer["choices"][0], sampling.top_n)
 
-        with ThreadPoolExecutor(max_workers=CONNECTIONS) as pool:
-            return list(pool.map(one, range(len(prompts))))
+        rollouts: dict[int, Rollout] = {}
+        for i, answer in self._answers(one, len(prompts)):
+            rollouts[i] = answer
+        return [rollouts[i] for i in range(len(prompts))]
+
+    def _answers(self, one: Callable[[int], Rollout], count: int) -> Iterator[tuple[int, Rollout]]:
+        """``i, one(i)`` for all ``i`` below ``count``, as they come in."""
+        waiting = deque(range(count))
+        answers: queue.SimpleQueue[tuple[int, Rollout | BaseException]] = queue.SimpleQueue()
+
+        def work() -> None:
+            while waiting:
+                i = waiting.popleft()
+                try:
+                    answers.put((i, one(i)))
+                except BaseException as error:
+                    answers.put((i, error))
+
+        for _ in range(min(CONNECTIONS, count)):
+            # A server that hangs must not keep this process from ending.
+            threading.Thread(target=work, daemon=True).start()
+        tokens, since = -1, time.monotonic()
+        for _ in range(count):
+            while True:
+                try:
+                    i, answer = answers.get(timeout=CHECK_S)
+                    break
+                except queue.Empty:
+                    now = self._generated()
+                    if now != tokens:
+                        tokens, since = now, time.monotonic()
+                    elif time.monotonic() - since > STALL_S:
+                        waiting.clear()
+                        raise EngineError(
+                            f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
+                            "again and go on with --resume"
+                        ) from None
+            if isinstance(answer, BaseException):
+                waiting.clear()
+                raise answer
+            tokens, since = -1, time.monotonic()
+            yield i, answer
+
+    def _generated(self) -> int:
+        """Tokens the server has read and written since it was started; -1 if it does not say."""
+        try:
+            metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
+        except EngineError:
+            return -1
+        found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{[^}]*\} (\S+)", metrics, re.M)
+        return int(sum(map(float, found)))
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """See ``Engine.update_weights``."""
+        if self._leads:
+            super().update_weights(weights)
+        else:
+            deque(weights, maxlen=0)
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """See ``Engine.set_schedule``."""
+        if self._leads:
+            super().set_schedule(schedule)
+        else:
+            self.schedule = schedule
+
+    def counters(self) -> Counters:
+        """See ``Engine.counters``; the client that leads counts for all."""
+        return super().counters() if self._leads else Counters(0, 0)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         try:
@@ -82,33 +164,44 @@ class VLLMServer(Client):
 
     def sleep(self) -> None:
         """See ``Engine.sleep``; needs ``--enable-sleep-mode``."""
-        self._request("POST", "/sleep?level=1")
+        if self._leads:
+            self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
         """See ``Engine.wake``."""
-        self._request("POST", "/wake_up")
+        if self._leads:
+            self._request("POST", "/wake_up")
 
     def close(self) -> None:
         """Nothing: who started the server stops it."""
 
-    def _request(self, verb: str, path: str, body: dict[str, Any] | None = None) -> bytes:
+    def _request(
+        self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = ANSWER_S
+    ) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=verb)
         try:
-            with urllib.request.urlopen(request) as answer:
+            with urllib.request.urlopen(request, timeout=timeout) as answer:
                 return answer.read()
         except urllib.error.HTTPError as error:
             raise HTTPStatusError(error.code, path, error.read().decode(errors="replace")[:500]) from error
-        except urllib.error.URLError as error:
-            raise ConfigError(f"no vLLM server answers at {self._url} ({error.reason}); start one") from error
+        except (OSError, http.client.HTTPException) as error:
+            reason = getattr(error, "reason", error)
+            raise EngineError(
+                f"no vLLM server answers at {self._url} ({reason}); start one, and go on with --resume if it had died"
+            ) from error
 
 
-class HTTPStatusError(SparrowError):
+class HTTPStatusError(EngineError):
     """What the server refused, and why."""
 
     def __init__(self, status: int, path: str, text: str) -> None:
-        super().__init__(f"HTTP {status} from {path}: {text}")
+        super().__init__(status, path, text)
         self.status = status
+
+    def __str__(self) -> str:
+        status, path, text = self.args
+        return f"HTTP {status} from {path}: {text}"
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
