@@ -271,9 +271,7 @@ class Distiller:
             self.set_schedule(self._ladder[at])
         return self._ladder[at]
 
-    def _tail(
-        self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule
-    ) -> list[BinMismatch]:
+    def _tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
         rollouts, everything = experience.rollouts, range(len(experience.rollouts))
 
         def score() -> dict[int, TokenAcceptance]:

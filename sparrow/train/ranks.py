@@ -42,9 +42,7 @@ class Ranks:
         self.is_main = accelerator.is_main_process
         self.is_sharded = accelerator.is_fsdp2
         if asked_to_shard() and not self.is_sharded:
-            raise ConfigError(
-                "FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp"
-            )
+            raise ConfigError("FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp")
         self.seconds: dict[str, list[float]] = {}
         """Seconds that each process has spent in each phase, without waiting for the others."""
         # Objects travel between the hosts' memories, whatever the tensors use.
