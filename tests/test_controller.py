@@ -174,7 +174,7 @@ def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
     with pytest.raises(Killed):
         make_trainer(tmp_path / "killed", **changes, listener=kill).train()
     resumed = make_trainer(tmp_path / "killed", **changes, resume=True)
-    assert resumed.step == 2 and resumed.engine.schedule == resumed.schedule
+    assert resumed.step == 2
     resumed.train()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     assert resumed.calm == whole.calm and resumed.schedule == whole.schedule
