@@ -103,7 +103,7 @@ def equal(arguments: argparse.Namespace) -> None:
         return {
             "dtype": arguments.dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
             "tensor_parallel_size": arguments.tensor_parallel, "compilation_config": GRAPHS,
-            "enable_sleep_mode": False, **more,
+            "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
         }  # fmt: skip
 
     with tempfile.TemporaryDirectory() as name:
