@@ -41,7 +41,7 @@ from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.trainer import Trainer
 
-PROMPTS, SAMPLES, SCALE = 30, 8, 4
+PROMPTS, SAMPLES = 30, 8
 SHAPE = "qwen3-1.7b"
 
 
@@ -90,19 +90,21 @@ class Done(Exception):
     pass
 
 
-def scaled(schedule: SparsitySchedule) -> SparsitySchedule:
-    pages = tuple(round(k / SCALE) for k in schedule.top_k)
-    return schedule.replace(top_k=pages, bin_tokens=schedule.bin_tokens // SCALE)
+def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
+    pages = tuple(round(k / scale) for k in schedule.top_k)
+    return schedule.replace(top_k=pages, bin_tokens=schedule.bin_tokens // scale)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--scale", type=int, default=4, help="what lengths and schedule are divided by")
     arguments = parser.parse_args()
+    scale = arguments.scale
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lengths = [max(1, n // SCALE) for n in responses(PROMPTS * SAMPLES)]
-    schedule = scaled(SparsitySchedule.preset(SHAPE))
+    lengths = [max(1, n // scale) for n in responses(PROMPTS * SAMPLES)]
+    schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     with tempfile.TemporaryDirectory() as folder:
         shape = Qwen3Config(
             vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="float32",
@@ -111,7 +113,7 @@ def main() -> None:
         )  # fmt: skip
         shape.save_pretrained(folder)
         options: dict[str, Any] = dict(
-            load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CUTOFF // SCALE + 256,
+            load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CUTOFF // scale + 256,
             max_num_seqs=PROMPTS * SAMPLES, gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
             enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
             compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -125,12 +127,12 @@ def main() -> None:
             model = Qwen3ForCausalLM(shape)
         config = TrainConfig(
             run_dir=f"{folder}/run",
-            rollout=RolloutConfig(prompts=PROMPTS, samples=SAMPLES, max_new_tokens=CUTOFF // SCALE),
+            rollout=RolloutConfig(prompts=PROMPTS, samples=SAMPLES, max_new_tokens=CUTOFF // scale),
             optimizer=OptimizerConfig(precision="bf16", gradient_checkpointing=True, token_budget=65536),
             loss=LossConfig(normalization="dapo"),
         )
         found: dict[str, Any] = {
-            "device": torch.cuda.get_device_name(), "shape": SHAPE, "variant": arguments.variant, "scale": SCALE,
+            "device": torch.cuda.get_device_name(), "shape": SHAPE, "variant": arguments.variant, "scale": scale,
             "responses": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
             "schedule": schedule.to_dict()["top_k"] if arguments.variant == "sparse" else None,
         }  # fmt: skip
