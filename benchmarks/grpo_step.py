@@ -35,7 +35,6 @@ import sparrow
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Counters, Rollout, Sampling
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.engines.vllm.client import request_seed
 from sparrow.engines.vllm.engine import _rollout
 from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
@@ -63,9 +62,9 @@ class Engine:
         parameters = [
             SamplingParams(
                 max_tokens=length, temperature=sampling.temperature, logprobs=sampling.top_n, ignore_eos=True,
-                seed=request_seed(sampling.seed, i), detokenize=False, flat_logprobs=True,
+                seed=seed, detokenize=False, flat_logprobs=True,
             )
-            for i, length in enumerate(self._lengths)
+            for length, seed in zip(self._lengths, sampling.request_seeds(len(prompts)), strict=True)
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
@@ -74,6 +73,9 @@ class Engine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.llm.collective_rpc("sparrow_load_weights", args=(weights,))
         self.llm.reset_prefix_cache()
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """It stays what vLLM was started with."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)

@@ -44,7 +44,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 
 from sparrow import SparsitySchedule
 from sparrow.engines.vllm import VLLMEngine, config
-from sparrow.engines.vllm.client import request_seed
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 6, 24
@@ -153,7 +152,7 @@ class Bench:
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             parameters = SamplingParams(
-                max_tokens=int(response), temperature=1.0, logprobs=logprobs, seed=request_seed(0, i), detokenize=False,
+                max_tokens=int(response), temperature=1.0, logprobs=logprobs, seed=i, detokenize=False,
                 flat_logprobs=True, ignore_eos=True,
             )  # fmt: skip
             self._served = getattr(self, "_served", 0) + 1

@@ -157,7 +157,8 @@ def grpo_step() -> str:
     names = {
         "rollout": "rollout, top-20 log-probs",
         "score": "dense log-probs, acceptance",
-        "update": "update, new weights into vLLM",
+        "update": "update",
+        "sync": "vLLM awake again, with the new weights",
     }
     rows = [[names[key], *(f"{run[key]:.1f}" for run in runs), f"{runs[0][key] / runs[1][key]:.2f}x"] for key in names]
     whole = [sum(run.values()) for run in runs]
