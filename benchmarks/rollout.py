@@ -46,7 +46,7 @@ from sparrow import SparsitySchedule
 from sparrow.engines.vllm import VLLMEngine, config
 
 CONTEXT = CUTOFF + PROMPT + 256
-SETTLE, TIMED = 6, 24
+SETTLE, TIMED = 4, 16
 """Steps before, and steps in, a measurement."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": dict(
@@ -224,7 +224,10 @@ def measure(arguments: argparse.Namespace) -> None:
             variant=arguments.variant, slots=slots, kv_tokens=blocks * block,
             settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory, "timed_steps": TIMED},
         )  # fmt: skip
-        bench.step([1024] * 8, 20)  # compiles what is left to compile
+        for prefilled in (1, 8):  # compiles what is left to compile
+            bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
+            bench.finish()
+        bench.step([1024] * 8, 20)
         if "points" in parts:
             rows = []
             for batch, length in POINTS[shape]:
@@ -249,12 +252,12 @@ def measure(arguments: argparse.Namespace) -> None:
             )  # fmt: skip
             for step, lengths in chosen:
                 row: dict[str, Any] = dict(step=step, batch=len(lengths), tokens=int(lengths.sum()))
-                for label in arguments.logprobs:
+                for label in ("none", "top 20") if requests == arguments.requests[0] else ("top 20",):
                     row[label] = bench.step(lengths, LOGPROBS[label])
                 rows.append(row)
                 save(traces=found.get("traces", {}) | {str(requests): trace})
-            trace["join_ms"] = [bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]]
-            save(traces=found["traces"])
+            if requests == arguments.requests[0]:
+                save(join_ms=[bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]])
         if "validate" in parts:
             early, last = middle(responses(min(arguments.requests)))
             spans = simulate(early, last, slots)
@@ -306,8 +309,7 @@ def main() -> None:
     parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
     parser.add_argument("--parts", default="points,trace,validate", help="of points, trace, validate, profile")
     parser.add_argument("--states", type=int, default=16, help="strata of the trace")
-    parser.add_argument("--requests", type=int, nargs="+", default=[240], help="traces of so many requests")
-    parser.add_argument("--logprobs", nargs="+", choices=LOGPROBS, default=["none", "top 20"], help="in the traces")
+    parser.add_argument("--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--out", required=True, help="JSON; parts not measured now are kept as they are there")
     measure(parser.parse_args())

@@ -53,7 +53,7 @@ def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
     """Of a whole trace: steps at the mean of its strata, and what prefilling the requests cost the others."""
     trace = run["traces"][requests]
     step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
-    return (trace["steps"] * step + trace["requests"] * statistics.median(trace["join_ms"])) / 1e3
+    return (trace["steps"] * step + trace["requests"] * statistics.median(run["join_ms"])) / 1e3
 
 
 def decode_steps() -> str:

@@ -31,7 +31,7 @@ def test_the_pages_have_every_table_as_the_files_have_it(tables):
 
 def test_a_traces_seconds_are_steps_at_the_mean_of_the_strata_and_the_joins(tables):
     states = [{"none": {"ms": 10.0}}, {"none": {"ms": 20.0}}]
-    run = {"traces": {"3": {"steps": 100, "requests": 3, "join_ms": [1.0, 90.0, 4.0], "states": states}}}
+    run = {"join_ms": [1.0, 90.0, 4.0], "traces": {"3": {"steps": 100, "requests": 3, "states": states}}}
     assert tables.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
 
 
