@@ -11,10 +11,16 @@ import json
 import re
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fit_roofline
+from rollout_trace import PROMPT, responses, simulate, states
+
+from sparrow.cost import MACHINES, Overheads, decode_step
+from sparrow.cost import SHAPES as SHAPES_OF
+from sparrow.schedule import SparsitySchedule
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "cost", "vllm")]
@@ -36,7 +42,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 def measured() -> dict[str, tuple[Row, Row]]:
     """Shape to what was measured of stock vLLM and of Sparrow."""
-    return {shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES}
+    runs = {shape: [RESULTS / f"rollout_{shape}_{variant}.json" for variant in ("stock", "sparse")] for shape in SHAPES}
+    return {shape: (load(a.stem), load(b.stem)) for shape, (a, b) in runs.items() if a.exists() and b.exists()}
 
 
 def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
@@ -81,6 +88,32 @@ def rollouts(logprobs: str, requests: str = "240") -> str:
         )  # fmt: skip
     head = ["shape", "at a time", "stock, tokens/s", "Sparrow, tokens/s", "speed-up"]
     return table([*head, "published: dense", "sparse", "speed-up"], rows)
+
+
+def limits(requests: str = "240") -> str:
+    """What bytes allow: the cost model over the whole trace, with its overheads taken away."""
+    overheads, _ = fit_roofline.errors(fit_roofline.measured())
+    rows = []
+    for shape, (stock, sparse) in measured().items():
+        spans = simulate([PROMPT] * int(requests), responses(int(requests)), stock["slots"])
+        some = [lengths for _, lengths in states(spans, 256)]
+        cells = []
+        for mine in (overheads, replace(overheads, sparse_layer_s=0.0), Overheads(0.0, 0.0, 0.0, 1.0)):
+            dense, ours = (
+                sum(decode_step(SHAPES_OF[shape], MACHINES["h200"], n, schedule, mine).seconds for n in some)
+                for schedule in (None, SparsitySchedule.preset(shape))
+            )
+            cells.append(f"{dense / ours:.2f}x")
+        found = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
+        rows.append([SHAPES[shape], f"{found:.2f}x", *cells])
+    head = [
+        "shape",
+        "measured",
+        "rows in balance",
+        "sparse layers at the cost of their bytes",
+        "nothing costs but bytes",
+    ]
+    return table(head, rows)
 
 
 def logprob_cost() -> str:
@@ -205,6 +238,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "rollouts with top 20": lambda: rollouts("top 20"),
     "rollouts without log-probs": lambda: rollouts("none"),
     "rollouts of 1,024": lambda: rollouts("top 20", "1024"),
+    "limits": limits,
     "log-prob cost": logprob_cost,
     "capacity": capacity,
     "validation": validation,
