@@ -186,7 +186,9 @@ def profile() -> str:
 
 
 def grpo_step() -> str:
-    runs = [load(f"grpo_step_{variant}")["seconds"] for variant in ("stock", "sparse")]
+    variants = ("stock", "sparse")
+    steps = [load(f"grpo_step_{variant}") for variant in variants]
+    runs = [step["seconds"] for step in steps]
     names = {
         "rollout": "rollout, top-20 log-probs",
         "score": "dense log-probs, acceptance",
@@ -196,6 +198,12 @@ def grpo_step() -> str:
     rows = [[names[key], *(f"{run[key]:.1f}" for run in runs), f"{runs[0][key] / runs[1][key]:.2f}x"] for key in names]
     whole = [sum(run.values()) for run in runs]
     rows.append(["whole step", *(f"{w:.1f}" for w in whole), f"{whole[0] / whole[1]:.2f}x"])
+    traces = [trace_seconds(run, "240", "top 20") for run in measured()[steps[0]["shape"]]]
+    full = [
+        t + step["scale"] * (sum(run.values()) - run["rollout"])
+        for t, step, run in zip(traces, steps, runs, strict=True)
+    ]
+    rows.append(["at full length, estimated", *(f"{f:.0f}" for f in full), f"{full[0] / full[1]:.2f}x"])
     return table(["phase", "stock, s", "Sparrow, s", "speed-up"], rows)
 
 
