@@ -238,7 +238,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=512, help="responses sampled each time")
     parser.add_argument("--targets", type=float, nargs="+", default=[0.86, 0.90, 0.94])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--on-policy", type=int, nargs="+", default=[0, 1], help="rounds, each a row of the table")
+    parser.add_argument("--on-policy", type=int, nargs="+", default=[0, 2], help="rounds, each a row of the table")
     parser.add_argument("--model", type=Path, default=REASONER, help="of shortcut and tail")
     parser.add_argument("--lines", type=int, default=LINES, help="program length, of shortcut and tail")
     parser.add_argument("--suffix", default="", help="added to the name of the result, for another model's")

@@ -168,16 +168,17 @@ def table(arguments: argparse.Namespace) -> None:
         print(found["ways"][-1])
 
     first: list[int] = []
-    second: list[int] = []
+    then: list[int] = []
     chosen = search(first, DEFAULT_BUDGETS)
-    search(second, tuple(ladder(chosen)))
-    found |= {"budgets_scored_first": first, "budgets_scored_on_policy": second}
+    search(then, tuple(ladder(chosen)))
+    found |= {"budgets_scored_first": first, "budgets_scored_in_a_round": then}
     under_chosen, guess = (
         schedule.tokens_read(length_T) for schedule in (chosen.schedule, SparsitySchedule.preset("qwen3-1.7b", 0.86))
     )
-    on_policy = {"sampling_s": rollout(under_chosen), "scoring_s": scoring(second, SEQUENCES)}
+    rounds = few + SEQUENCES  # one round of few, one of all
+    on_policy = {"sampling_s": rollout(under_chosen, rounds), "scoring_s": scoring(then, rounds)}
     add(
-        "as it is: a first search on dense trajectories, a round on policy",
+        "as it is: a first search on few dense trajectories, a round on policy of few and one of all",
         first_sampling_s=rollout(length_T, few), first_scoring_s=scoring(first, few), **on_policy,
     )  # fmt: skip
     add(

@@ -140,8 +140,8 @@ class Calibrate(FromPrompts):
     refine: int = 3
     """Rounds of bisection between the budget that fails and the one that passes."""
 
-    on_policy: int = 1
-    """Rounds that sample with the actor itself and search again, after a first search on an eighth of the prompts."""
+    on_policy: int = 2
+    """Rounds that sample under the schedule found so far and search again; only the last takes all prompts."""
 
     layout: str = "dense"
     """A schedule to take page size, bin width and dense layers from."""

@@ -24,7 +24,7 @@ from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.schedule import SparsitySchedule
 
 PILOT = 24
-"""Fewest responses that a first round samples, where another follows it."""
+"""Fewest responses that a round samples."""
 
 
 class TokenAcceptance(NamedTuple):
@@ -120,13 +120,13 @@ def calibrate_engine(
     """``sparrow.calibrate.calibrate`` on an engine's model, on trajectories sampled once.
 
     Sampled is with ``layout``, the dense model by default. But the actor writes other tokens, which are harder for it.
-    With ``on_policy`` rounds an eighth of the prompts gives a first schedule; each round then samples all of them
-    under the schedule found, and searches again around it.
+    So each of the ``on_policy`` rounds samples under the schedule found so far and searches again around it; only the
+    last round takes all prompts, those before it an eighth.
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
         budgets, target, layout, refine, provenance: see ``sparrow.calibrate.calibrate``.
-        on_policy: rounds after the first.
+        on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
     """
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
@@ -143,8 +143,7 @@ def calibrate_engine(
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, budgets: Sequence[int]) -> Calibration:
-        first_of_many = number == 0 and on_policy > 0
-        some = prompts[: max(PILOT, len(prompts) // 8)] if first_of_many else prompts
+        some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 8)]
         again = replace(sampling, seed=sampling.seed + number)
         left, later = count(len(budgets), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
