@@ -341,6 +341,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def show(found: dict[str, Any]) -> None:
     """The tables in Markdown, best first; a variant that could not keep to its bytes is marked."""
+    for p5 in (0.9, 0.95):
+        print(
+            f"tokens kept for p5 {p5}:",
+            *(f"{r['page_size']}: {r['tokens']:.0f} (g {r['exponent']:.2f})" for r in growth(found, p5)),
+        )
     for section, rows in found["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
         print(f"\n{section}\n\n| | p5 | against the first | mean | tokens read |\n|---|---|---|---|---|")
@@ -349,6 +354,28 @@ def show(found: dict[str, Any]) -> None:
             cells = [r["label"], f"{r['p5']:.3f}", f"{r['over_first']:+.3f} [{low:+.3f}, {high:+.3f}]"]
             mark = " (more than its share)" if r["tokens_read"] > 1.03 * b else ""
             print(f"| {' | '.join(cells)} | {r['mean']:.4f} | {r['tokens_read']:.0f}{mark} |")
+
+
+def growth(found: dict[str, Any], p5: float = 0.9) -> list[dict[str, float]]:
+    """Tokens to be kept in pages of each size for a p5, by lines between the budgets measured; and how they grow.
+
+    The exponent g is that of ``(P / 16) ** g``, by which docs/cost.md relates the budgets of two page sizes.
+    """
+    points: dict[int, list[tuple[float, float]]] = {}
+    for section, rows in found["sections"].items():
+        if section.startswith("page sizes"):
+            for r in rows[:3]:
+                points.setdefault(int(r["label"].split()[-1]), []).append((r["p5"], r["tokens_kept"]))
+    grown: list[dict[str, float]] = []
+    for P, curve in sorted(points.items()):
+        curve.sort()
+        reached, kept = zip(*curve, strict=True)
+        if reached[0] <= p5 <= reached[-1]:
+            b = float(np.interp(p5, reached, kept))
+            before = grown[-1] if grown else None
+            g = np.log2(b / before["tokens"]) / np.log2(P / before["page_size"]) if before else float("nan")
+            grown.append({"page_size": P, "tokens": b, "exponent": g})
+    return grown
 
 
 def main() -> None:
