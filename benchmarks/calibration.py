@@ -153,7 +153,7 @@ def measured(arguments: argparse.Namespace) -> tuple[Callable[..., Trajectories]
 
 
 def shortcut(arguments: argparse.Namespace) -> None:
-    """p5 by bin at each budget: dense trajectories scored under it, those of the next budget, the actor's own rollouts."""
+    """p5 by bin at each budget: dense trajectories scored under it, the next budget's, and the actor's own rollouts."""
     trajectories, clock = measured(arguments)
     began = clock()
     dense = trajectories(LAYOUT, 0)
