@@ -79,8 +79,11 @@ class Options:
     prompts: int = 32
     """Prompts a step, 8 samples each."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-3
     """Of the adapter."""
+
+    policy_learning_rate: float = 2e-4
+    """Of the policy."""
 
     held_out: int = 256
     """Problems to measure on."""
@@ -196,7 +199,7 @@ def run_one(options: Options, name: str) -> None:
         tau=TAU,
         logged_rollouts=0,
         rollout=RolloutConfig(prompts=options.prompts, samples=8, max_new_tokens=12 * options.lines),
-        optimizer=OptimizerConfig(learning_rate=1e-3, token_budget=65536),
+        optimizer=OptimizerConfig(options.policy_learning_rate, warmup_steps=5, token_budget=32768),
         loss=LossConfig(normalization="dapo"),
         distill=distill,
     )
