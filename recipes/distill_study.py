@@ -1,13 +1,13 @@
 """DistillSparse on the small reasoner under GRPO: what an adapter does to the tail of a cheap schedule.
 
-Two schedules are calibrated for the untrained model, one to p5 0.80 and one to 0.86. Then, for several seeds, the same
-GRPO run is done with and without distillation under the cheap one:
+A cheap schedule has a p5 of about 0.80 on what the untrained model's actor samples under it, a dearer one 0.87. For
+several seeds the same GRPO run is done with and without distillation under the cheap one:
 
 - ``none``: no adapter;
 - ``full``: PPO and KL on every position;
 - ``kl``: KL alone;
 - ``worst``: PPO and KL on the worst-aligned quarter of the positions;
-- ``switch``: as ``full``, but from the 0.86 schedule on, moving to the 0.80 one once its p5 surely holds 0.86.
+- ``switch``: as ``full``, but from the dearer schedule on, moving to the cheap one once its p5 surely holds 0.86.
 
 At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
 while it trains, which raises p5 by itself, and only the difference is the adapter's.
@@ -46,10 +46,10 @@ ARMS = {
     "worst": DistillConfig(enabled=True, positions=0.25),
     "switch": DistillConfig(enabled=True, step_down_every=1),
 }
-CHEAP, TAU = 0.80, 0.86
+TAU = 0.86
 REASONER = Path(sparrow.__file__).parent / "reasoner"
-LAYOUT = SparsitySchedule(top_k=(ALL_PAGES,), bin_tokens=64, page_size=8, dense_layers=(0,))
-BUDGETS = (3, 4, 5, 6, 7, 8, 10, 12, 16)
+DENSE = SparsitySchedule(top_k=(ALL_PAGES,), bin_tokens=64, page_size=8, dense_layers=(0,))
+CHEAP, DEAR = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7, 8, 9))
 HELD_OUT = 10**9
 VLLM = {
     "dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, "max_model_len": 1024,
@@ -129,44 +129,43 @@ def actor_engine(options: Options, model: Any, tokenizer: Any, schedule: Sparsit
         return hf_engine(copy.deepcopy(model), tokenizer, schedule)
     from sparrow.engines.vllm import VLLMEngine
 
-    return VLLMEngine(str(REASONER), schedule, **VLLM)
+    class Awake(VLLMEngine):
+        """Keeps its memory: vLLM would mistake what other runs on the GPU take for a sleep that freed nothing."""
+
+        def sleep(self) -> None:
+            pass
+
+        def wake(self) -> None:
+            pass
+
+    return Awake(str(REASONER), schedule, enable_sleep_mode=False, **VLLM)
 
 
-def prepare(options: Options) -> None:
-    """Calibrate both schedules for the untrained model, in the end on what its actors sample themselves."""
-    from sparrow.engines.base import Sampling
-    from sparrow.measure import calibrate_engine
-
-    model, tokenizer, task = load(options)
-    prompts = [tokenizer(task.problem(i, HELD_OUT + 1).prompt).input_ids for i in range(options.held_out)]
-    for target in (CHEAP, TAU):
-        found = calibrate_engine(
-            hf_engine(model, tokenizer, LAYOUT), prompts, Sampling(12 * options.lines), options.folder / "calibration",
-            budgets=BUDGETS, target=target, layout=LAYOUT, refine=1, on_policy=2, provenance={"model": "reasoner"},
-        )  # fmt: skip
-        schedule_path(options, target).write_text(found.schedule.to_json(), encoding="utf-8")
+def cheap_path(options: Options) -> Path:
+    return options.folder / "cheap.json"
 
 
-def schedule_path(options: Options, target: float) -> Path:
-    return options.folder / f"schedule-{target:.2f}.json"
+class HeldOut:
+    """Measures an engine on held-out problems: mismatch by length bin, and reward."""
 
+    def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
+        from sparrow.engines.base import Sampling
 
-def held_out(options: Options, engine: Any, policy: Any, tokenizer: Any, task: Any, seed: int) -> dict[str, Any]:
-    """Mismatch by length bin and reward of the engine on held-out problems under the cheap schedule."""
-    from sparrow.engines.base import Sampling
-    from sparrow.measure import pool, token_acceptance
+        self._problems = [task.problem(i, HELD_OUT) for i in range(options.held_out)]
+        self._prompts = [tokenizer(p.prompt).input_ids for p in self._problems]
+        self._policy, self._tokenizer = policy, tokenizer
+        self._sampling = Sampling(12 * options.lines, seed=seed)
 
-    schedule = SparsitySchedule.load(str(schedule_path(options, CHEAP)))
-    engine.set_schedule(schedule)
-    problems = [task.problem(i, HELD_OUT) for i in range(options.held_out)]
-    rollouts = engine.generate(
-        [tokenizer(p.prompt).input_ids for p in problems], Sampling(12 * options.lines, seed=seed)
-    )
-    scores = policy.score(rollouts, SparsitySchedule.dense(), 1.0)
-    found = pool([token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)], 64)
-    texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
-    reward = np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)])
-    return {"bins": bins_of(found.to_dict()), "mean": found.mean, "reward": float(reward)}
+    def __call__(self, engine: Any, schedule: SparsitySchedule) -> dict[str, Any]:
+        from sparrow.measure import pool, token_acceptance
+
+        engine.set_schedule(schedule)
+        rollouts = engine.generate(self._prompts, self._sampling)
+        scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
+        found = pool([token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)], 64)
+        texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+        reward = np.mean([p.verify(text) for p, text in zip(self._problems, texts, strict=True)])
+        return {"bins": bins_of(found.to_dict()), "mean": found.mean, "reward": float(reward)}
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
@@ -184,11 +183,9 @@ def run_one(options: Options, name: str) -> None:
     torch.set_num_threads(1)
     arm, seed = name.split("-")[0], int(name.split("-")[1])
     distill = replace(ARMS[arm], learning_rate=options.learning_rate)
-    start = schedule_path(options, CHEAP)
+    schedule = CHEAP
     if arm == "switch":
-        distill = replace(distill, step_down=(str(start),))
-        start = schedule_path(options, TAU)
-    schedule = SparsitySchedule.load(str(start))
+        distill, schedule = replace(distill, step_down=(str(cheap_path(options)),)), DEAR
     model, tokenizer, task = load(options)
     began = time.perf_counter()
     config = TrainConfig(
@@ -204,8 +201,8 @@ def run_one(options: Options, name: str) -> None:
         distill=distill,
     )
     engine = actor_engine(options, model, tokenizer, schedule)
-    policy = hf_engine(model, tokenizer, LAYOUT)
-    result: dict[str, Any] = {"start": held_out(options, engine, policy, tokenizer, task, seed)}
+    measure = HeldOut(options, hf_engine(model, tokenizer, DENSE), tokenizer, task, seed)
+    result: dict[str, Any] = {"dense at the start": measure(engine, DENSE), "start": measure(engine, CHEAP)}
     engine.set_schedule(schedule)
     under: list[SparsitySchedule] = []
 
@@ -217,12 +214,11 @@ def run_one(options: Options, name: str) -> None:
     trainer.train()
     result["seconds"] = time.perf_counter() - began
     if trainer.distiller:
-        result["with"] = held_out(options, engine, policy, tokenizer, task, seed)
+        result["with"] = measure(engine, CHEAP)
         engine.update_weights(iter(trainer.distiller.policy_weights().items()))
+    result |= {"without": measure(engine, CHEAP), "dense": measure(engine, DENSE)}
     if arm == "switch":
-        cheap = SparsitySchedule.load(str(schedule_path(options, CHEAP)))
-        result["moved_at"] = next((i for i, found in enumerate(under, 1) if found == cheap), None)
-    result["without"] = held_out(options, engine, policy, tokenizer, task, seed)
+        result["moved_at"] = next((i for i, found in enumerate(under, 1) if found.top_k == CHEAP.top_k), None)
     (options.folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
@@ -237,7 +233,7 @@ def start(options: Options, names: list[str]) -> None:
     def one(name: str) -> None:
         environment = dict(os.environ)
         with starting:
-            time.sleep(3)  # an engine takes stock of free memory as it starts
+            time.sleep(1)  # an engine takes stock of free memory as it starts
         if gpus:
             gpu = next(turn) % gpus
             environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if len(visible) == gpus else str(gpu)
@@ -286,14 +282,12 @@ def main(options: Options) -> None:
     options.folder.mkdir(parents=True, exist_ok=True)
     names = [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
     if options.processes:
-        if not schedule_path(options, TAU).exists():
-            prepare(options)
+        cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
         start(options, [name for name in names if not (options.folder / f"{name}.json").exists()])
-    schedules = {f"{t:.2f}": json.loads(schedule_path(options, t).read_text(encoding="utf-8")) for t in (CHEAP, TAU)}
     result = {
         "machine": {"device": device_name(), "python": platform.python_version()},
         "options": {**asdict(options), "folder": options.folder.name, "out": options.out.name, "run": None},
-        "schedules": {t: {"top_k": s["top_k"], "bins": s["provenance"]["bins"]} for t, s in schedules.items()},
+        "schedules": {"cheap": CHEAP.to_dict(), "dear": DEAR.to_dict()},
         "runs": gather(options, names),
     }
     options.out.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
