@@ -260,7 +260,7 @@ def gather(options: Options, names: list[str]) -> dict[str, Any]:
             continue
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
         final = options.folder / f"{name}.json"
-        tails = [[b for b in row["mismatch"]["bins"] if 2 * b["n_sequences"] >= 8 * options.prompts] for row in rows]
+        tails = [reached(row["mismatch"]["bins"]) for row in rows]
         runs[name] = {
             "steps": len(rows),
             "reward": [round(row["reward"]["mean"], 4) for row in rows],
@@ -291,6 +291,61 @@ def main(options: Options) -> None:
         "runs": gather(options, names),
     }
     options.out.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
+    print(tables(result))
+
+
+def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The bins that at least half as many responses reach as any."""
+    return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
+
+
+def tables(result: dict[str, Any]) -> str:
+    """The finished runs in Markdown: p5 by length before and after, then what became of the rewards."""
+    arms: dict[str, list[dict[str, Any]]] = {}
+    for name, run in result["runs"].items():
+        if "without" in run:
+            arms.setdefault(name.split("-")[0], []).append(run)
+    every = [run for runs in arms.values() for run in runs]
+    half = result["options"]["held_out"] / 2
+    bins = [b[0] for b in every[0]["start"]["bins"] if b[5] >= half] if every else []
+    lines = [
+        f"| run, measured | {' | '.join(f'{b}-{b + 64}' for b in bins)} | mean acceptance |",
+        "|---" * (len(bins) + 2) + "|",
+    ]
+    rows = [("untrained", [run["start"] for run in arms.get("none", [])])]
+    rows += [
+        (f"{arm}, {kind} the adapter" if arm != "none" else arm, [run[kind] for run in runs])
+        for arm, runs in arms.items()
+        for kind in ("without", "with")
+        if kind in runs[0]
+    ]
+    for label, found in rows:
+        cells = []
+        for begin in bins:
+            of_bin = np.mean([next((b[2:5] for b in f["bins"] if b[0] == begin), [np.nan] * 3) for f in found], axis=0)
+            cells.append("{:.3f} [{:.3f}, {:.3f}]".format(*of_bin))
+        lines.append(f"| {label} | {' | '.join(cells)} | {np.mean([f['mean'] for f in found]):.4f} |")
+    lines += [
+        "",
+        "| run | reward, first and last 10 steps | held out: actor | held out: policy | p5 holds at step |",
+        "|---" * 5 + "|",
+    ]
+    for arm, runs in arms.items():
+        first, last = ([np.mean(run["reward"][part]) for run in runs] for part in (slice(10), slice(-10, None)))
+        actor = [run["with" if arm != "none" else "without"]["reward"] for run in runs]
+        started, policy = ([run[key]["reward"] for run in runs] for key in ("start", "dense"))
+        dense = [run["dense at the start"]["reward"] for run in runs]
+        holds = [run.get("moved_at") or first_holding(run["lowest_p5_low"]) for run in runs]
+        pairs = ((first, last), (started, actor), (dense, policy))
+        cells = [f"{np.mean(a):.3f} → {np.mean(b):.3f} ({', '.join(f'{x:.3f}' for x in b)})" for a, b in pairs]
+        lines.append(f"| {arm} | {' | '.join(cells)} | {', '.join(str(h or 'never') for h in holds)} |")
+    return "\n".join(lines)
+
+
+def first_holding(low: list[float], patience: int = 3) -> int | None:
+    """The first step from which the lowest bin's interval holds tau for ``patience`` steps in a row."""
+    holding = [all(x >= TAU for x in low[i : i + patience]) for i in range(len(low) - patience + 1)]
+    return holding.index(True) + 1 if any(holding) else None
 
 
 def device_name() -> str:
