@@ -319,7 +319,7 @@ def tables(result: dict[str, Any]) -> str:
         for kind in ("without", "with")
         if kind in runs[0]
     ]
-    for label, found in rows:
+    for label, found in (row for row in rows if row[1]):
         cells = []
         for begin in bins:
             of_bin = np.mean([next((b[2:5] for b in f["bins"] if b[0] == begin), [np.nan] * 3) for f in found], axis=0)
