@@ -140,9 +140,9 @@ def tune(T: int, G: int, k: int, kind: str) -> list[dict[str, Any]]:
         "key": lambda call: call.key_gradient(lse, delta, d_out, call.readers(selection)),
     }
     for what, work in works.items():
-        configs = product((32, 64, 128), (4, 8), (2, 3))
+        configs = product((32, 64, 128), (4, 8), (3, 4))
         if what == "key":
-            configs = product((32, 64), (32, 64, 128), (4, 8), (2, 3))
+            configs = product((32, 64), (32, 64, 128), (4, 8), (3,))
         for config in configs:
             call = Call(q, key, v, start, length, LAYOUT, D**-0.5, replace(Tiles(), **{what: config}))
             try:

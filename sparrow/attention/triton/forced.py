@@ -30,8 +30,8 @@ class Tiles:
     """
 
     forward: tuple[int, int, int] = (64, 4, 3)
-    query: tuple[int, int, int] = (64, 4, 3)
-    key: tuple[int, int, int, int] = (64, 64, 4, 3)
+    query: tuple[int, int, int] = (32, 4, 3)
+    key: tuple[int, int, int, int] = (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):

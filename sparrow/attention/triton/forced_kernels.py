@@ -140,11 +140,15 @@ def _early_tokens(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def _page_tokens(t, end, size, lists, masks, P: tl.constexpr):
+def _page_tokens(t, end, size, page, masks, P: tl.constexpr):
     """Of tokens of the listed pages laid end to end: position, where to read it, who keeps it (none from ``end``)."""
-    page = tl.load(lists + tl.minimum(t, end - 1) // P)
     position = page * P + t % P
     return position, tl.minimum(position, size - 1), tl.where(t < end, tl.load(masks + page), 0)
+
+
+@triton.jit
+def _page_ids(lists, t, end, P: tl.constexpr):
+    return tl.load(lists + tl.minimum(t, end - 1) // P)
 
 
 @triton.jit
@@ -152,8 +156,13 @@ def _attend(
     q_MD, k, v, lists, masks, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    for first in range(begin, end, BN):
-        token, source, mask = _page_tokens(first + tl.arange(0, BN), end, size, lists, masks, P)
+    # A tile's page ids are loaded one step before their use, so that the pipeline sees no chain of loads.
+    t = begin + tl.arange(0, BN)
+    page = _page_ids(lists, t, end, P)
+    for _ in range(begin, end, BN):
+        token, source, mask = _page_tokens(t, end, size, page, masks, P)
+        t += BN
+        page = _page_ids(lists, t, end, P)
         k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
         seen = (mask[None, :] & bit[:, None]) != 0
@@ -217,8 +226,13 @@ def _differentiate(
     q_MD, do_MD, k, v, lists, masks, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2,
     stride_k, stride_v, CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    for first in range(begin, end, BN):
-        token, source, mask = _page_tokens(first + tl.arange(0, BN), end, size, lists, masks, P)
+    # A tile's page ids are loaded one step before their use, so that the pipeline sees no chain of loads.
+    t = begin + tl.arange(0, BN)
+    page = _page_ids(lists, t, end, P)
+    for _ in range(begin, end, BN):
+        token, source, mask = _page_tokens(t, end, size, page, masks, P)
+        t += BN
+        page = _page_ids(lists, t, end, P)
         k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
         v_ND = _load_rows(v, source.to(tl.int64) * stride_v, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
@@ -363,11 +377,13 @@ def key_gradient_kernel(
         stat = (b * K * G + head) * T
         dk_ND = tl.zeros((KEYS, DP), tl.float32)
         dv_ND = tl.zeros((KEYS, DP), tl.float32)
-        for first in range(0, count, BT):
-            reader = first + row // GP
-            entry = tl.load(readers + tl.minimum(reader, count - 1))
+        reader = row // GP
+        entry = tl.load(readers + tl.minimum(reader, count - 1))
+        for _ in range(0, count, BT):
             position = entry >> PAGES
             kept = tl.where((reader < count) & (row % GP < G), entry, 0)
+            reader += BT
+            entry = tl.load(readers + tl.minimum(reader, count - 1))
             q_MD = _load_rows(q, position.to(tl.int64) * stride_q_token + head * stride_q_head, D, DP)
             do_MD = _load_rows(d_out, position.to(tl.int64) * stride_do_token + head * stride_do_head, D, DP)
             lse_M = tl.load(lse + stat + position)
