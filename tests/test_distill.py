@@ -18,7 +18,7 @@ from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train import distill
 from sparrow.train.config import DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from sparrow.train.distill import Adapter, bucket_kl, worst_positions
+from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_positions, worst_responses
 from sparrow.train.trainer import Trainer
 
 SCHEDULE = SparsitySchedule(top_k=(0,), bin_tokens=64, page_size=4, dense_layers=(0,))
@@ -173,6 +173,13 @@ def test_bucket_kl_by_hand_and_as_a_bound():
     assert (bucket_kl(full_p[:, :7], full_q[:, :7]) <= exact + 1e-5).all()
 
 
+def test_worst_responses_have_the_lowest_tail():
+    acceptance = [np.full(9, 0.9), np.array([0.2] + [1.0] * 8), np.full(3, 0.95), np.array([0.1] + [1.0] * 99)]
+    assert worst_responses(acceptance, 0.5) == [0, 1]
+    assert worst_responses(acceptance, 0.75) == [0, 1, 2]
+    assert worst_responses(acceptance, 0.01) == [1]
+
+
 def test_worst_positions_are_the_least_accepted():
     assert worst_positions(torch.tensor([0.9, 0.1, 0.5, 1.0]), 0.5).tolist() == [False, True, True, False]
     assert worst_positions(torch.tensor([0.9, 0.1]), 0.01).tolist() == [False, True]
@@ -182,6 +189,17 @@ def test_a_share_of_the_positions_trains(tmp_path):
     run(tmp_path, replace(ON, positions=0.25))
     row = metrics_of(tmp_path)[0]
     assert row["distill"]["tokens"] == round(row["response"]["tokens"] * 0.25)
+
+
+def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
+    scored = []
+    sparse = Distiller._sparse
+    monkeypatch.setattr(Distiller, "_sparse", lambda self, e, rows, c: scored.extend(rows) or sparse(self, e, rows, c))
+    trainer = run(tmp_path, replace(ON, responses=0.25))
+    assert len(scored) == len(set(scored)) == 4
+    row = metrics_of(tmp_path)[0]
+    assert 0 < row["distill"]["tokens"] <= 4 * 40 < row["response"]["tokens"]
+    assert trainer.distiller.optimizer.state, "phi was trained"
 
 
 def test_bad_input_is_one_sentence(tmp_path):

@@ -199,7 +199,10 @@ class DistillConfig:
     """Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone."""
 
     positions: float = 1.0
-    """Share of response tokens trained on, those with the lowest acceptance first."""
+    """Share of response tokens trained on, those with the lowest acceptance first; it hardly changes the cost."""
+
+    responses: float = 1.0
+    """Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it."""
 
     step_down: tuple[str, ...] = ()
     """Cheaper schedules to move to, in this order, once their p5 on the latest rollouts holds tau in every bin."""
@@ -218,6 +221,7 @@ class DistillConfig:
         trains = self.policy_loss or self.kl_coef > 0
         _require(trains, "distill.kl_coef", self.kl_coef, "above 0 without the policy loss")
         _require(0 < self.positions <= 1, "distill.positions", self.positions, "above 0 and at most 1")
+        _require(0 < self.responses <= 1, "distill.responses", self.responses, "above 0 and at most 1")
         _require(self.step_down_every >= 1, "distill.step_down_every", self.step_down_every, "at least 1")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -172,6 +172,12 @@ def worst_positions(acceptance: Tensor, share: float) -> Tensor:
     return chosen
 
 
+def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
+    """Indices of the ``share`` of responses with the lowest 5th percentile of acceptance, in order, at least one."""
+    count = max(1, round(share * len(acceptance)))
+    return sorted(np.argsort([np.percentile(a, 5) for a in acceptance], kind="stable")[:count].tolist())
+
+
 class Distiller:
     """Trains an ``Adapter`` after every update of the policy, and moves to cheaper schedules when it may.
 
@@ -211,9 +217,12 @@ class Distiller:
         old policy, plus ``kl_coef`` times the mean KL(dense || sparse) of the chosen tokens.
         """
         distill, accelerator = self.config.distill, self._accelerator
-        rows = range(len(experience.rollouts))
+        rows = worst_responses(assessment.accepted, distill.responses)
         accepted = torch.from_numpy(np.concatenate([assessment.accepted[i] for i in rows]))
-        chosen = worst_positions(accepted, distill.positions).split([len(experience.rollouts[i]) for i in rows])
+        chosen = [torch.zeros(len(r), dtype=torch.bool) for r in experience.rollouts]
+        parts_of_rows = worst_positions(accepted, distill.positions).split([len(chosen[i]) for i in rows])
+        for i, part in zip(rows, parts_of_rows, strict=True):
+            chosen[i] = part
         tokens = sum(int(c.sum()) for c in chosen)
         chosen_BT = pad([c.numpy() for c in chosen])
         normalizers = Normalizers(int(chosen_BT.any(1).sum()), tokens, self.config.rollout.max_new_tokens)
