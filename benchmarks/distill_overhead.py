@@ -35,6 +35,12 @@ SHAPE = dict(
     head_dim=128, vocab_size=151_936, tie_word_embeddings=True, max_position_embeddings=40_960,
 )  # fmt: skip
 PROMPT, TOP_N = 256, 20
+VARIANTS = {
+    "everything": dict(positions=1.0, responses=1.0),
+    "a_quarter_of_the_positions": dict(positions=0.25, responses=1.0),
+    "half_of_the_responses": dict(positions=1.0, responses=0.5),
+    "a_quarter_of_the_responses": dict(positions=1.0, responses=0.25),
+}
 
 
 def experience(tokens: int, responses: int) -> Experience:
@@ -89,35 +95,34 @@ def seconds(work: Any, repeats: int) -> dict[str, float]:
     }
 
 
-def measure(trainer: Trainer, step: Experience, assessment: Assessment, shares: list[float], repeats: int) -> dict:
+def measure(trainer: Trainer, step: Experience, assessment: Assessment, repeats: int) -> dict[str, Any]:
     distiller = trainer.distiller
     assert distiller is not None
     trainer.distiller = None
     dense = seconds(lambda: trainer._update(step, assessment), repeats)
     found: dict[str, Any] = {"dense_update": dense}
     trainer.distiller = distiller
-    for share in shares:
-        distiller.config = replace(distiller.config, distill=replace(distiller.config.distill, positions=share))
+    for name, shares in VARIANTS.items():
+        distiller.config = replace(distiller.config, distill=replace(distiller.config.distill, **shares))
         both = seconds(lambda: trainer._update(step, assessment), repeats)
-        found[f"with_phi_at_{share:g}"] = both | {"added": both["seconds"] / dense["seconds"] - 1}
+        found[name] = both | {"added": both["seconds"] / dense["seconds"] - 1}
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16_384, help="prompt and response together")
-    parser.add_argument("--responses", type=int, default=2)
+    parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.25], help="of positions trained on")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distill_overhead.json"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder)
         step = experience(options.tokens, options.responses)
         assessment = trainer._assess(step)[0]
-        found = measure(trainer, step, assessment, options.shares, options.repeats)
+        found = measure(trainer, step, assessment, options.repeats)
     result = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE,
         "layers": options.layers, "tokens": options.tokens, "responses": options.responses,

@@ -66,6 +66,8 @@ def teacher_forced(
         tiles: tiles to use in place of the default; for benchmarks.
     """
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
+    if not scale > 0:
+        raise ValueError(f"the softmax scale must be positive, got {scale}")
     q, k, v = map(_packed, (q_BHTD, k_BKTD, v_BKTD))
     rows = (start_B, length_B, prompt_B, top_k_BT)
     return _TeacherForced.apply(q, k, v, *rows, layout, scale, tiles or Tiles())

@@ -164,13 +164,13 @@ def _attend(
         t += BN
         page = _page_ids(lists, t, end, P)
         k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
-        logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
+        logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         logit = tl.where(seen, logit, float("-inf"))
-        highest = tl.maximum(maximum, tl.max(logit, 1))
-        weight = tl.exp2(logit - highest[:, None])
+        highest = tl.maximum(maximum, tl.max(logit, 1) * scale_log2)
+        weight = tl.exp2(logit * scale_log2 - highest[:, None])
         shrink = tl.exp2(maximum - highest)
         v_ND = _load_rows(v, source.to(tl.int64) * stride_v, D, DP)
         acc = acc * shrink[:, None] + tl.dot(weight.to(v_ND.dtype), v_ND, input_precision="ieee")
