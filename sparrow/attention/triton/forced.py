@@ -39,7 +39,7 @@ class Selection(NamedTuple):
 
     Attributes:
         masks: int32 ``[B * K, tiles, N]``; bit i is set where position ``tile * BT + i`` keeps the page.
-        lists: int32 ``[B * K, tiles, N]``; the pages that some position of the tile keeps, in order.
+        lists: int64 ``[B * K, tiles, N]``; the pages that some position of the tile keeps, in order, with their masks.
         counts: int32 ``[B * K, tiles]``; how many those are.
     """
 
@@ -134,6 +134,10 @@ class Call:
         # Wider elements get proportionally smaller steps.
         self.narrow = max(1, self.heads["DP"] * q.element_size() // 256)
 
+    def pages_of(self, tokens: int) -> int:
+        """Pages in a step of ``tokens``, at least as many as fill a tensor core's tile."""
+        return max(1, tokens // self.narrow // self.layout.page_size, 16 // self.layout.page_size)
+
     def select(self, prompt: Tensor, top_k: Tensor) -> Selection:
         """Ranks the pages for every position, some positions at a time."""
         layout, device, N = self.layout, self.q.device, self.N
@@ -142,7 +146,7 @@ class Call:
         marks = self.k.new_empty(self.items, N, self.heads["D"])
         selection = Selection(
             torch.zeros(self.items, self.tile_count, N, dtype=torch.int32, device=device),
-            torch.empty(self.items, self.tile_count, N, dtype=torch.int32, device=device),
+            torch.empty(self.items, self.tile_count, N, dtype=torch.int64, device=device),
             torch.empty(self.items, self.tile_count, dtype=torch.int32, device=device),
         )
         kernels.landmark_kernel[(triton.cdiv(N, 16), self.items)](
@@ -178,9 +182,9 @@ class Call:
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
         tokens, warps, stages = self.tiles.forward
         kernels.forward_kernel[(self.tile_count, self.items)](
-            self.q, self.k, self.v, out, lse, self.start, self.length, *selection, self.log2_scale,
-            *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3], T, self.N,
-            self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow),
+            self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.counts,
+            self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3],
+            T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, NP=self.pages_of(tokens),
             num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return out, lse
@@ -190,10 +194,10 @@ class Call:
         d_q, delta = torch.zeros_like(self.q), torch.empty_like(lse)
         tokens, warps, stages = self.tiles.query
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
-            self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, *selection,
-            self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
-            *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N, self.tile_count, **self.heads,
-            P=self.layout.page_size, BT=self.BT, BN=max(16, tokens // self.narrow),
+            self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, selection.lists,
+            selection.counts, self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3],
+            *self.v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N,
+            self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, NP=self.pages_of(tokens),
             num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return d_q, delta
@@ -257,6 +261,8 @@ def _check(
         )
     if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if any(x.shape[1] * x.stride(1) >= 2**31 or T * x.stride(2) >= 2**31 for x in (q, k, v)):
+        raise ValueError(f"sequences of {T} columns are beyond 32-bit offsets; split the batch or the heads")
     for name, x, shape in (
         ("start_B", start, (B,)),
         ("length_B", length, (B,)),

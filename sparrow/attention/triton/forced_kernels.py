@@ -110,7 +110,10 @@ def tile_kernel(
     kept, masks, lists, counts, length, first, N, TILES,
     K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose mask is not empty."""
+    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose mask is not empty.
+
+    An entry of the list has the page in its lower half and the mask in its upper half.
+    """
     item = tl.program_id(1).to(tl.int64)
     size = tl.load(length + item // K).to(tl.int32)
     tile = first // BT + tl.program_id(0)
@@ -127,43 +130,42 @@ def tile_kernel(
             n = w * 32 + tl.arange(0, BW * 32)
             tl.store(masks + place + n, mask, mask=n < N)
             listed = (mask != 0).to(tl.int32)
-            tl.store(lists + place + count + tl.cumsum(listed, 0) - listed, n, mask=mask != 0)
+            entry = n.to(tl.int64) | (mask.to(tl.int64) << 32)
+            tl.store(lists + place + count + tl.cumsum(listed, 0) - listed, entry, mask=mask != 0)
             count += tl.sum(listed, 0)
     tl.store(counts + item * TILES + tile, count)
 
 
 @triton.jit
-def _early_tokens(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Tokens of listed pages that lie wholly before a tile; the list goes on with the tile's own pages, all of them."""
+def _early_pages(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
+    """Listed pages that lie wholly before a tile; the list goes on with the tile's own pages, all of them."""
     last = tl.minimum(tile * BT + BT, size) - 1
-    return (count - (last // P + 1 - (tile * BT + 1) // P)) * P
+    return count - (last // P + 1 - (tile * BT + 1) // P)
 
 
 @triton.jit
-def _page_tokens(t, end, size, page, masks, P: tl.constexpr):
-    """Of tokens of the listed pages laid end to end: position, where to read it, who keeps it (none from ``end``)."""
-    position = page * P + t % P
-    return position, tl.minimum(position, size - 1), tl.where(t < end, tl.load(masks + page), 0)
-
-
-@triton.jit
-def _page_ids(lists, t, end, P: tl.constexpr):
-    return tl.load(lists + tl.minimum(t, end - 1) // P)
+def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
+    """Positions of the tokens of NP listed pages, laid end to end, and who keeps them: nobody beyond ``end``."""
+    token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
+    mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
+    mask = tl.broadcast_to(mask[:, None], (NP, P))
+    return tl.reshape(token, (NP * P,)), tl.reshape(mask, (NP * P,))
 
 
 @triton.jit
 def _attend(
-    q_MD, k, v, lists, masks, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
-    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
+    q_MD, k, v, lists, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
+    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    # A tile's page ids are loaded one step before their use, so that the pipeline sees no chain of loads.
-    t = begin + tl.arange(0, BN)
-    page = _page_ids(lists, t, end, P)
-    for _ in range(begin, end, BN):
-        token, source, mask = _page_tokens(t, end, size, page, masks, P)
-        t += BN
-        page = _page_ids(lists, t, end, P)
-        k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
+    # Entries are loaded one step before their use, so that the pipeline sees no chain of loads.
+    slot = begin + tl.arange(0, NP)
+    entry = tl.load(lists + tl.minimum(slot, end - 1))
+    for _ in range(begin, end, NP):
+        token, mask = _tokens(entry, slot, end, NP, P)
+        slot += NP
+        entry = tl.load(lists + tl.minimum(slot, end - 1))
+        source = tl.minimum(token, size - 1) if CAUSAL else token
+        k_ND = _load_rows(k, source * stride_k, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
@@ -172,8 +174,8 @@ def _attend(
         highest = tl.maximum(maximum, tl.max(logit, 1) * scale_log2)
         weight = tl.exp2(logit * scale_log2 - highest[:, None])
         shrink = tl.exp2(maximum - highest)
-        v_ND = _load_rows(v, source.to(tl.int64) * stride_v, D, DP)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v_ND.dtype), v_ND, input_precision="ieee")
+        v_ND = _load_rows(v, source * stride_v, D, DP)
+        acc = tl.dot(weight.to(v_ND.dtype), v_ND, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
     return acc, total, maximum
@@ -181,11 +183,11 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, start, length, masks, lists, counts, scale_log2,
+    q, k, v, out, lse, start, length, lists, counts, scale_log2,
     stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
     stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token, T, N, TILES,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile to its pages; also the base-2 logarithm of each row's softmax denominator."""
     tile = TILES - 1 - tl.program_id(0)  # the longest first
@@ -199,19 +201,19 @@ def forward_kernel(
         q_MD = _load_rows(q + b * stride_q_row, (base + position) * stride_q_token + head * stride_q_head, D, DP)
         k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
         v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
-        place = (item * TILES + tile) * N
+        lists += (item * TILES + tile) * N
         count = tl.load(counts + item * TILES + tile)
         maximum = tl.full((BT * GP,), -1e30, tl.float32)
         total = tl.zeros((BT * GP,), tl.float32)
         acc = tl.zeros((BT * GP, DP), tl.float32)
-        early = _early_tokens(tile, size, count, P, BT)
+        early = _early_pages(tile, size, count, P, BT)
         acc, total, maximum = _attend(
-            q_MD, k, v, lists + place, masks + place, 0, early, size, bit, position, acc, total, maximum,
-            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, BN,
+            q_MD, k, v, lists, 0, early, size, bit, position, acc, total, maximum,
+            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
         )  # fmt: skip
         acc, total, maximum = _attend(
-            q_MD, k, v, lists + place, masks + place, early, count * P, size, bit, position, acc, total, maximum,
-            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, BN,
+            q_MD, k, v, lists, early, count, size, bit, position, acc, total, maximum,
+            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
         )  # fmt: skip
         d = tl.arange(0, DP)
         place = (base + position) * stride_out_token + head * stride_out_head
@@ -223,18 +225,18 @@ def forward_kernel(
 
 @triton.jit
 def _differentiate(
-    q_MD, do_MD, k, v, lists, masks, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2,
-    stride_k, stride_v, CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr,
+    q_MD, do_MD, k, v, lists, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2, stride_k, stride_v,
+    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    # A tile's page ids are loaded one step before their use, so that the pipeline sees no chain of loads.
-    t = begin + tl.arange(0, BN)
-    page = _page_ids(lists, t, end, P)
-    for _ in range(begin, end, BN):
-        token, source, mask = _page_tokens(t, end, size, page, masks, P)
-        t += BN
-        page = _page_ids(lists, t, end, P)
-        k_ND = _load_rows(k, source.to(tl.int64) * stride_k, D, DP)
-        v_ND = _load_rows(v, source.to(tl.int64) * stride_v, D, DP)
+    slot = begin + tl.arange(0, NP)
+    entry = tl.load(lists + tl.minimum(slot, end - 1))
+    for _ in range(begin, end, NP):
+        token, mask = _tokens(entry, slot, end, NP, P)
+        slot += NP
+        entry = tl.load(lists + tl.minimum(slot, end - 1))
+        source = tl.minimum(token, size - 1) if CAUSAL else token
+        k_ND = _load_rows(k, source * stride_k, D, DP)
+        v_ND = _load_rows(v, source * stride_v, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
         seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
@@ -242,18 +244,18 @@ def _differentiate(
         weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
         d_weight = tl.dot(do_MD, tl.trans(v_ND), input_precision="ieee")
         d_logit = weight * (d_weight - delta_M[:, None])
-        acc += tl.dot(d_logit.to(k_ND.dtype), k_ND, input_precision="ieee")
+        acc = tl.dot(d_logit.to(k_ND.dtype), k_ND, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, out, d_out, d_q, lse, delta, start, length, masks, lists, counts, scale, scale_log2,
+    q, k, v, out, d_out, d_q, lse, delta, start, length, lists, counts, scale, scale_log2,
     stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
     stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token,
     stride_do_row, stride_do_head, stride_do_token, stride_dq_row, stride_dq_head, stride_dq_token, T, N, TILES,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr,
+    BT: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Gradient of one tile's queries, over the same pages; also ``delta``, each row's output times its gradient."""
     tile = TILES - 1 - tl.program_id(0)
@@ -274,17 +276,17 @@ def query_gradient_kernel(
         tl.store(delta + stat, delta_M, mask=inside)
         k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
         v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
-        place = (item * TILES + tile) * N
+        lists += (item * TILES + tile) * N
         count = tl.load(counts + item * TILES + tile)
         acc = tl.zeros((BT * GP, DP), tl.float32)
-        early = _early_tokens(tile, size, count, P, BT)
+        early = _early_pages(tile, size, count, P, BT)
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists + place, masks + place, 0, early, size, bit, position, lse_M, delta_M, acc,
-            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, BN,
+            q_MD, do_MD, k, v, lists, 0, early, size, bit, position, lse_M, delta_M, acc,
+            scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
         )  # fmt: skip
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists + place, masks + place, early, count * P, size, bit, position, lse_M, delta_M, acc,
-            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, BN,
+            q_MD, do_MD, k, v, lists, early, count, size, bit, position, lse_M, delta_M, acc,
+            scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
         )  # fmt: skip
         d = tl.arange(0, DP)
         place = column * stride_dq_token + head * stride_dq_head
@@ -377,15 +379,16 @@ def key_gradient_kernel(
         stat = (b * K * G + head) * T
         dk_ND = tl.zeros((KEYS, DP), tl.float32)
         dv_ND = tl.zeros((KEYS, DP), tl.float32)
-        reader = row // GP
+        reader = tl.arange(0, BT)
         entry = tl.load(readers + tl.minimum(reader, count - 1))
         for _ in range(0, count, BT):
-            position = entry >> PAGES
-            kept = tl.where((reader < count) & (row % GP < G), entry, 0)
+            kept = tl.where((reader < count)[:, None] & (tl.arange(0, GP) < G)[None, :], entry[:, None], 0)
+            kept = tl.reshape(kept, (BT * GP,))
+            position = tl.reshape(tl.broadcast_to((entry >> PAGES)[:, None], (BT, GP)), (BT * GP,))
             reader += BT
             entry = tl.load(readers + tl.minimum(reader, count - 1))
-            q_MD = _load_rows(q, position.to(tl.int64) * stride_q_token + head * stride_q_head, D, DP)
-            do_MD = _load_rows(d_out, position.to(tl.int64) * stride_do_token + head * stride_do_head, D, DP)
+            q_MD = _load_rows(q, position * stride_q_token + head * stride_q_head, D, DP)
+            do_MD = _load_rows(d_out, position * stride_do_token + head * stride_do_head, D, DP)
             lse_M = tl.load(lse + stat + position)
             delta_M = tl.load(delta + stat + position)
             logit = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee") * scale_log2
