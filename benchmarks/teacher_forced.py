@@ -21,7 +21,6 @@ import json
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,11 @@ from sparrow.attention.triton.forced import Call, Selection, Tiles
 K, D, LAYOUT = 8, 128, PageLayout()
 CASES = [(32_768, 2, 253), (32_768, 4, 253), (32_768, 2, 125), (16_384, 2, 253), (16_384, 2, 125), (65_536, 2, 253)]
 KINDS = ("same", "drifting", "independent")
+SWEEP: dict[str, list[tuple[int, ...]]] = {
+    "forward": [(32, 4, 3), (64, 4, 3), (128, 4, 3), (64, 4, 2)],
+    "query": [(32, 4, 3), (64, 4, 3), (32, 4, 4), (64, 4, 2)],
+    "key": [(32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 3), (64, 128, 8, 3)],
+}
 DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -140,9 +144,7 @@ def tune(T: int, G: int, k: int, kind: str) -> list[dict[str, Any]]:
         "key": lambda call: call.key_gradient(lse, delta, d_out, call.readers(selection)),
     }
     for what, work in works.items():
-        configs = product((32, 64, 128), (4, 8), (3, 4))
-        if what == "key":
-            configs = product((32, 64), (32, 64, 128), (4, 8), (3,))
+        configs = SWEEP[what]
         for config in configs:
             call = Call(q, key, v, start, length, LAYOUT, D**-0.5, replace(Tiles(), **{what: config}))
             try:
@@ -159,12 +161,11 @@ def main() -> None:
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/teacher_forced.json"))
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the cases")
-    parser.add_argument("--group", type=int, default=2, help="query heads per kv head in the sweep")
     options = parser.parse_args()
     device = torch.cuda.get_device_name()
     result: dict[str, Any] = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "cases": []}
     if options.tune:
-        result["tune"] = tune(32_768, options.group, 253, "drifting")
+        result["tune"] = [x for G in (2, 4) for x in tune(32_768, G, 253, "drifting")]
     for T, G, k in CASES[: 0 if options.tune else options.cases]:
         case: dict[str, Any] = {"T": T, "G": G, "top_k": k, "dense": {}, "sparse": {}}
         tensors = inputs("independent", T, G)
