@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import forced_kernels as kernels
+from sparrow.attention.triton.tuning import device_limits
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
@@ -131,12 +132,15 @@ class Call:
         self.runs = triton.cdiv(self.N, self.run_pages)
         self.heads = dict(K=self.K, G=H // self.K, GP=GP, D=D, DP=max(16, triton.next_power_of_2(D)))
         self.more_warps = 2 if self.BT * GP > 64 or q.element_size() > 2 else 1
-        # Wider elements get proportionally smaller steps.
-        self.narrow = max(1, self.heads["DP"] * q.element_size() // 256)
+        self.row_bytes = self.heads["DP"] * q.element_size()
+        self.shared_memory = device_limits(q.device).shared_memory - 4096
 
-    def pages_of(self, tokens: int) -> int:
-        """Pages in a step of ``tokens``, at least as many as fill a tensor core's tile."""
-        return max(1, tokens // self.narrow // self.layout.page_size, 16 // self.layout.page_size)
+    def step(self, rows: int, resident: int, stages: int) -> int:
+        """Rows of two tensors that a step of a loop takes: fewer if they are wide, or the device's memory is small."""
+        rows = rows * 256 // max(256, self.row_bytes)
+        while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
+            rows //= 2
+        return max(16, rows)
 
     def select(self, prompt: Tensor, top_k: Tensor) -> Selection:
         """Ranks the pages for every position, some positions at a time."""
@@ -155,7 +159,7 @@ class Call:
         )  # fmt: skip
         scores = torch.empty(self.items * C * N, dtype=torch.float32, device=device)
         kept = torch.empty(self.items * C * triton.next_power_of_2(max(N, 32)) // 32, dtype=torch.int32, device=device)
-        BN = 128 // self.narrow
+        BN = self.step(128, self.BT * self.heads["GP"], 1)
         for first in range(0, self.T, C):
             pages = min(N, triton.cdiv(first + C, P))
             block = triton.next_power_of_2(max(pages, 32))
@@ -181,11 +185,12 @@ class Call:
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
         tokens, warps, stages = self.tiles.forward
+        tokens = self.step(tokens, self.BT * self.heads["GP"], stages)
         kernels.forward_kernel[(self.tile_count, self.items)](
             self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.counts,
             self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3],
-            T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, NP=self.pages_of(tokens),
-            num_warps=warps * self.more_warps, num_stages=stages,
+            T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
+            NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return out, lse
 
@@ -193,12 +198,13 @@ class Call:
         """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its gradient."""
         d_q, delta = torch.zeros_like(self.q), torch.empty_like(lse)
         tokens, warps, stages = self.tiles.query
+        tokens = self.step(tokens, 2 * self.BT * self.heads["GP"], stages)
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
             self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, selection.lists,
             selection.counts, self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3],
             *self.v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N,
-            self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT, NP=self.pages_of(tokens),
-            num_warps=warps * self.more_warps, num_stages=stages,
+            self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
+            NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return d_q, delta
 
@@ -209,12 +215,13 @@ class Call:
         d_k, d_v = torch.zeros_like(self.k), torch.zeros_like(self.v)
         rows, _, warps, stages = self.tiles.key
         P = self.layout.page_size
+        keys = max(16, P * self.run_pages)
+        rows = self.step(rows, 2 * keys, stages)
         kernels.key_gradient_kernel[(self.runs, self.items)](
             self.q, self.k, self.v, d_out, d_k, d_v, lse, delta, self.start, self.length, *readers,
             self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
             *d_out.stride()[:3], *d_k.stride()[:3], *d_v.stride()[:3], self.T, self.runs, **self.heads, P=P,
-            PAGES=self.run_pages, KEYS=max(16, P * self.run_pages),
-            BT=max(1, rows // self.narrow // self.heads["GP"]), num_warps=warps, num_stages=stages,
+            PAGES=self.run_pages, KEYS=keys, BT=rows // self.heads["GP"], num_warps=warps, num_stages=stages,
         )  # fmt: skip
         return d_k, d_v
 
