@@ -48,8 +48,9 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
         f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={{sparrow: {schedule}}}",
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_is_threshold=2.0",
-        # No compiler is needed like this; whole-model graphs for decode steps.
+        # Nothing to compile; whole-model graphs for decode steps.
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}",
+        "actor_rollout_ref.rollout.cudagraph_capture_sizes=[8, 16, 32, 64, 128]",
         "algorithm.adv_estimator=grpo",
         f"data.train_files={folder}/train.parquet",
         f"data.val_files={folder}/train.parquet",
@@ -72,7 +73,7 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.rollout.n=8",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
-        "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
         "actor_rollout_ref.rollout.max_model_len=1024",
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=65536",
@@ -117,7 +118,7 @@ def main() -> None:
         datasets.Dataset.from_list(rows).to_parquet(folder / "train.parquet")
         command = [sys.executable, "-m", "verl.trainer.main_ppo"]
         command += overrides(folder, arguments.steps, arguments.lines, arguments.prompts)
-        log = folder / "log.jsonl"
+        log = arguments.out.absolute().with_suffix(".jsonl")
         modules = {"VERL_USE_EXTERNAL_MODULES": "sparrow.integrations.verl", "VERL_FILE_LOGGER_PATH": str(log)}
         done = subprocess.run(command, env=os.environ | modules)
         steps = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -25,6 +25,7 @@ from sparrow.engines.vllm import config as vllm_config
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics, read_fraction
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
+from sparrow.mismatch import MismatchReport
 from sparrow.schedule import SparsitySchedule
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class SparseGRPOTrainer(Trainer):
     Every ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at least one per
     process, get another dense forward pass, from which follow bounds on every token's acceptance rate. Logged are
     ``sparrow/*`` as ``sparrow.integrations.metrics`` names them, pooled over processes, and on every log the share of
-    cached tokens that was read.
+    cached tokens that was read. The last measurement is kept as ``report``, for a controller that calls
+    ``set_schedule``.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
@@ -55,6 +57,8 @@ class SparseGRPOTrainer(Trainer):
     Raises:
         ConfigError: TRL generates without vLLM, or its vLLM decodes densely.
     """
+
+    report: MismatchReport | None = None
 
     def __init__(
         self,
@@ -106,8 +110,9 @@ class SparseGRPOTrainer(Trainer):
         if self.model.training:
             logs |= read_fraction(self._rpc("sparrow_counters"))
             if self._measured:
-                logs |= mismatch_metrics(pool(gather_object(self._measured), self.schedule.bin_tokens))
+                self.report = pool(gather_object(self._measured), self.schedule.bin_tokens)
                 self._measured = []
+                logs |= mismatch_metrics(self.report)
         super().log(logs, *args, **kwargs)
 
     def _is_measured(self) -> bool:
