@@ -46,6 +46,7 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
         "trainer.v1.trainer_mode=sparrow",
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM",
         f"+actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={{sparrow: {schedule}}}",
+        "+trainer.v1.sparrow={probe_every: 5, sequences: 32}",
         "algorithm.rollout_correction.rollout_is=token",
         "algorithm.rollout_correction.rollout_is_threshold=2.0",
         # Nothing to compile; whole-model graphs for decode steps.

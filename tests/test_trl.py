@@ -15,6 +15,7 @@ from conftest import tiny_model
 
 from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics, read_fraction
 from sparrow.mismatch import mismatch_report
 from sparrow.schedule import SparsitySchedule
@@ -99,6 +100,12 @@ def test_nothing_is_asked_for_between_measurements():
     assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
 
 
+def test_images_are_refused_rather_than_measured_without():
+    generation = adapter.Recording(Generation(), 2, 2, lambda: True)
+    with pytest.raises(ConfigError, match="measured on text only"):
+        generation.generate([[1]], [["an image"]], 1)
+
+
 def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
     monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
     model = tiny_model()
@@ -138,7 +145,7 @@ def test_a_server_without_sparrow_is_refused():
         accelerator=SimpleNamespace(is_main_process=True),
         vllm_generation=SimpleNamespace(vllm_client=client),
     )
-    with pytest.raises(Exception, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"):
+    with pytest.raises(ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"):
         adapter.SparseGRPOTrainer._rpc(trainer, "sparrow_describe")
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from sparrow.errors import ConfigError
+from sparrow.measure import TokenAcceptance
 from sparrow.schedule import SparsitySchedule
 
 verl = pytest.importorskip("verl")
@@ -23,7 +24,8 @@ SCHEDULE = SparsitySchedule.fixed(4, bin_tokens=32, dense_layers=(0,))
 def configuration(**rollout):
     return {
         "algorithm": {"rollout_correction": {"bypass_mode": False}},
-        "actor_rollout_ref": {"rollout": {"calculate_log_probs": True, **rollout}},
+        "actor_rollout_ref": {"rollout": {"calculate_log_probs": True, "temperature": 1.0, **rollout}},
+        "trainer": {"v1": {"sparrow": {"probe_every": 5}}},
     }
 
 
@@ -89,6 +91,8 @@ def test_what_could_not_be_compared_is_refused(monkeypatch):
         adapter.requested(configuration())
     with pytest.raises(ConfigError, match="calculate_log_probs=True"):
         adapter.requested(configuration(calculate_log_probs=False))
+    with pytest.raises(ConfigError, match=r"temperature=0\.7; leave out"):
+        adapter.requested(configuration(temperature=0.7))
     bypassed = configuration() | {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
     with pytest.raises(ConfigError, match="bypass_mode=False"):
         adapter.requested(bypassed)
@@ -102,10 +106,33 @@ def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
     q = torch.log(torch.tensor([0.5, 0.5, 1.0, 1.0, 0.8]))
     p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
     metrics = adapter.sampled_metrics(SCHEDULE, [torch.zeros(29)], [mask], [q], [p])
-    assert metrics["sparrow/acceptance_mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
+    assert metrics["sparrow/sampled/acceptance_mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
     # 29 and 30 cached tokens end in the page up to 32, 33 in that up to 48: both in the second bin of 32.
-    assert metrics["sparrow/p5_floor/32-64"] == metrics["sparrow/p5_floor"] == pytest.approx(0.5)
-    assert not any(math.isnan(value) for value in metrics.values()) and "sparrow/p5_floor/32-64/low" not in metrics
+    assert metrics["sparrow/sampled/p5_floor/32-64"] == metrics["sparrow/sampled/p5_floor"] == pytest.approx(0.5)
+    assert (
+        not any(math.isnan(value) for value in metrics.values()) and "sparrow/sampled/p5_floor/32-64/low" not in metrics
+    )
+
+
+def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
+    """After the step's weights are there, with prompts of the step; logged beside the step's own metrics."""
+    asked, logged = [], {}
+
+    def probe(urls, prompts, schedule, max_new_tokens):
+        asked.append((urls, prompts, schedule, max_new_tokens))
+        return [TokenAcceptance(np.full(4, x), np.ones(4), np.arange(4)) for x in (0.5, 0.9)]
+
+    monkeypatch.setattr(adapter, "probe", probe)
+    trainer = adapter.SparsePPOTrainer(composed.copy())
+    trainer.schedule, trainer._prompts, trainer.timing_raw = SCHEDULE, [[1, 2], [3]], {}
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: asked.append(step))
+    trainer.llm_server_manager = SimpleNamespace(get_addresses=lambda: ["10.0.0.1:8000"])
+    trainer.logger = SimpleNamespace(log=lambda data, step: logged.update({step: data}))
+    for trainer.global_steps in (4, 5):
+        trainer.on_step_end()
+    assert asked == [4, 5, (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)]
+    assert list(logged) == [5] and logged[5]["sparrow/p5"] == 0.5 and logged[5]["sparrow/acceptance_mean"] == 0.7
+    assert trainer.report.n_sequences == 2
 
 
 @pytest.fixture(scope="module")
@@ -187,9 +214,11 @@ def test_verls_own_step_is_measured_in_its_transfer_queue(cluster, composed):
 
     trainer = adapter.SparsePPOTrainer(composed.copy())
     trainer.schedule = SCHEDULE
+    trainer._sequences = 1
     trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=compute_log_prob)
     metrics = {}
     trainer._compute_old_log_prob(batch, metrics)
+    assert trainer._prompts == [[1] * 20]
     assert "training/rollout_probs_diff_mean" in metrics  # verl's own
     real = [0, 2]
     wanted = adapter.sampled_metrics(

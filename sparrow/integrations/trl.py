@@ -108,7 +108,7 @@ class SparseGRPOTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """See ``transformers.Trainer``; adds what was measured since the last log of the training."""
         if self.model.training:
-            logs |= read_fraction(self._rpc("sparrow_counters"))
+            logs |= read_fraction(gather_object(self._rpc("sparrow_counters")))
             if self._measured:
                 self.report = pool(gather_object(self._measured), self.schedule.bin_tokens)
                 self._measured = []
@@ -149,14 +149,22 @@ class Recording:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generation, name)
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-        """See ``VLLMGeneration.generate``."""
+    def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
+        """See ``VLLMGeneration.generate``.
+
+        Raises:
+            ConfigError: images, which the policy's pass would not see.
+        """
         generation = self._generation
         if not self._wanted():
-            return generation.generate(*args, **kwargs)
+            return generation.generate(prompts, images, num_generations, profiler)
+        if images is not None:
+            raise ConfigError(
+                "acceptance is measured on text only; with images use GRPOTrainer and set SPARROW_SCHEDULE yourself"
+            )
         asked, generation.logprobs = generation.logprobs, self._top_n
         try:
-            prompts, responses, logprobs, ids = generation.generate(*args, **kwargs)
+            prompts, responses, logprobs, ids = generation.generate(prompts, images, num_generations, profiler)
         finally:
             generation.logprobs = asked
         spread = np.linspace(0, len(responses) - 1, min(self._sequences, len(responses))).round().astype(int)

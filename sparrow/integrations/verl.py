@@ -4,12 +4,16 @@
         trainer.v1.trainer_mode=sparrow ...
 
 Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM for the sampled tokens' log-probs only,
-so what is logged is what these can tell (``sparrow.mismatch.sampled``):
+so what is logged of every step is what these can tell (``sparrow.mismatch.sampled``):
 
-sparrow/acceptance_mean    mean acceptance
-sparrow/p5_floor           the least floor under the 5th percentile of acceptance of any length bin
-sparrow/p5_floor/START-END that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at least
-                           two sequences reach the bin
+sparrow/sampled/acceptance_mean    mean acceptance
+sparrow/sampled/p5_floor           the least floor under the 5th percentile of acceptance of any length bin
+sparrow/sampled/p5_floor/START-END that of one bin; /low and /high are its 95 % interval, resampled by sequence, where
+                                   at least two sequences reach the bin
+
+p5 itself takes responses of its own, sampled with top-20 lists over the HTTP of verl's vLLM servers (``probe``) once
+the step's weights are there: every ``+trainer.v1.sparrow.probe_every`` steps ``+trainer.v1.sparrow.sequences`` of them
+(32 by default; without the first none), logged as ``sparrow.integrations.metrics`` names them.
 
 Shapes: B responses, T tokens.
 """
@@ -30,7 +34,10 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from sparrow.engines.vllm import config as vllm_config
 from sparrow.errors import ConfigError
-from sparrow.mismatch import sampled_acceptance, tail_floor_by_bin
+from sparrow.integrations.metrics import mismatch_metrics
+from sparrow.integrations.probe import probe
+from sparrow.measure import pool
+from sparrow.mismatch import MismatchReport, sampled_acceptance, tail_floor_by_bin
 from sparrow.schedule import SparsitySchedule
 
 if TYPE_CHECKING:
@@ -45,6 +52,8 @@ FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 class SparsePPOTrainer(Trainer):
     """``PPOTrainerSync`` whose replicas decode under a schedule; the metrics are in the module's docstring.
 
+    The last probe is kept as ``report``, for a controller that calls ``set_schedule``.
+
     The schedule is the one given to vLLM: ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``,
     or ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
 
@@ -53,8 +62,12 @@ class SparsePPOTrainer(Trainer):
     """
 
     schedule: SparsitySchedule
+    report: MismatchReport | None = None
 
     def __init__(self, config: Any) -> None:
+        options = config.trainer.v1.get("sparrow", {})
+        self._probe_every, self._sequences = options.get("probe_every", 0), options.get("sequences", 32)
+        self._prompts: list[list[int]] = []
         config.trainer.v1.trainer_mode = "sync"  # what this is to the rest of verl, which goes by that name
         super().__init__(config)
 
@@ -63,6 +76,16 @@ class SparsePPOTrainer(Trainer):
         self.schedule = requested(OmegaConf.to_container(self.config, resolve=True))
         super().on_init_end()
         self.set_schedule(self.schedule)
+
+    def on_step_end(self) -> None:
+        """See ``PPOTrainer``; the replicas are awake now, with the weights of this step."""
+        super().on_step_end()
+        if self._probe_every and self.global_steps % self._probe_every == 0:
+            urls = [f"http://{address}" for address in self.llm_server_manager.get_addresses()]
+            response_tokens = self.config.actor_rollout_ref.rollout.response_length
+            found = probe(urls, self._prompts, self.schedule, response_tokens)
+            self.report = pool(found, self.schedule.bin_tokens)
+            self.logger.log(data=mismatch_metrics(self.report), step=self.global_steps)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Have every replica decode under other page counts from now on; call it while they are awake and idle.
@@ -79,6 +102,8 @@ class SparsePPOTrainer(Trainer):
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
         real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         columns = [list(data[field].unbind()) for field in FIELDS]
+        spread = np.linspace(0, len(real) - 1, min(self._sequences, len(real))).round().astype(int)
+        self._prompts = [columns[0][real[i]].tolist() for i in spread]
         metrics |= sampled_metrics(self.schedule, *([column[i] for i in real] for column in columns))
         return batch
 
@@ -92,6 +117,11 @@ def requested(config: Mapping[str, Any]) -> SparsitySchedule:
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
         raise ConfigError("the actor's log-probs are wanted; set actor_rollout_ref.rollout.calculate_log_probs=True")
+    if config["trainer"]["v1"].get("sparrow", {}).get("probe_every") and rollout["temperature"] != 1:
+        raise ConfigError(
+            f"the probe measures at temperature 1, but actor_rollout_ref.rollout.temperature={rollout['temperature']}; "
+            "leave out trainer.v1.sparrow.probe_every"
+        )
     if (config["algorithm"].get("rollout_correction") or {}).get("bypass_mode"):
         raise ConfigError(
             "bypass_mode takes the actor's log-probs for the policy's, so nothing is left to compare; "
@@ -143,8 +173,11 @@ def sampled_metrics(
         sequence.append(np.full(len(sampled[-1]), i))
     s = np.concatenate(sampled)
     bins = tail_floor_by_bin(s, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens)
-    metrics = {"sparrow/acceptance_mean": float(s.mean()), "sparrow/p5_floor": min(b.estimate for b in bins)}
+    metrics = {
+        "sparrow/sampled/acceptance_mean": float(s.mean()),
+        "sparrow/sampled/p5_floor": min(b.estimate for b in bins),
+    }
     for b in bins:
-        name = f"sparrow/p5_floor/{b.start}-{b.end}"
+        name = f"sparrow/sampled/p5_floor/{b.start}-{b.end}"
         metrics |= {name: b.estimate, f"{name}/low": b.lower, f"{name}/high": b.upper}
     return {name: value for name, value in metrics.items() if not isnan(value)}

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("vllm.version")
 pytest.importorskip("vllm.entrypoints.launchers.app", reason="the packages vLLM's server needs", exc_type=ImportError)
 
+from conftest import VOCAB
 from tiny_vllm import OPTIONS, SMALL, checkpoint, discoverable, logprob_gap, prompts, same_tokens, tiny_model
 
 from sparrow import SparsitySchedule
@@ -88,3 +89,22 @@ def test_a_server_is_an_engine_too(url):
     assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
     with pytest.raises(ConfigError, match="not their layout"):
         server.set_schedule(SMALL.replace(page_size=8))
+
+
+def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(url):
+    """The actor's lists from decoding, the policy's from a dense prefill that must not read what the actor cached."""
+    from sparrow.integrations.probe import probe
+
+    asked = prompts(200, 17, 330, seed=5)
+    found = probe([url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB)  # lists so long that the bounds meet
+    for one in found:
+        assert len(one.lower) == 40
+        np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
+    # In the second everything is read, so actor and policy are one; the others lose more than rounding.
+    assert found[1].lower.min() > 1 - 1e-4
+    assert found[0].upper.min() < 0.97 and found[2].upper.min() < 0.97
+    (short,) = probe([url], asked[:1], SMALL, max_new_tokens=40, top_n=8)
+    assert np.all(short.lower <= short.upper) and short.lower.min() < short.upper.min() < 1
+    assert found[0].position[0] == 208 and found[2].position[-1] == 384
+    with pytest.raises(ConfigError, match="no vLLM server answers at http://localhost:1"):
+        probe(["http://localhost:1"], asked, SMALL, 1)
