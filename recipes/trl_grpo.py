@@ -61,7 +61,7 @@ def main() -> None:
                 use_vllm=True,
                 vllm_mode="server" if arguments.server else "colocate",
                 vllm_server_base_url=arguments.server,
-                vllm_gpu_memory_utilization=0.05,
+                vllm_gpu_memory_utilization=0.1,
                 vllm_max_model_length=512,
                 vllm_importance_sampling_mode="token_truncate",
                 vllm_importance_sampling_clip_max=2.0,

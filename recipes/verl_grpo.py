@@ -51,6 +51,7 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
         "algorithm.rollout_correction.rollout_is_threshold=2.0",
         # Nothing to compile; whole-model graphs for decode steps.
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config={mode: 0, cudagraph_mode: FULL_DECODE_ONLY}",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=2147483648",
         "actor_rollout_ref.rollout.cudagraph_capture_sizes=[8, 16, 32, 64, 128]",
         "algorithm.adv_estimator=grpo",
         f"data.train_files={folder}/train.parquet",
@@ -76,6 +77,8 @@ def overrides(folder: Path, steps: int, lines: int, prompts: int) -> list[str]:
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.rollout.gpu_memory_utilization=0.05",
         "actor_rollout_ref.rollout.max_model_len=1024",
+        "actor_rollout_ref.rollout.max_num_seqs=128",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",
         "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True",
         "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=65536",
         "actor_rollout_ref.rollout.agent.num_workers=2",
