@@ -1,0 +1,259 @@
+"""An engine for many small runs: a whole decode step of a small Qwen3, sampling included, is one CUDA graph.
+
+A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a graph the step takes
+a fraction of a millisecond. Attention looks at the whole cache through a mask, which is nothing to a GPU at a few
+hundred tokens and makes all shapes fixed. Two other actors, for comparison, come with it.
+
+Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in SnapKV (arXiv
+2404.14469) a token's worth is the attention that the latest queries paid to it, first those at the end of the prompt;
+as in H2O (arXiv 2306.14048) it goes on being counted while decoding, here with a window that fades. Kept are as many
+tokens per kv head as the schedule would read, among them always its sink and recent pages.
+
+Noise: at a share of the positions the distribution is mixed with the uniform one.
+
+Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
+N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 .. length - 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Qwen3ForCausalLM
+
+from sparrow.engines.base import Rollout, Sampling
+from sparrow.engines.hf import HFEngine
+from sparrow.schedule import SparsitySchedule
+
+WINDOW = 16
+"""Queries over which attention is remembered for eviction."""
+TOP_N = 20
+
+
+class GraphEngine(HFEngine):
+    """``HFEngine`` for a Qwen3 whose decode loop is one CUDA graph; on a CPU the same step runs as it is.
+
+    Args:
+        model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those of ``schedule``.
+        batch_size: sequences of every decode; shorter batches are filled up.
+        max_length: cached tokens per sequence, prompt included.
+        evict: evict tokens instead of selecting pages.
+        noise: the share of positions that are mixed with the uniform distribution, and its weight there.
+    """
+
+    def __init__(
+        self, model: Qwen3ForCausalLM, schedule: SparsitySchedule, eos_ids: Sequence[int], batch_size: int,
+        max_length: int, evict: bool = False, noise: tuple[float, float] = (0.0, 0.0),
+    ) -> None:  # fmt: skip
+        config, device, P = model.config, model.device, schedule.page_size
+        self.evict, self.noise = evict, noise
+        self.max_length = S = -(-max_length // P) * P
+        B, K, D, layers = batch_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers
+        self._layout = schedule
+        self._keys = torch.zeros(layers, B, K, S, D, device=device)
+        self._values = torch.zeros_like(self._keys)
+        self._alive = torch.zeros(layers, B, K, S, dtype=torch.bool, device=device)
+        self._worth = torch.zeros(layers, B, K, S, device=device)
+        self._cos, self._sin = (x[0] for x in model.model.rotary_emb(self._keys, torch.arange(S, device=device)[None]))
+        self._top_k = torch.zeros(S + 1, dtype=torch.long, device=device)
+        self._step = torch.zeros((), dtype=torch.long, device=device)
+        self._position = torch.zeros(B, dtype=torch.long, device=device)
+        self._prompt = torch.zeros(B, dtype=torch.long, device=device)
+        self._token = torch.zeros(B, dtype=torch.long, device=device)
+        self._temperature = torch.ones((), device=device)
+        self._uniform = torch.zeros(S, B, device=device)
+        self._uniform_weight = torch.zeros(S, B, device=device)
+        self._tokens = torch.zeros(S, B, dtype=torch.long, device=device)
+        self._logprobs = torch.zeros(S, B, device=device)
+        self._best_ids = torch.zeros(S, B, TOP_N, dtype=torch.long, device=device)
+        self._best = torch.zeros(S, B, TOP_N, device=device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        super().__init__(model, schedule, eos_ids, batch_size)
+        self.set_schedule(schedule)
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """See ``Engine.set_schedule``; page counts only."""
+        super().set_schedule(schedule)
+        self._top_k.copy_(torch.from_numpy(schedule.pages(np.arange(self.max_length + 1))))
+
+    @torch.no_grad()
+    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> list[Rollout]:
+        count, steps, device = len(prompts), sampling.max_new_tokens, self._keys.device
+        filled = [*prompts, *[prompts[-1]] * (self.batch_size - count)]
+        lengths = torch.tensor([len(p) for p in filled], device=device)
+        ids = torch.zeros(len(filled), int(lengths.max()), dtype=torch.long)
+        for b, prompt in enumerate(filled):
+            ids[b, : len(prompt)] = torch.tensor(prompt)
+        assert ids.shape[1] + steps <= self.max_length, "max_length is too short for these prompts"
+        ids = ids.to(device)
+        self._prefill(ids, lengths)
+        # The last prompt token's step writes the same keys again, densely, and samples the first token.
+        self._token.copy_(ids.gather(1, lengths[:, None] - 1)[:, 0])
+        self._position.copy_(lengths - 1)
+        self._prompt.copy_(lengths)
+        self._step.zero_()
+        self._temperature.fill_(sampling.temperature)
+        self._uniform.copy_(torch.rand(self._uniform.shape, generator=generator, device=device))
+        share, weight = self.noise
+        noisy = torch.rand(self._uniform.shape, generator=generator, device=device) < share
+        self._uniform_weight.copy_(noisy * weight)
+        if device.type == "cuda" and self._graph is None:
+            self._capture()
+        for t in range(steps):
+            self._graph.replay() if self._graph else self._decode_step()
+            if t % 16 == 15 and torch.isin(self._tokens[: t + 1], self._eos).any(0).all():
+                break
+        tokens, logprobs, best_ids, best = (
+            x[: t + 1, :count].transpose(0, 1).clone().cpu().numpy()  # copies: the next batch takes the same place
+            for x in (self._tokens, self._logprobs, self._best_ids, self._best)
+        )
+        ended = np.isin(tokens, self._eos.cpu().numpy())
+        stopped = ended.any(1)
+        length = np.where(stopped, ended.argmax(1) + 1, t + 1)
+        self._count(prompts, torch.from_numpy(length))
+        n = min(sampling.top_n, TOP_N)
+        return [
+            Rollout(
+                prompts[b], tokens[b, :m], logprobs[b, :m], best_ids[b, :m, :n].astype(np.int32), best[b, :m, :n],
+                "stop" if stopped[b] else "length",
+            )
+            for b, m in enumerate(length.tolist())
+        ]  # fmt: skip
+
+    def _capture(self) -> None:
+        state = [x.clone() for x in (self._step, self._position, self._token, self._alive, self._worth)]
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._decode_step()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._decode_step()
+        # What the rehearsal wrote into the cache is written over by the first steps.
+        for x, before in zip(
+            (self._step, self._position, self._token, self._alive, self._worth), state, strict=True
+        ):  # fmt: skip
+            x.copy_(before)
+
+    def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
+        """Keys and values of the prompts, densely; and for eviction what their last queries looked at."""
+        T = ids_BT.shape[1]
+        position = torch.arange(T, device=ids_BT.device)
+        hidden = self.model.model.embed_tokens(ids_BT)
+        inside_BS = torch.arange(self.max_length, device=ids_BT.device) < lengths_B[:, None]
+        causal_TT = position <= position[:, None]
+        late_BT = (position >= lengths_B[:, None] - WINDOW) & inside_BS[:, :T]
+        for i, layer in enumerate(self.model.model.layers):
+            q, k, v = self._project(layer, hidden, self._cos[:T], self._sin[:T])
+            self._keys[i, :, :, :T], self._values[i, :, :, :T] = k, v
+            weights_BKGTT = self._weights(q, k, causal_TT)
+            hidden = self._after(layer, hidden, weights_BKGTT @ v[:, :, None])
+            if self.evict:
+                self._worth[i].zero_()
+                self._worth[i, :, :, :T] = (weights_BKGTT.mean(2) * late_BT[:, None, :, None]).sum(2)
+                self._alive[i] = inside_BS[:, None]
+
+    def _decode_step(self) -> None:
+        """One token for every row, from and into fixed places."""
+        B = self.batch_size
+        row, position_B = torch.arange(B, device=self._keys.device), self._position
+        column = torch.arange(self.max_length, device=self._keys.device)
+        length_B = position_B + 1
+        hidden = self.model.model.embed_tokens(self._token)[:, None]
+        cos, sin = self._cos[position_B][:, None, None], self._sin[position_B][:, None, None]
+        inside_B1S = (column < length_B[:, None])[:, None]
+        in_prompt_B11 = (position_B < self._prompt)[:, None, None]
+        for i, layer in enumerate(self.model.model.layers):
+            q, k, v = self._project(layer, hidden, cos, sin)
+            self._keys[i][row, :, position_B] = k[:, :, 0]
+            self._values[i][row, :, position_B] = v[:, :, 0]
+            sparse = i not in self._layout.dense_layers
+            seen_BKS = inside_B1S
+            if sparse and self.evict:
+                self._alive[i][row, :, position_B] = torch.ones_like(k[:, :, 0, 0], dtype=torch.bool)
+                self._worth[i][row, :, position_B] = torch.zeros_like(k[:, :, 0, 0])
+                seen_BKS = (self._evicted(i, length_B) | in_prompt_B11) & inside_B1S
+            elif sparse:
+                seen_BKS = (self._selected(q, self._keys[i], length_B) | in_prompt_B11) & inside_B1S
+            weights_BKGTS = self._weights(q, self._keys[i], seen_BKS[:, :, None, None])
+            if sparse and self.evict:
+                self._worth[i].mul_(1 - 1 / WINDOW).add_(weights_BKGTS.mean(2)[:, :, 0])
+            out_BKGD = weights_BKGTS[:, :, :, 0] @ self._values[i]
+            hidden = self._after(layer, hidden, out_BKGD[:, :, :, None])
+        logits = self.model.lm_head(self.model.model.norm(hidden[:, 0]))
+        weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
+        q = (logits / self._temperature).softmax(-1)
+        log_q = (torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1)).log()
+        # The inverse of the cumulative distribution; the clamp is for what rounding leaves above it.
+        below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
+        token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
+        best = log_q.topk(TOP_N, dim=-1)
+        now = self._step[None]
+        self._tokens.index_copy_(0, now, token[None])
+        self._logprobs.index_copy_(0, now, log_q.gather(-1, token[:, None])[:, 0][None])
+        self._best_ids.index_copy_(0, now, best.indices[None])
+        self._best.index_copy_(0, now, best.values[None])
+        self._token.copy_(token)
+        self._position.add_(1).clamp_(max=self.max_length - 1)
+        self._step.add_(1)
+
+    def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[B, heads, T, D]`` after the rotary embedding."""
+        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        shape = (*x.shape[:2], -1, attention.head_dim)
+        q = attention.q_norm(attention.q_proj(x).view(shape)).transpose(1, 2)
+        k = attention.k_norm(attention.k_proj(x).view(shape)).transpose(1, 2)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin), attention.v_proj(x).view(shape).transpose(1, 2)
+
+    def _after(self, layer: Any, hidden: Tensor, out_BKGTD: Tensor) -> Tensor:
+        hidden = hidden + layer.self_attn.o_proj(out_BKGTD.flatten(1, 2).transpose(1, 2).flatten(2))
+        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+
+    def _weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+        """Attention weights ``[B, K, G, T, S]`` over what is ``seen``."""
+        B, H, T, D = q.shape
+        K = k.shape[1]
+        # The group's queries are rows of one product, so that keys are not copied for each of them.
+        logits = (q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)).view(B, K, H // K, T, -1) * D**-0.5
+        return logits.masked_fill(~seen, float("-inf")).softmax(-1)
+
+    def _selected(self, q: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Tensor:
+        """Tokens of the selected pages, bool ``[B, K, S]``, as ``sparrow.attention.pages`` defines them."""
+        layout, P = self._layout, self._layout.page_size
+        B, K, S, D = k_BKSD.shape
+        marks_BKND = k_BKSD.unflatten(2, (S // P, P)).mean(3)
+        scores = (q.view(B, K, -1, D).mean(2)[:, :, None] * marks_BKND).sum(-1)
+        page, pages_B1 = torch.arange(S // P, device=q.device), ((length_B + P - 1) // P)[:, None]
+        always = (page < layout.sink_pages) | (page >= pages_B1 - layout.recent_pages)
+        ranked = ((page < pages_B1) & ~always)[:, None]
+        rank = _rank(scores.masked_fill(~ranked, float("-inf")))
+        keep = always[:, None] | (ranked & (rank < self._top_k[length_B][:, None, None]))
+        return keep.repeat_interleave(P, dim=-1)
+
+    def _evicted(self, i: int, length_B: Tensor) -> Tensor:
+        """What is left of the cache, bool ``[B, K, S]``, once the least worth of what is too much has gone."""
+        layout, P = self._layout, self._layout.page_size
+        column, end_B1 = torch.arange(self.max_length, device=length_B.device), ((length_B + P - 1) // P * P)[:, None]
+        always = (column < layout.sink_pages * P) | (column >= end_B1 - layout.recent_pages * P)
+        worth = self._worth[i].masked_fill(always[:, None], float("inf")).masked_fill(~self._alive[i], float("-inf"))
+        budget_B = (self._top_k[length_B] + layout.sink_pages + layout.recent_pages) * P
+        self._alive[i].logical_and_(_rank(worth) < budget_B[:, None, None])
+        return self._alive[i]
+
+    def _check_sparse(self, calls_before: int, decode_steps: int) -> None:
+        raise NotImplementedError("HFEngine's decode loop does not run here")
+
+
+def _rank(values: Tensor) -> Tensor:
+    """0 for the largest along the last axis; equal values count from the left."""
+    return values.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], -1) * sin

@@ -1,0 +1,407 @@
+"""Does the tail of acceptance decide whether training is stable? Many short runs side by side, one per arm and seed.
+
+The bundled reasoner is trained on the task `trace`. Arms differ in how many pages the actor reads (schedules calibrated
+to a p5, a fixed budget, the closed loop, a KV cache that is evicted for good), in how the mismatch is corrected, in the
+loss, or in another mismatch altogether (weights of few bits, a stale actor, noise). Runs of one seed see the same
+problems. Every step of every run is one line of ``OUT/ARM-SEED.jsonl``.
+
+    python recipes/stability_study.py --out runs/stability --gpus 4 --slots 10 --seconds 300
+    python recipes/stability_summary.py --runs runs/stability
+
+Processes share a GPU because a model this small leaves it idle between launches.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+PERCENTILES = (1, 5, 10)
+HELD_OUT = 10**9
+TARGETS = (0.75, 0.80, 0.86, 0.89, 0.92, 0.95, 0.97)
+LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What distinguishes a run.
+
+    Attributes:
+        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop towards 0.N).
+        correction, advantage, normalization: as in ``sparrow train``.
+        learning_rate: of AdamW.
+        samples: responses per prompt.
+        actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all that is kept),
+            ``bits:N`` (weights of N bits), ``stale:N`` (weights renewed every N steps), ``noise:S:W`` (at S % of the
+            positions W % of the distribution is uniform), or ``halved:N`` (a fault: the schedule is halved by hand
+            after step N).
+    """
+
+    schedule: str = "dense"
+    correction: str = "token_tis"
+    advantage: str = "grpo"
+    normalization: str = "dapo"
+    learning_rate: float = 5e-4
+    samples: int = 8
+    actor: str = ""
+
+
+SCHEDULES = ("fixed:4", *(f"p{100 * target:.0f}" for target in TARGETS))
+CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
+
+
+def arms() -> dict[str, Arm]:
+    """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
+    found = {"dense": Arm()}
+    found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
+    found |= {f"auto{n}": Arm(f"auto:{n}") for n in (86, 92, 95)}
+    found["auto92-fault"] = Arm("auto:92", actor="halved:40")
+    for s in ("dense", "p80", "p86", "p89", "p92", "p95", "p97"):
+        found |= {f"{s}-lr{lr:g}": Arm(s, learning_rate=lr) for lr in (2.5e-4, 1e-3)}
+    found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
+    found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
+    found |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4)}
+    found |= {f"noise-all-{n}": Arm(actor=f"noise:100:{n}") for n in (1, 3)}
+    found |= {f"noise-rare-{n}": Arm(actor=f"noise:{n}:50") for n in (1, 3, 6)}
+    for s in ("p80", "p86", "p92", "p95"):
+        found |= {f"{s}-{c}": Arm(s, c) for c in CORRECTIONS}
+    for s in ("dense", "p80", "p86", "p92", "p95"):
+        found[f"{s}-rloo"] = Arm(s, advantage="rloo")
+        found[f"{s}-grpo"] = Arm(s, normalization="grpo")
+    found |= {f"{s}-samples16": Arm(s, samples=16) for s in ("p80", "p86", "p92")}
+    return found
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, where, and for how long."""
+
+    out: Path = Path("runs/stability")
+    """Results; runs that are already there are left out."""
+
+    arms: tuple[str, ...] = ()
+    """Arms by name; all if none is named."""
+
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Seeds of each arm."""
+
+    steps: int = 60
+    """Steps of a run."""
+
+    seconds: float = 3600
+    """No step begins later than this after the start, and no run that would not end by then."""
+
+    gpus: int = 1
+    """GPUs to spread over; 0 for the CPU."""
+
+    slots: int = 8
+    """Runs at a time on each."""
+
+    prompts: int = 24
+    """Prompts a step."""
+
+    lines: int = 24
+    """Length of the programs trained on."""
+
+    held_out_lines: int = 32
+    """Length of the held-out programs."""
+
+    held_out: int = 256
+    """How many there are."""
+
+    held_out_every: int = 20
+    """Steps between evaluations; the start and the end are always evaluated."""
+
+    calibration: int = 128
+    """Responses that schedules are calibrated on."""
+
+
+def main(options: Options) -> None:
+    """Calibrate, then keep every slot of every GPU busy until all arms are through or the time is over."""
+    deadline = time.time() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.rewards"])
+    named = options.arms or tuple(arms())
+    jobs = [(arm, seed) for seed in options.seeds for arm in named]
+    jobs = [job for job in jobs if not (options.out / f"{job[0]}-{job[1]}.jsonl").exists()]
+    schedules = options.out / "schedules.json"
+    if not schedules.exists():
+        first = context.Process(target=calibrate, args=(options, schedules))
+        first.start()
+        first.join()
+    places = [gpu for _ in range(options.slots) for gpu in range(max(options.gpus, 1))]
+    running: list[tuple[Any, int, float]] = []
+    took = 0.0  # the longest run so far; one that cannot end in time is not begun
+    while (jobs and time.time() + took < deadline) or running:
+        for process, place, began in [r for r in running if not r[0].is_alive()]:
+            running.remove((process, place, began))
+            places.append(place)
+            took = max(took, time.time() - began)
+        while jobs and places and time.time() + took < deadline:
+            place, (arm, seed) = places.pop(0), jobs.pop(0)
+            process = context.Process(target=run, args=(options, arm, seed, place, deadline))
+            process.start()
+            running.append((process, place, time.time()))
+        time.sleep(0.2)
+
+
+def use_gpu(options: Options, index: int) -> Any:
+    """The device of this process; set before anything has looked for one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = _devices()[index] if options.gpus else ""
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.device("cuda" if options.gpus else "cpu")
+
+
+def _devices() -> list[str]:
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(16)]
+
+
+def load(device: Any) -> tuple[Any, Any]:
+    """The bundled reasoner in float32, and its tokenizer."""
+    import sparrow
+    from sparrow.engines.hf import load_model
+
+    return load_model(str(Path(sparrow.__file__).parent / "reasoner"), "fp32", device)
+
+
+def response(lines: int) -> int:
+    """Tokens after which a response is cut: a tenth more than a program of so many lines takes, and a little."""
+    return 11 * lines + 16
+
+
+def longest(lines: int) -> int:
+    """Tokens of a prompt and a response at most."""
+    return 6 * lines + 16 + response(lines)
+
+
+def calibrate(options: Options, out: Path) -> None:
+    """The schedules of ``TARGETS``, from one set of trajectories."""
+    device = use_gpu(options, 0)
+    from graph_engine import GraphEngine
+
+    from sparrow.engines.base import Sampling
+    from sparrow.engines.hf import eos_ids
+    from sparrow.measure import calibrate_engine
+    from sparrow.schedule import SparsitySchedule
+    from sparrow.tasks import Trace
+
+    model, tokenizer = load(device)
+    layout = SparsitySchedule.dense(**LAYOUT)
+    lines = options.lines + 4
+    engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines))
+    task = Trace(lines)  # longer than those trained on, so that every bin is measured
+    prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for target in TARGETS:
+            schedule = calibrate_engine(
+                engine, prompts, Sampling(response(lines)), Path(folder), budgets=(2, 4, 6, 8, 12, 16, 24, 32),
+                target=target, layout=layout, refine=2, on_policy=0, provenance={},
+            ).schedule  # fmt: skip
+            # Longer than measured is what only a failing response becomes: read as much as in the last bin.
+            found[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
+    out.write_text(json.dumps(found), encoding="utf-8")
+
+
+def run(options: Options, name: str, seed: int, gpu: int, deadline: float) -> None:
+    """One arm with one seed; what stops it early is its last line."""
+    device = use_gpu(options, gpu)
+    path = options.out / f"{name}-{seed}.jsonl"
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            train(options, name, seed, device, deadline, path, folder)
+        ended = "done"
+    except TimeoutError:
+        ended = "time is over"
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"
+        (options.out / f"{name}-{seed}.error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    write(path, {"ended": ended})
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Append one line."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def train(options: Options, name: str, seed: int, device: Any, deadline: float, path: Path, folder: str) -> None:
+    """The run itself."""
+    from graph_engine import GraphEngine
+
+    from sparrow.engines.base import Sampling
+    from sparrow.engines.hf import eos_ids
+    from sparrow.errors import TrainingDiverged
+    from sparrow.measure import flatten, token_acceptance
+    from sparrow.mismatch.tail import tail_by_bin
+    from sparrow.schedule import SparsitySchedule
+    from sparrow.tasks import Trace
+    from sparrow.train.config import (
+        CorrectionConfig,
+        LossConfig,
+        OptimizerConfig,
+        RolloutConfig,
+        TrainConfig,
+    )
+    from sparrow.train.trainer import Trainer
+
+    arm = arms()[name]
+    model, tokenizer = load(device)
+    schedule = find_schedule(arm, options.out / "schedules.json")
+    length = longest(max(options.lines, options.held_out_lines))
+    engine = make_engine(arm, model, schedule, eos_ids(model, tokenizer), options.prompts * arm.samples, length)
+    dense = SparsitySchedule.dense(**LAYOUT)
+    policy = GraphEngine(model, dense, eos_ids(model, tokenizer), options.held_out, length)
+    longer = Trace(options.held_out_lines)
+    problems = [longer.problem(i, HELD_OUT + 1) for i in range(options.held_out)]
+    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
+    sampling = Sampling(response(options.held_out_lines), 1.0, 0)
+
+    def accuracy(engine: Any) -> float:
+        texts = tokenizer.batch_decode([r.response_ids for r in engine.generate(prompts, sampling)])
+        engine.counters()
+        return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
+
+    def held_out() -> dict[str, float]:
+        return {"policy": accuracy(policy), "actor": accuracy(engine)}
+
+    def listener(event: str, metrics: dict[str, Any]) -> None:
+        if event != "step":
+            return
+        step = metrics["step"]
+        evaluate = step % options.held_out_every == 0 or step == options.steps
+        write(path, condensed(metrics) | ({"held_out": held_out()} if evaluate else {}))
+        if arm.actor == f"halved:{step}":
+            trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+        if time.time() > deadline:
+            raise TimeoutError
+
+    class Study(Trainer):
+        """A trainer that also records other percentiles."""
+
+        def _assess(self, experience: Any) -> Any:
+            assessed = super()._assess(experience)
+            responses = [
+                token_acceptance(r, p, self.schedule)
+                for r, p in zip(experience.rollouts, assessed[0].policy_top, strict=True)
+            ]
+            lower, _, position, _ = flatten(responses)
+            bins = tail_by_bin(lower, position, LAYOUT["bin_tokens"], PERCENTILES)
+            assessed[-1]["tail"] = {
+                "all": np.percentile(lower, PERCENTILES).tolist(),
+                "bins": [[b.bin, b.n_tokens, b.mean, *b.percentiles.values()] for b in bins],
+            }
+            return assessed
+
+    closed_loop = arm.schedule.startswith("auto:")
+    config = TrainConfig(
+        run_dir=f"{folder}/run", steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
+        advantage=arm.advantage, tau=float(f"0.{arm.schedule[5:]}") if closed_loop else 0.86,
+        rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines)),
+        optimizer=OptimizerConfig(arm.learning_rate, token_budget=32_768),
+        correction=CorrectionConfig(arm.correction),
+        loss=LossConfig(normalization=arm.normalization),
+    )  # fmt: skip
+    trainer = Study(config, model, tokenizer, Trace(options.lines), engine, schedule, listener, closed_loop)
+    start = {"arm": name, "seed": seed, **asdict(arm), "top_k": schedule.to_dict()["top_k"]}
+    write(path, start | {"options": json.loads(json.dumps(asdict(options), default=str))})
+    write(path, {"step": 0, "held_out": held_out()})
+    try:
+        trainer.train()
+    except TrainingDiverged:
+        write(path, {"step": trainer.step, "held_out": held_out()})
+        raise
+
+
+def find_schedule(arm: Arm, calibrated: Path) -> Any:
+    """The arm's schedule at the start, in the study's layout."""
+    from sparrow.schedule import SparsitySchedule
+
+    if arm.schedule == "dense" or arm.schedule.startswith("auto:"):
+        return SparsitySchedule.dense(**LAYOUT)
+    if arm.schedule.startswith("fixed:"):
+        return SparsitySchedule.fixed(int(arm.schedule[6:]), **LAYOUT)
+    table = json.loads(calibrated.read_text(encoding="utf-8"))[arm.schedule]
+    return SparsitySchedule(tuple(table), **LAYOUT)
+
+
+def make_engine(arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size: int, longest: int) -> Any:
+    """The arm's actor."""
+    from graph_engine import GraphEngine
+
+    kind, _, number = arm.actor.partition(":")
+
+    class OtherWeights(GraphEngine):
+        """An actor with weights of its own: of fewer bits, or renewed only every so many steps."""
+
+        updates = 0
+
+        def update_weights(self, weights: Any) -> None:
+            if kind == "bits":
+                super().update_weights((name, quantized(w, int(number))) for name, w in weights)
+            elif self.updates % int(number) == 0:
+                super().update_weights(weights)
+            self.updates += 1
+
+    if kind in ("bits", "stale"):
+        return OtherWeights(copy.deepcopy(model), schedule, eos, batch_size, longest)
+    share, weight = (float(x) / 100 for x in number.split(":")) if kind == "noise" else (0.0, 0.0)
+    return GraphEngine(model, schedule, eos, batch_size, longest, kind == "evict", (share, weight))
+
+
+def quantized(weight: Any, bits: int) -> Any:
+    """Matrices rounded to ``bits`` bits with one scale per row, in their own dtype; vectors as they are."""
+    if weight.ndim < 2:
+        return weight
+    weight = weight.detach()
+    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / (2 ** (bits - 1) - 1)
+    return (weight / scale).round() * scale
+
+
+def condensed(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What the study needs of a step's metrics."""
+    return {
+        "step": metrics["step"],
+        "reward": metrics["reward"]["mean"],
+        "length": metrics["response"]["mean"],
+        "ended": metrics["response"]["ended_fraction"],
+        "entropy": metrics["entropy"],
+        "mean": metrics["mismatch"]["mean"],
+        "tail": _rounded(metrics["tail"]["all"]),
+        "bins": _rounded(metrics["tail"]["bins"]),
+        "p5_interval": _rounded(
+            [[b["bin"], b["lower_bound"], b["interval_low"], b["interval_high"]] for b in metrics["mismatch"]["bins"]]
+        ),
+        "kl": metrics["correction"]["kl_k3"],
+        "ess": metrics["correction"]["ess_token"],
+        "grad_norm": metrics["loss"]["grad_norm"],
+        "read": metrics["kv"]["read_fraction"],
+        "top_k": metrics["schedule"]["top_k"],
+        "seconds": _rounded(list(metrics["seconds"].values()), 2),
+    }
+
+
+def _rounded(values: Any, digits: int = 4) -> Any:
+    if isinstance(values, float):
+        return round(values, digits)
+    return [_rounded(v, digits) for v in values] if isinstance(values, Iterable) else values
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

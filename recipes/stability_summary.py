@@ -1,0 +1,395 @@
+"""What the stability study found: one JSON file, figures and tables, from the runs' logs or from that JSON file alone.
+
+    python recipes/stability_summary.py --runs runs/stability
+    python recipes/stability_summary.py
+
+The outcome of a run is the policy's accuracy on held-out, longer programs at its end, decoded densely: what the run has
+made of the policy, whatever its actor was. A run has collapsed if that is below half of what the policy started with.
+Statistics are taken at the first step, before any update, and over steps 2 to 5.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from scipy.stats import spearmanr
+
+from sparrow.report.theme import LIGHT
+
+FIRST, EARLY = slice(0, 1), slice(1, 5)
+STATISTICS = ("p1", "p5", "p10", "mean", "KL", "ESS", "reward")
+SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
+PAGES = ("fixed4", "p75", "p80", "p86", "p92", "p95", "p97", "dense")
+RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Options:
+    """Where from and where to."""
+
+    runs: tuple[Path, ...] = ()
+    """Folders with the logs of runs; without one, the JSON file is read as it is."""
+
+    json: Path = Path("benchmarks/results/stability/study.json")
+    """The runs in short."""
+
+    figures: Path = Path("docs/figures")
+    """Where the figures go."""
+
+    tables: Path = Path("benchmarks/results/stability/tables.md")
+    """Where the tables go."""
+
+
+def main(options: Options) -> None:
+    """Shorten the logs if there are any, then draw and tabulate."""
+    if options.runs:
+        logs = sorted(path for folder in options.runs for path in folder.glob("*.jsonl"))
+        found = [run for run in map(shortened, logs) if run is not None]
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        rows = ",\n".join(json.dumps(run) for run in found)
+        options.json.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
+    runs = json.loads(options.json.read_text(encoding="utf-8"))
+    options.figures.mkdir(parents=True, exist_ok=True)
+    for name, draw in FIGURES.items():
+        save(options.figures / f"stability-{name}.png", draw, runs)
+    text = "\n\n".join(table(runs) for table in TABLES) + "\n"
+    options.tables.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def shortened(path: Path) -> dict[str, Any] | None:
+    """A run's settings and series, every number with the digits it is good for; None for one without a step."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if row.get("step")]
+    if not steps:
+        return None
+    run = {k: v for k, v in rows[0].items() if k not in ("top_k", "options")}
+    run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
+    run["tail"] = [row["tail"] for row in steps]
+    # By bin, where it is used: p5, its lower limit, and the pages.
+    run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
+    if run["schedule"].startswith("auto"):
+        run["bins"] = [[[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)] for row in steps]
+        run["top_k"] = [row["top_k"] for row in steps]
+    run["held_out"] = [[row["step"], *row["held_out"].values()] for row in rows if "held_out" in row]
+    run["ended"] = rows[-1].get("ended", "killed")
+    return run
+
+
+def _whole_bins(row: dict[str, Any]) -> list[list[float]]:
+    """Bins, p5 and interval, that hold a tenth of the tokens of the fullest one."""
+    tokens = {b[0]: b[1] for b in row["bins"]}
+    return [b for b in row["p5_interval"] if 10 * tokens[b[0]] >= max(tokens.values())]
+
+
+# --- what a run comes to ---
+
+
+def early(run: dict[str, Any], when: slice = EARLY) -> dict[str, float]:
+    """The statistics over some steps, so turned that more is better."""
+    p1, p5, p10 = np.mean(run["tail"][when], axis=0)
+    kl, ess, mean, reward = (float(np.mean(run[name][when])) for name in ("kl", "ess", "mean", "reward"))
+    return {"p1": p1, "p5": p5, "p10": p10, "mean": mean, "KL": -kl, "ESS": ess, "reward": reward}
+
+
+def outcome(run: dict[str, Any]) -> float:
+    """Held-out accuracy of the policy at the end."""
+    return run["held_out"][-1][1]
+
+
+def collapsed(run: dict[str, Any]) -> bool:
+    return outcome(run) < 0.5 * run["held_out"][0][1]
+
+
+def is_page_arm(run: dict[str, Any]) -> bool:
+    """Only the pages read, and how the mismatch is corrected, set the run apart."""
+    plain = (run["advantage"], run["normalization"], run["learning_rate"], run["samples"], run["actor"])
+    return plain == ("grpo", "dapo", 1e-3, 8, "") and not run["schedule"].startswith("auto")
+
+
+def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
+    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in the gap's middle."""
+    order = np.argsort(statistic)
+    x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
+    wrong = np.array([np.sum(~y[:i]) + np.sum(y[i:]) for i in range(len(x) + 1)])
+    edges = np.concatenate([[x[0]], (x[1:] + x[:-1]) / 2, [x[-1]]])
+    return float(np.mean(edges[wrong == wrong.min()]))
+
+
+def over_arms(runs: list[dict[str, Any]], statistic: Callable[[list[dict[str, Any]]], float]) -> tuple[float, ...]:
+    """A statistic of runs and its 95 % interval, resampling arms and with them all their seeds."""
+    by_arm: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        by_arm.setdefault(run["arm"], []).append(run)
+    groups = list(by_arm.values())
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(RESAMPLES):
+        sample = [run for i in rng.integers(0, len(groups), len(groups)) for run in groups[i]]
+        value = statistic(sample)
+        if np.isfinite(value):
+            drawn.append(value)
+    return (statistic(runs), *np.percentile(drawn, [2.5, 97.5]).tolist())
+
+
+def interval(values: Sequence[float]) -> str:
+    """Mean and range of a few seeds."""
+    return f"{np.mean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+# --- tables ---
+
+
+def rank_table(runs: list[dict[str, Any]]) -> str:
+    """How well each statistic, seen early, ranks the outcomes."""
+    arms = [run for run in runs if is_page_arm(run)]
+    others = [run for run in runs if run["learning_rate"] == 1e-3 and not run["schedule"].startswith("auto")]
+    lines = [
+        "| statistic | pages and corrections, step 1 | steps 2 to 5 | every mismatch and loss, step 1 | steps 2 to 5 |",
+        "|---|---|---|---|---|",
+    ]
+    for name in STATISTICS:
+        cells = []
+        for chosen in (arms, others):
+            for when in (FIRST, EARLY):
+
+                def rank(some: list[dict[str, Any]], name: str = name, when: slice = when) -> float:
+                    return spearmanr([early(r, when)[name] for r in some], [outcome(r) for r in some])[0]
+
+                rho = over_arms(chosen, rank)
+                cells.append(f"{rho[0]:.2f} [{rho[1]:.2f}, {rho[2]:.2f}]")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return f"Spearman correlation with the outcome ({len(arms)} and {len(others)} runs)\n\n" + "\n".join(lines)
+
+
+def threshold_table(runs: list[dict[str, Any]]) -> str:
+    """Where collapse begins, by each statistic, and how many runs that cut gets wrong."""
+    lines = [
+        "| runs | statistic | threshold, step 1 | wrong side | steps 2 to 5 | wrong side |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups = {"pages, every correction": [r for r in runs if is_page_arm(r)]}
+    for correction in dict.fromkeys(r["correction"] for r in runs):
+        groups[f"pages, {correction}"] = [r for r in runs if is_page_arm(r) and r["correction"] == correction]
+    for title, chosen in groups.items():
+        bad = [collapsed(r) for r in chosen]
+        if not any(bad) or all(bad):
+            lines.append(f"| {title} ({len(chosen)}) | {'all' if any(bad) else 'none'} collapsed | | | | |")
+            continue
+        for name in STATISTICS if title == "pages, every correction" else ("p5", "mean"):
+            cells = []
+            for when in (FIRST, EARLY):
+
+                def cut(some: list[dict[str, Any]], name: str = name, when: slice = when) -> float:
+                    bad = [collapsed(r) for r in some]
+                    return threshold([early(r, when)[name] for r in some], bad) if 0 < sum(bad) < len(bad) else np.nan
+
+                found = over_arms(chosen, cut)
+                wrong = sum((early(r, when)[name] < found[0]) != collapsed(r) for r in chosen)
+                cells.append(f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}] | {wrong}")
+            lines.append(f"| {title} ({len(chosen)}, {sum(bad)} collapsed) | {name} | {' | '.join(cells)} |")
+    return "Where collapse begins\n\n" + "\n".join(lines)
+
+
+def arm_table(runs: list[dict[str, Any]]) -> str:
+    """Every arm: early tail, outcome by seed."""
+    lines = [
+        "| arm | seeds | steps | p5, step 1 | mean, step 1 | p5, steps 2-5 | KV read | last reward | held-out accuracy "
+        "| collapsed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        some = [run for run in runs if run["arm"] == arm]
+        steps = sorted({len(run["reward"]) for run in some})
+        cells = (
+            arm, len(some), f"{steps[0]}-{steps[-1]}" if len(steps) > 1 else steps[0],
+            f"{np.mean([early(r, FIRST)['p5'] for r in some]):.3f}",
+            f"{np.mean([early(r, FIRST)['mean'] for r in some]):.4f}",
+            f"{np.mean([early(r)['p5'] for r in some]):.3f}",
+            f"{np.mean([np.mean(r['read']) for r in some]):.2f}",
+            interval([float(np.mean(r["reward"][-5:])) for r in some]), interval([outcome(r) for r in some]),
+            f"{sum(map(collapsed, some))} of {len(some)}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "Every arm; means over seeds, and in brackets the range\n\n" + "\n".join(lines)
+
+
+def loop_table(runs: list[dict[str, Any]]) -> str:
+    """The closed loop: when it is there, how well it stays, what it costs."""
+    lines = [
+        "| arm | seed | there at step | bins at tau - 0.02 or above from then on | bins within 0.02, last half "
+        "| KV read, last half | held-out accuracy |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for run in runs:
+        if not run["schedule"].startswith("auto"):
+            continue
+        tau = float(f"0.{run['schedule'][5:]}")
+        holds = [np.mean([b[1] >= tau - 0.02 for b in bins]) for bins in run["bins"]]
+        near = [np.mean([abs(b[1] - tau) <= 0.02 for b in bins]) for bins in run["bins"]]
+        arrived = next((i for i, share in enumerate(near) if share >= 0.75), None)
+        half = len(near) // 2
+        after = f"{np.mean(holds[arrived:]):.0%}" if arrived is not None else ""
+        cells = (
+            run["arm"], run["seed"], "never" if arrived is None else arrived + 1, after,
+            f"{np.mean(near[half:]):.0%}", f"{np.mean(run['read'][half:]):.2f}", f"{outcome(run):.2f}",
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "The closed loop\n\n" + "\n".join(lines)
+
+
+def guard_table(runs: list[dict[str, Any]]) -> str:
+    """When the guard (p5 of a bin below 0.8 for three steps) warns, against when the reward has fallen."""
+    late, early_enough, silent, false, quiet = [], [], 0, 0, 0
+    for run in runs:
+        low = np.array(run["lowest_p5"]) < 0.8
+        alarm = next((i for i in range(2, len(low)) if low[i - 2 : i + 1].all()), None)
+        if not collapsed(run):
+            false += alarm is not None
+            quiet += alarm is None
+            continue
+        down = next((step for step, policy, _ in run["held_out"] if policy < 0.5 * run["held_out"][0][1]), None)
+        if alarm is None:
+            silent += 1
+        else:
+            (early_enough if alarm + 1 < down else late).append(down - alarm - 1)
+    return (
+        "The guard at its defaults\n\n| | runs |\n|---|---|\n"
+        f"| collapsed, warned before the policy's held-out accuracy had halved | {len(early_enough)} |\n"
+        f"| collapsed, warned no sooner | {len(late)} |\n| collapsed, no warning | {silent} |\n"
+        f"| not collapsed, warned | {false} |\n| not collapsed, no warning | {quiet} |\n"
+    )
+
+
+def drift_table(runs: list[dict[str, Any]]) -> str:
+    """p5 early and late in runs that did not collapse, under an unchanged schedule."""
+    lines = ["| schedule | runs | p5, steps 2-5 | p5, last 5 steps |", "|---|---|---|---|"]
+    for schedule in PAGES[:-1]:
+        name = schedule.replace("fixed4", "fixed:4")
+        some = [r for r in runs if is_page_arm(r) and r["schedule"] == name and not collapsed(r)]
+        if some:
+            last = np.mean([np.mean(r["tail"][-5:], axis=0)[1] for r in some])
+            lines.append(f"| {schedule} | {len(some)} | {np.mean([early(r)['p5'] for r in some]):.3f} | {last:.3f} |")
+    return "p5 and the training step\n\n" + "\n".join(lines)
+
+
+TABLES = (threshold_table, rank_table, guard_table, drift_table, loop_table, arm_table)
+
+
+# --- figures ---
+
+
+def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
+    left, right = figure.subplots(1, 2, sharey=True)
+    groups = {
+        "pages": [r for r in runs if is_page_arm(r)],
+        "eviction": [r for r in runs if r["actor"] == "evict"],
+        "weights of fewer bits": [r for r in runs if r["actor"].startswith("bits")],
+        "stale actor": [r for r in runs if r["actor"].startswith("stale")],
+    }
+    for (label, some), color in zip(groups.items(), LIGHT.series, strict=True):
+        for ax, name in ((left, "p5"), (right, "mean")):
+            # A logarithmic axis of what is rejected spreads out the crowded end.
+            rejected = [max(1 - early(r, FIRST)[name], 1e-4) for r in some]
+            ax.plot(rejected, [outcome(r) for r in some], "o", ms=4, alpha=0.7, color=color, label=label)
+    for ax, name in ((left, "5th percentile"), (right, "mean")):
+        ax.set_xscale("log")
+        ax.invert_xaxis()
+        ax.set_xlabel(f"1 - {name} of acceptance at step 1")
+        if runs:
+            ax.axhline(0.5 * runs[0]["held_out"][0][1], color=LIGHT.muted, lw=0.8, ls=":")
+    left.set_ylabel("held-out accuracy of the policy at the end")
+    left.axvline(1 - 0.86, color=LIGHT.ink, lw=1, ls="--")
+    left.text(1 - 0.86, 1.0, " published tau 0.86", fontsize=8, va="top")
+    left.legend(loc="lower right")
+
+
+def draw_training(figure: Any, runs: list[dict[str, Any]]) -> None:
+    axes = figure.subplots(1, 3)
+    names = ("dense", "p97", "p95", "p92", "p86", "p80", "p75", "fixed4")
+    from matplotlib import colormaps
+
+    for i, name in enumerate(names):
+        some = [r for r in runs if r["arm"] == name]
+        color = colormaps["viridis"](i / len(names))
+        for run in some:
+            axes[0].plot(run["reward"], color=color, lw=1, alpha=0.8, label=name if run is some[0] else None)
+            axes[1].plot([row[1] for row in run["tail"]], color=color, lw=1, alpha=0.8)
+            axes[2].plot(run["length"], color=color, lw=1, alpha=0.8)
+    for ax, label in zip(axes, ("reward of the actor", "p5 of acceptance", "response tokens"), strict=True):
+        ax.set_xlabel("step")
+        ax.set_ylabel(label)
+    axes[0].legend(ncols=2)
+
+
+def draw_corrections(figure: Any, runs: list[dict[str, Any]]) -> None:
+    ax = figure.subplots()
+    some = [r for r in runs if is_page_arm(r)]
+    kinds = list(dict.fromkeys(r["correction"] for r in some))
+    names = PAGES[1:]
+    for i, kind in enumerate(kinds):
+        for j, name in enumerate(names):
+            values = [outcome(r) for r in some if r["correction"] == kind and r["schedule"] == name]
+            place = np.full(len(values), j + 0.12 * (i - len(kinds) / 2))
+            color = (*LIGHT.series, LIGHT.ink, LIGHT.muted)[i]
+            ax.plot(place, values, "o", ms=4, alpha=0.8, color=color, label=kind if name == "dense" else None)
+    ax.set_xticks(range(len(names)), names)
+    ax.set_ylabel("held-out accuracy of the policy at the end")
+    ax.legend(ncols=3, loc="lower right")
+
+
+def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
+    arms = list(dict.fromkeys(r["arm"] for r in runs if r["schedule"].startswith("auto")))
+    axes = figure.subplots(3, max(len(arms), 1), sharex="col", squeeze=False)
+    dense = [r for r in runs if r["arm"] == "dense"]
+    for column, arm in zip(axes.T, arms, strict=False):
+        some = [r for r in runs if r["arm"] == arm]
+        tau = float(f"0.{some[0]['schedule'][5:]}")
+        for run in some:
+            for n in sorted({b[0] for bins in run["bins"] for b in bins}):
+                p5 = [next((b[1] for b in bins if b[0] == n), np.nan) for bins in run["bins"]]
+                color = LIGHT.bins[min(max(n - 2, 0), 3)]
+                column[0].plot(p5, color=color, lw=0.8)
+            column[1].plot(100 * np.array(run["read"]), color=LIGHT.series[1], lw=1)
+            column[2].plot(run["reward"], color=LIGHT.series[1], lw=1, label="closed loop" if run is some[0] else None)
+        for run in dense:
+            column[2].plot(run["reward"], color=LIGHT.muted, lw=0.8, label="dense" if run is dense[0] else None)
+        column[0].axhspan(tau - 0.02, tau + 0.02, color=LIGHT.above, alpha=0.12)
+        column[0].set_ylim(tau - 0.15, 1.005)
+        column[0].set_title(arm)
+        column[1].set_ylim(0, 102)
+        column[2].set_xlabel("step")
+    for ax, label in zip(axes[:, 0], ("p5 by length bin", "KV read, %", "reward"), strict=True):
+        ax.set_ylabel(label)
+    axes[2, 0].legend()
+
+
+FIGURES = {
+    "threshold": draw_threshold,
+    "training": draw_training,
+    "corrections": draw_corrections,
+    "closed-loop": draw_loop,
+}
+SIZES = {"closed-loop": (11, 6.5), "corrections": (9, 4)}
+
+
+def save(path: Path, draw: Callable[[Any, list[dict[str, Any]]], None], runs: list[dict[str, Any]]) -> None:
+    """Draw one figure; the same runs give the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    size = SIZES.get(path.stem.removeprefix("stability-"), (11, 4))
+    with matplotlib.rc_context(LIGHT.matplotlib()):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure, runs)
+        figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,81 @@
+"""The stability study's own engine against the reference, and its statistics on numbers worked out by hand."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import VOCAB, tiny_model
+
+from sparrow.engines.base import Sampling
+from sparrow.schedule import SparsitySchedule
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
+from graph_engine import GraphEngine
+from stability_study import quantized
+from stability_summary import threshold
+
+LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
+
+
+def engine(schedule, **changes) -> GraphEngine:
+    return GraphEngine(tiny_model(), schedule, [7], batch_size=4, max_length=72, **changes)
+
+
+def prompts():
+    return [np.random.default_rng(i).integers(0, VOCAB, 20 + 3 * i).tolist() for i in range(3)]
+
+
+@pytest.mark.parametrize("top_k", [(10**6,), (0,), (1, 2, 3)])
+def test_the_graph_engine_samples_from_the_reference(top_k):
+    schedule = SparsitySchedule(top_k, **LAYOUT)
+    graph = engine(schedule)
+    rollouts = graph.generate(prompts(), Sampling(40, 1.0, 20, seed=3))
+    counted = graph.counters()
+    assert any(len(r) > 20 for r in rollouts)
+    for rollout, scores in zip(rollouts, graph.score(rollouts, schedule, 1.0), strict=True):
+        assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
+        assert np.abs(rollout.top_logprobs - scores.top_logprobs).max() < 2e-4
+        assert (rollout.finish_reason == "stop") == (rollout.response_ids[-1] == 7)
+    lengths = [np.arange(len(r.prompt_ids) + 1, len(r.prompt_ids) + len(r)) for r in rollouts]
+    assert counted.tokens_held == 4 * sum(int(n.sum()) for n in lengths)
+
+
+def test_eviction_keeps_the_budget_and_never_brings_a_token_back():
+    graph = engine(SparsitySchedule((2,), **LAYOUT), evict=True)
+    graph.generate(prompts(), Sampling(10, 1.0, 5, seed=3))
+    before = graph._alive[1:].clone()
+    assert before.sum(-1).max() == (2 + 1 + 2) * 4
+    written = np.arange(72) < graph._position[:, None].numpy()
+    graph._decode_step()
+    assert not ((graph._alive[1:] & ~before).numpy() & written[:, None]).any()
+    full = engine(SparsitySchedule.dense(**LAYOUT), evict=True)
+    rollouts = full.generate(prompts(), Sampling(30, 1.0, 5, seed=3))
+    for rollout, scores in zip(rollouts, full.score(rollouts, SparsitySchedule.dense(), 1.0), strict=True):
+        assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
+
+
+def test_noise_is_mixed_in_where_it_should_be():
+    graph = engine(SparsitySchedule.dense(**LAYOUT), noise=(0.3, 0.5))
+    rollouts = graph.generate(prompts() * 4, Sampling(40, 1.0, VOCAB, seed=3))
+    scores = graph.score(rollouts, SparsitySchedule.dense(), 1.0)
+    dense = np.concatenate([s.top_logprobs[:, 0] for s in scores])
+    found = np.exp(np.concatenate([r.top_logprobs[:, 0] for r in rollouts]))
+    noisy = np.abs(found - np.exp(dense)) > 1e-3
+    assert noisy.mean() == pytest.approx(0.3, abs=0.08)
+    assert np.allclose(found[noisy], 0.5 * np.exp(dense[noisy]) + 0.5 / VOCAB, atol=1e-3)
+
+
+def test_quantized_by_hand():
+    import torch
+
+    weight = torch.tensor([[1.0, 0.4, -0.2], [3.0, -3.0, 1.4]])
+    assert torch.allclose(quantized(weight, 2), torch.tensor([[1.0, 0.0, 0.0], [3.0, -3.0, 0.0]]))
+    assert torch.allclose(quantized(weight, 3), torch.tensor([[1.0, 1 / 3, -1 / 3], [3.0, -3.0, 1.0]]))
+    assert torch.equal(quantized(weight[0], 2), weight[0])
+
+
+def test_threshold_by_hand():
+    assert threshold([0.7, 0.8, 0.9, 1.0], [True, True, False, False]) == pytest.approx(0.85)
+    assert threshold([0.9, 0.8, 1.0, 0.7], [False, True, False, True]) == pytest.approx(0.85)
+    assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx((0.65 + 0.85) / 2)
