@@ -81,7 +81,7 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(schedule.pages(np.arange(self.max_length + 1))))
 
     @torch.no_grad()
-    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, generator: torch.Generator) -> list[Rollout]:
+    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
         count, steps, device = len(prompts), sampling.max_new_tokens, self._keys.device
         filled = [*prompts, *[prompts[-1]] * (self.batch_size - count)]
         lengths = torch.tensor([len(p) for p in filled], device=device)
@@ -97,6 +97,7 @@ class GraphEngine(HFEngine):
         self._prompt.copy_(lengths)
         self._step.zero_()
         self._temperature.fill_(sampling.temperature)
+        generator = torch.Generator(device).manual_seed(seeds[0])
         self._uniform.copy_(torch.rand(self._uniform.shape, generator=generator, device=device))
         share, weight = self.noise
         noisy = torch.rand(self._uniform.shape, generator=generator, device=device) < share

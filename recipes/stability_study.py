@@ -5,7 +5,7 @@ to a p5, a fixed budget, the closed loop, a KV cache that is evicted for good), 
 loss, or in another mismatch altogether (weights of few bits, a stale actor, noise). Runs of one seed see the same
 problems. Every step of every run is one line of ``OUT/ARM-SEED.jsonl``.
 
-    python recipes/stability_study.py --out runs/stability --gpus 4 --slots 10 --seconds 300
+    python recipes/stability_study.py --out runs/stability --slots 12 12 12 12
     python recipes/stability_summary.py --runs runs/stability
 
 Processes share a GPU because a model this small leaves it idle between launches.
@@ -91,23 +91,20 @@ class Options:
     out: Path = Path("runs/stability")
     """Results; runs that are already there are left out."""
 
-    arms: tuple[str, ...] = ()
-    """Arms by name; all if none is named."""
+    runs: tuple[str, ...] = ()
+    """Runs by name, ARM-SEED, in this order; every arm with every seed if none is named."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of each arm."""
 
-    steps: int = 60
+    steps: int = 50
     """Steps of a run."""
 
     seconds: float = 3600
     """No step begins later than this after the start, and no run that would not end by then."""
 
-    gpus: int = 1
-    """GPUs to spread over; 0 for the CPU."""
-
-    slots: int = 8
-    """Runs at a time on each."""
+    slots: tuple[int, ...] = (12,)
+    """Runs at a time on each GPU; without one, on the CPU."""
 
     prompts: int = 24
     """Prompts a step."""
@@ -121,7 +118,7 @@ class Options:
     held_out: int = 256
     """How many there are."""
 
-    held_out_every: int = 20
+    held_out_every: int = 10
     """Steps between evaluations; the start and the end are always evaluated."""
 
     calibration: int = 128
@@ -134,15 +131,14 @@ def main(options: Options) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.rewards"])
-    named = options.arms or tuple(arms())
-    jobs = [(arm, seed) for seed in options.seeds for arm in named]
-    jobs = [job for job in jobs if not (options.out / f"{job[0]}-{job[1]}.jsonl").exists()]
+    names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in arms())
+    jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
     schedules = options.out / "schedules.json"
     if not schedules.exists():
         first = context.Process(target=calibrate, args=(options, schedules))
         first.start()
         first.join()
-    places = [gpu for _ in range(options.slots) for gpu in range(max(options.gpus, 1))]
+    places = [gpu for turn in range(max(options.slots)) for gpu, slots in enumerate(options.slots) if turn < slots]
     running: list[tuple[Any, int, float]] = []
     took = 0.0  # the longest run so far; one that cannot end in time is not begun
     while (jobs and time.time() + took < deadline) or running:
@@ -151,25 +147,21 @@ def main(options: Options) -> None:
             places.append(place)
             took = max(took, time.time() - began)
         while jobs and places and time.time() + took < deadline:
-            place, (arm, seed) = places.pop(0), jobs.pop(0)
-            process = context.Process(target=run, args=(options, arm, seed, place, deadline))
+            place = places.pop(0)
+            process = context.Process(target=run, args=(options, jobs.pop(0), place, deadline))
             process.start()
             running.append((process, place, time.time()))
         time.sleep(0.2)
 
 
-def use_gpu(options: Options, index: int) -> Any:
+def use_gpu(index: int) -> Any:
     """The device of this process; set before anything has looked for one."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = _devices()[index] if options.gpus else ""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
     import torch
 
     torch.set_num_threads(1)
-    return torch.device("cuda" if options.gpus else "cpu")
-
-
-def _devices() -> list[str]:
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(16)]
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(device: Any) -> tuple[Any, Any]:
@@ -192,7 +184,7 @@ def longest(lines: int) -> int:
 
 def calibrate(options: Options, out: Path) -> None:
     """The schedules of ``TARGETS``, from one set of trajectories."""
-    device = use_gpu(options, 0)
+    device = use_gpu(0)
     from graph_engine import GraphEngine
 
     from sparrow.engines.base import Sampling
@@ -219,19 +211,19 @@ def calibrate(options: Options, out: Path) -> None:
     out.write_text(json.dumps(found), encoding="utf-8")
 
 
-def run(options: Options, name: str, seed: int, gpu: int, deadline: float) -> None:
-    """One arm with one seed; what stops it early is its last line."""
-    device = use_gpu(options, gpu)
-    path = options.out / f"{name}-{seed}.jsonl"
+def run(options: Options, name: str, gpu: int, deadline: float) -> None:
+    """One arm with one seed; what ended it is its last line."""
+    device = use_gpu(gpu)
+    path = options.out / f"{name}.jsonl"
     try:
         with tempfile.TemporaryDirectory() as folder:
-            train(options, name, seed, device, deadline, path, folder)
+            train(options, name, device, deadline, path, folder)
         ended = "done"
     except TimeoutError:
         ended = "time is over"
     except Exception as error:
         ended = f"{type(error).__name__}: {error}"
-        (options.out / f"{name}-{seed}.error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+        path.with_suffix(".error.txt").write_text(traceback.format_exc(), encoding="utf-8")
     write(path, {"ended": ended})
 
 
@@ -241,7 +233,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def train(options: Options, name: str, seed: int, device: Any, deadline: float, path: Path, folder: str) -> None:
+def train(options: Options, name: str, device: Any, deadline: float, path: Path, folder: str) -> None:
     """The run itself."""
     from graph_engine import GraphEngine
 
@@ -261,7 +253,8 @@ def train(options: Options, name: str, seed: int, device: Any, deadline: float, 
     )
     from sparrow.train.trainer import Trainer
 
-    arm = arms()[name]
+    arm_name, _, number = name.rpartition("-")
+    arm, seed = arms()[arm_name], int(number)
     model, tokenizer = load(device)
     schedule = find_schedule(arm, options.out / "schedules.json")
     length = longest(max(options.lines, options.held_out_lines))
@@ -279,7 +272,7 @@ def train(options: Options, name: str, seed: int, device: Any, deadline: float, 
         return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
     def held_out() -> dict[str, float]:
-        return {"policy": accuracy(policy), "actor": accuracy(engine)}
+        return {"policy": accuracy(policy)}
 
     def listener(event: str, metrics: dict[str, Any]) -> None:
         if event != "step":
@@ -289,6 +282,7 @@ def train(options: Options, name: str, seed: int, device: Any, deadline: float, 
         write(path, condensed(metrics) | ({"held_out": held_out()} if evaluate else {}))
         if arm.actor == f"halved:{step}":
             trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+            engine.set_schedule(trainer.schedule)
         if time.time() > deadline:
             raise TimeoutError
 
@@ -319,7 +313,7 @@ def train(options: Options, name: str, seed: int, device: Any, deadline: float, 
         loss=LossConfig(normalization=arm.normalization),
     )  # fmt: skip
     trainer = Study(config, model, tokenizer, Trace(options.lines), engine, schedule, listener, closed_loop)
-    start = {"arm": name, "seed": seed, **asdict(arm), "top_k": schedule.to_dict()["top_k"]}
+    start = {"arm": arm_name, "seed": seed, **asdict(arm), "top_k": schedule.to_dict()["top_k"]}
     write(path, start | {"options": json.loads(json.dumps(asdict(options), default=str))})
     write(path, {"step": 0, "held_out": held_out()})
     try:
