@@ -17,6 +17,7 @@ N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 .. le
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -106,8 +107,11 @@ class GraphEngine(HFEngine):
             self._capture()
         for t in range(steps):
             self._graph.replay() if self._graph else self._decode_step()
-            if t % 16 == 15 and torch.isin(self._tokens[: t + 1], self._eos).any(0).all():
-                break
+            if t % 16 == 15:
+                self._wait()
+                if torch.isin(self._tokens[: t + 1], self._eos).any(0).all():
+                    break
+        self._wait()
         tokens, logprobs, best_ids, best = (
             x[: t + 1, :count].transpose(0, 1).clone().cpu().numpy()  # copies: the next batch takes the same place
             for x in (self._tokens, self._logprobs, self._best_ids, self._best)
@@ -124,6 +128,14 @@ class GraphEngine(HFEngine):
             )
             for b, m in enumerate(length.tolist())
         ]  # fmt: skip
+
+    def _wait(self) -> None:
+        """Until the device is through, without keeping a core busy that another run could use."""
+        if self._keys.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            while not event.query():
+                time.sleep(1e-3)
 
     def _capture(self) -> None:
         state = [x.clone() for x in (self._step, self._position, self._token, self._alive, self._worth)]
@@ -232,8 +244,10 @@ class GraphEngine(HFEngine):
         page, pages_B1 = torch.arange(S // P, device=q.device), ((length_B + P - 1) // P)[:, None]
         always = (page < layout.sink_pages) | (page >= pages_B1 - layout.recent_pages)
         ranked = ((page < pages_B1) & ~always)[:, None]
-        rank = _rank(scores.masked_fill(~ranked, float("-inf")))
-        keep = always[:, None] | (ranked & (rank < self._top_k[length_B][:, None, None]))
+        scores = scores.masked_fill(~ranked, float("-inf"))
+        top_k = self._top_k[length_B].clamp(max=S // P)[:, None, None].expand(-1, K, 1)
+        least = scores.sort(dim=-1, descending=True).values.gather(-1, (top_k - 1).clamp(min=0))
+        keep = always[:, None] | (ranked & (scores >= least) & (top_k > 0))
         return keep.repeat_interleave(P, dim=-1)
 
     def _evicted(self, i: int, length_B: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from scipy.stats import spearmanr
 
 from sparrow.report.theme import LIGHT
 
-FIRST, EARLY = slice(0, 1), slice(1, 5)
+WHEN = ("step 1", "steps 2 to 5")
 STATISTICS = ("p1", "p5", "p10", "mean", "KL", "ESS", "reward")
 SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
 PAGES = ("fixed4", "p75", "p80", "p86", "p89", "p92", "p95", "p97", "dense")
@@ -57,6 +57,8 @@ def main(options: Options) -> None:
         rows = ",\n".join(json.dumps(run) for run in found)
         options.json.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     runs = json.loads(options.json.read_text(encoding="utf-8"))
+    for run in runs:
+        run["step 1"], run["steps 2 to 5"] = statistics(run, slice(0, 1)), statistics(run, slice(1, 5))
     options.figures.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         save(options.figures / f"stability-{name}.png", draw, runs)
@@ -95,7 +97,7 @@ def _whole_bins(row: dict[str, Any]) -> list[list[float]]:
 # --- what a run comes to ---
 
 
-def early(run: dict[str, Any], when: slice = EARLY) -> dict[str, float]:
+def statistics(run: dict[str, Any], when: slice) -> dict[str, float]:
     """The statistics over some steps, so turned that more is better."""
     p1, p5, p10 = np.mean(run["tail"][when], axis=0)
     kl, ess, mean, reward = (float(np.mean(run[name][when])) for name in ("kl", "ess", "mean", "reward"))
@@ -121,7 +123,7 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
     """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in the gap's middle."""
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
-    wrong = np.array([np.sum(~y[:i]) + np.sum(y[i:]) for i in range(len(x) + 1)])
+    wrong = np.append(0, np.cumsum(~y)) + np.append(np.cumsum(y[::-1])[::-1], 0)
     edges = np.concatenate([[x[0]], (x[1:] + x[:-1]) / 2, [x[-1]]])
     return float(np.mean(edges[wrong == wrong.min()]))
 
@@ -161,10 +163,10 @@ def rank_table(runs: list[dict[str, Any]]) -> str:
     for name in STATISTICS:
         cells = []
         for chosen in (arms, others):
-            for when in (FIRST, EARLY):
+            for when in WHEN:
 
-                def rank(some: list[dict[str, Any]], name: str = name, when: slice = when) -> float:
-                    return spearmanr([early(r, when)[name] for r in some], [outcome(r) for r in some])[0]
+                def rank(some: list[dict[str, Any]], name: str = name, when: str = when) -> float:
+                    return spearmanr([r[when][name] for r in some], [outcome(r) for r in some])[0]
 
                 rho = over_arms(chosen, rank)
                 cells.append(f"{rho[0]:.2f} [{rho[1]:.2f}, {rho[2]:.2f}]")
@@ -188,14 +190,14 @@ def threshold_table(runs: list[dict[str, Any]]) -> str:
             continue
         for name in STATISTICS if title == "pages, every correction" else ("p5", "mean"):
             cells = []
-            for when in (FIRST, EARLY):
+            for when in WHEN:
 
-                def cut(some: list[dict[str, Any]], name: str = name, when: slice = when) -> float:
+                def cut(some: list[dict[str, Any]], name: str = name, when: str = when) -> float:
                     bad = [collapsed(r) for r in some]
-                    return threshold([early(r, when)[name] for r in some], bad) if 0 < sum(bad) < len(bad) else np.nan
+                    return threshold([r[when][name] for r in some], bad) if 0 < sum(bad) < len(bad) else np.nan
 
                 found = over_arms(chosen, cut)
-                wrong = sum((early(r, when)[name] < found[0]) != collapsed(r) for r in chosen)
+                wrong = sum((r[when][name] < found[0]) != collapsed(r) for r in chosen)
                 cells.append(f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}] | {wrong}")
             lines.append(f"| {title} ({len(chosen)}, {sum(bad)} collapsed) | {name} | {' | '.join(cells)} |")
     return "Where collapse begins\n\n" + "\n".join(lines)
@@ -213,9 +215,9 @@ def arm_table(runs: list[dict[str, Any]]) -> str:
         steps = sorted({len(run["reward"]) for run in some})
         cells = (
             arm, len(some), f"{steps[0]}-{steps[-1]}" if len(steps) > 1 else steps[0],
-            f"{np.mean([early(r, FIRST)['p5'] for r in some]):.3f}",
-            f"{np.mean([early(r, FIRST)['mean'] for r in some]):.4f}",
-            f"{np.mean([early(r)['p5'] for r in some]):.3f}",
+            f"{np.mean([r['step 1']['p5'] for r in some]):.3f}",
+            f"{np.mean([r['step 1']['mean'] for r in some]):.4f}",
+            f"{np.mean([r['steps 2 to 5']['p5'] for r in some]):.3f}",
             f"{np.mean([np.mean(r['read']) for r in some]):.2f}",
             interval([float(np.mean(r["reward"][-5:])) for r in some]), interval([outcome(r) for r in some]),
             f"{sum(map(collapsed, some))} of {len(some)}",
@@ -279,7 +281,9 @@ def drift_table(runs: list[dict[str, Any]]) -> str:
         some = [r for r in runs if is_page_arm(r) and r["schedule"] == name and not collapsed(r)]
         if some:
             last = np.mean([np.mean(r["tail"][-5:], axis=0)[1] for r in some])
-            lines.append(f"| {schedule} | {len(some)} | {np.mean([early(r)['p5'] for r in some]):.3f} | {last:.3f} |")
+            lines.append(
+                f"| {schedule} | {len(some)} | {np.mean([r['steps 2 to 5']['p5'] for r in some]):.3f} | {last:.3f} |"
+            )
     return "p5 and the training step\n\n" + "\n".join(lines)
 
 
@@ -300,7 +304,7 @@ def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
     for (label, some), color in zip(groups.items(), LIGHT.series, strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
             # A logarithmic axis of what is rejected spreads out the crowded end.
-            rejected = [max(1 - early(r, FIRST)[name], 1e-4) for r in some]
+            rejected = [max(1 - r["step 1"][name], 1e-4) for r in some]
             ax.plot(rejected, [outcome(r) for r in some], "o", ms=4, alpha=0.7, color=color, label=label)
     for ax, name in ((left, "5th percentile"), (right, "mean")):
         ax.set_xscale("log")
