@@ -84,6 +84,15 @@ class Adapter:
             self._enable(False)
             self._train_policy(True)
 
+    @contextlib.contextmanager
+    def everything_trains(self) -> Iterator[None]:
+        """theta and phi alike count as trainable, as reading an optimiser's sharded state wants it."""
+        self._enable(True)
+        try:
+            yield
+        finally:
+            self._enable(False)
+
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """phi."""
@@ -195,15 +204,16 @@ class Distiller:
         self._adapter = Adapter(model, config.distill, schedule)
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         self._schedule = schedule
-        self.optimizer: Any = torch.optim.AdamW(
-            self._adapter.parameters, lr=config.distill.learning_rate, weight_decay=0.0
-        )
+        self.parameter_group = {
+            "params": self._adapter.parameters, "lr": config.distill.learning_rate, "weight_decay": 0.0
+        }  # fmt: skip
+        self.everything_trains = self._adapter.everything_trains
         self.actor_weights, self.policy_weights = self._adapter.actor_weights, self._adapter.policy_weights
         self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
 
     def prepare(self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any) -> None:
-        """Take what the accelerator made of the model and of ``optimizer``."""
-        self._accelerator, self._ranks, self._scorer, self.optimizer = accelerator, ranks, scorer, optimizer
+        """Take what the accelerator made of the model and of an optimiser that has the ``parameter_group``."""
+        self._accelerator, self._ranks, self._scorer, self._optimizer = accelerator, ranks, scorer, optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on."""
@@ -260,8 +270,8 @@ class Distiller:
             everyone = itertools.chain.from_iterable(self._ranks.gather("distil", lambda: parts))
             merged = {"grad_norm": float(norm), "tokens": float(tokens)} | merge_metrics(everyone)
             check_finite(merged, math.inf)
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
         return merged
 
     @torch.no_grad()

@@ -79,9 +79,9 @@ class Ranks:
                 f"a process of this run died, or was {PATIENCE_S} s behind, during {phase!r} ({reason}); "
                 "--resume goes on from the last checkpoint"
             ) from error
-        for _, failed, _ in found:
+        for rank, (_, failed, _) in enumerate(found):
             if failed is not None:
-                raise failed
+                raise mine[1] if rank == self.rank and mine[1] else failed
         self._count(phase, [seconds for _, _, seconds in found])
         return [result for result, _, _ in found]
 

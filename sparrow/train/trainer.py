@@ -123,18 +123,16 @@ class Trainer:
             from sparrow.train.distill import Distiller  # PEFT takes a second to import
 
             self.distiller = Distiller(model, config, schedule)
-        optimizer = torch.optim.AdamW(
-            [p for p in model.parameters() if p.requires_grad],
-            lr=config.optimizer.learning_rate,
-            weight_decay=config.optimizer.weight_decay,
-        )
-        optimizers = [optimizer, self.distiller.optimizer] if self.distiller else [optimizer]
-        self.scorer, self.optimizer, *rest = self.accelerator.prepare(TokenScorer(model), *optimizers)
+        settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
+        groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
+        if self.distiller:  # one optimiser for both: a step moves what has gradients, which theta and phi never share
+            groups.append(self.distiller.parameter_group)
+        self.scorer, self.optimizer = self.accelerator.prepare(TokenScorer(model), torch.optim.AdamW(groups))
         # Data parallelism hooks itself into the wrapper's passes; those that train nothing, or phi, go past it.
         self.plain_scorer: TokenScorer = self.accelerator.unwrap_model(self.scorer)
         self._collector = Collector(config, tokenizer, task, engine, self.ranks)
         if self.distiller:
-            self.distiller.prepare(self.accelerator, self.ranks, self.plain_scorer, rest[0])
+            self.distiller.prepare(self.accelerator, self.ranks, self.plain_scorer, self.optimizer)
         if config.resume:
             self._load()
         if self.accelerator.is_main_process:
@@ -304,9 +302,8 @@ class Trainer:
         if config.reward.overlong == "mask":
             advantages_B[torch.from_numpy(experience.truncated)] = 0.0
         correction = self._correct(assessment)
-        for group in self.optimizer.param_groups:
-            warm = min(1.0, (self.step + 1) / max(config.optimizer.warmup_steps, 1))
-            group["lr"] = config.optimizer.learning_rate * warm
+        warm = min(1.0, (self.step + 1) / max(config.optimizer.warmup_steps, 1))
+        self.optimizer.param_groups[0]["lr"] = config.optimizer.learning_rate * warm
         steps = []
         for rows in self._minibatches(len(experience.rollouts)):
             normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
@@ -447,7 +444,8 @@ class Trainer:
         found = self.run_dir.last_checkpoint()
         assert found is not None, "RunDir refuses to resume without a checkpoint"
         self.step, folder = found
-        self.accelerator.load_state(str(folder))
+        with self.distiller.everything_trains() if self.distiller else contextlib.nullcontext():
+            self.accelerator.load_state(str(folder))
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.cursor = state["cursor"]
         self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
