@@ -6,6 +6,7 @@ statistics, corrections and decisions from the same numbers as a single process 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,25 +66,40 @@ class Ranks:
             return [result]
         mine: tuple[T | None, Exception | None]
         try:
-            mine = work(), None
+            with self.connected(phase):
+                mine = work(), None
+        except ProcessLost:
+            raise
         except (SparrowError, OSError) as error:
             mine = None, error
         found: list = [None] * self.count
         seconds = time.perf_counter() - began
-        try:
+        with self.connected(phase):
             dist.monitored_barrier(self._group, timedelta(seconds=PATIENCE_S), wait_all_ranks=True)
             dist.all_gather_object(found, (*mine, seconds), group=self._group)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0][:200]
-            raise ProcessLost(
-                f"a process of this run died, or was {PATIENCE_S} s behind, during {phase!r} ({reason}); "
-                "--resume goes on from the last checkpoint"
-            ) from error
         for rank, (_, failed, _) in enumerate(found):
             if failed is not None:
                 raise mine[1] if rank == self.rank and mine[1] else failed
         self._count(phase, [seconds for _, _, seconds in found])
         return [result for result, _, _ in found]
+
+    @contextlib.contextmanager
+    def connected(self, phase: str) -> Iterator[None]:
+        """Around what the processes do together.
+
+        Raises:
+            ProcessLost: the connection to another process broke, or it let the others wait for too long.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            if not isinstance(error, dist.DistError) and "gloo" not in text and "monitoredBarrier" not in text:
+                raise
+            raise ProcessLost(
+                f"a process of this run died, or was {PATIENCE_S} s behind, in the phase {phase!r} "
+                f"({text.splitlines()[0][:200]}); --resume goes on from the last checkpoint"
+            ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
         """What ``work()`` returns in the main process, the only one to do it; errors as in ``gather``."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -108,6 +108,7 @@ class Trainer:
             mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
             log_with=list(config.trackers) or None,
             project_dir=config.run_dir,
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
             fsdp_plugin=sharding(model, config.optimizer.precision == "bf16"),
         )
         self.ranks = Ranks(self.accelerator)
@@ -198,7 +199,8 @@ class Trainer:
         self.listener("update", {})
         with _uninterrupted():
             metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
-            metrics |= self._update(experience, assessment)
+            with self.ranks.connected("update"):
+                metrics |= self._update(experience, assessment)
             metrics |= self._steer(report)
             self.step, self.cursor = self.step + 1, experience.cursor
             clock["update"] = time.perf_counter()

@@ -1,0 +1,215 @@
+"""What a whole run costs on several GPUs: does it fit, and where does a step's time go, dense against sparse.
+
+``sparrow.cost`` prices one engine; here GPUs hold engines (one or several GPUs each) and shards of the training state.
+``docs/cost.md`` says what is assumed. Arithmetic only; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparrow.cost import (
+    MEMORY_FRACTION,
+    TRAIN_MFU,
+    VLLM_H200,
+    Machine,
+    ModelShape,
+    Overheads,
+    RolloutEstimate,
+    kv_capacity,
+    simulate_rollout,
+)
+from sparrow.errors import ConfigError
+from sparrow.schedule import SparsitySchedule
+
+STATE_BYTES = 12  # of a parameter between steps: float32 weight and AdamW's two moments
+GRADIENT_BYTES = 4
+HEAD_BYTES = 7.5e9  # of the log-probs' chunk of logits: 4096 tokens by 152K words, float32, three times
+LAYER_BYTES = 34  # of a token and unit of width while a layer is computed; 2 more for every layer that is kept
+LINK_BYTES_S = 350e9  # between GPUs of one host
+NETWORK_BYTES_S = 40e9  # of one GPU to another host
+HOST_BYTES_S = 50e9  # between a GPU and its host's memory
+ALL_REDUCE_S = 15e-6  # one of the two a layer needs in every decode step of a tensor-parallel engine
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """GPUs of one kind.
+
+    Attributes:
+        machine: one of them.
+        gpus: how many, those of a host first.
+        tensor_parallel: GPUs of one engine.
+        host: GPUs of one host.
+    """
+
+    machine: Machine
+    gpus: int
+    tensor_parallel: int = 1
+    host: int = 8
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
+            raise ConfigError(
+                f"{self.gpus} GPUs do not make engines of {self.tensor_parallel}; choose a tensor_parallel that divides"
+            )
+
+    @property
+    def engines(self) -> int:
+        return self.gpus // self.tensor_parallel
+
+    @property
+    def exchange_bytes_s(self) -> float:
+        """At which a GPU gets the others' shards, within a host or beyond."""
+        return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one GPU, in training and in a rollout; and the responses of full length an engine holds at a time."""
+
+    state: float
+    gradients: float
+    activations: float
+    engine_weights: float
+    kv: float
+    full_responses: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """Seconds of one RL step by phase, and the slowest engine's rollout over the mean of all."""
+
+    rollout: float
+    score: float
+    update: float
+    sync: float
+    imbalance: float
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout + self.score + self.update + self.sync
+
+
+@dataclass(frozen=True)
+class Plan:
+    memory: Memory
+    dense: Step
+    sparse: Step
+
+
+def fit(shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 32768, colocated: bool = True) -> Memory:
+    """Bytes per GPU with weights, moments and gradients sharded over all of them (FSDP2), and vLLM asleep in training.
+
+    Args:
+        longest: tokens of the longest prompt and response.
+        token_budget: padded tokens of one training pass, with activations recomputed layer by layer.
+        colocated: engines share the training GPUs, whose sharded state stays where it is during rollouts.
+
+    Raises:
+        ConfigError: training, or a single response, does not fit.
+    """
+    parameters = shape.weights + shape.embedding
+    width = shape.heads * shape.head_dim
+    state, gradients = STATE_BYTES * parameters / cluster.gpus, GRADIENT_BYTES * parameters / cluster.gpus
+    gathered = 3 * 2 * parameters / shape.layers  # layers in bf16: the one that computes, the next, the last's gradient
+    activations = max(token_budget, longest) * width * (2 * shape.layers + LAYER_BYTES) + HEAD_BYTES + gathered
+    memory = cluster.machine.memory_bytes
+    if state + gradients + activations > MEMORY_FRACTION * memory:
+        raise ConfigError(
+            f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
+            f"{(state + gradients + activations) / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
+            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; take more GPUs or fewer tokens"
+        )
+    held = kv_capacity(shape, engine_machine(cluster, state if colocated else 0.0))
+    if held < longest:
+        raise ConfigError(
+            f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens beside {shape.name}"
+            f"{' and its training state' if colocated else ''}, but a response may have {longest:,}; "
+            "raise tensor_parallel, take more GPUs or shorter responses"
+        )
+    kv = held * shape.kv_width * shape.kv_bytes / cluster.tensor_parallel
+    weights = parameters * shape.weight_bytes / cluster.tensor_parallel
+    return Memory(state, gradients, activations, weights, kv, held // longest)
+
+
+def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
+    """The GPUs of one engine as one machine, ``reserved`` bytes of each taken."""
+    m, n = cluster.machine, cluster.tensor_parallel
+    return Machine(
+        m.name, n * m.hbm_bytes_s, n * m.read_bytes_s, n * m.flops, n * (m.memory_bytes - reserved / MEMORY_FRACTION)
+    )
+
+
+def plan(
+    shape: ModelShape, cluster: Cluster, responses: ArrayLike, schedule: SparsitySchedule, prompt: int = 256,
+    max_batch: int = 256, token_budget: int = 32768, colocated: bool = True, overheads: Overheads = VLLM_H200,
+) -> Plan:  # fmt: skip
+    """One RL step over ``responses`` (tokens each), dealt to the engines in turn as the trainer does.
+
+    Raises:
+        ConfigError: it does not fit, see ``fit``; or fewer responses than engines.
+    """
+    lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
+    if lengths.size < cluster.engines:
+        raise ConfigError(f"{lengths.size} responses leave some of {cluster.engines} engines idle; sample more")
+    memory = fit(shape, cluster, prompt + int(lengths.max()), token_budget, colocated)
+    machine = engine_machine(cluster, memory.state if colocated else 0.0)
+    if cluster.tensor_parallel > 1:
+        overheads = replace(overheads, layer_s=overheads.layer_s + 2 * ALL_REDUCE_S)
+    shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
+    score, update = train_seconds(shape, cluster, prompt + lengths, token_budget)
+    sync = sync_seconds(shape, cluster, colocated)
+
+    def step(kind: SparsitySchedule | None) -> Step:
+        runs = [simulate_rollout(shape, machine, share, kind, prompt, max_batch, overheads) for share in shares]
+        return Step(max(r.seconds for r in runs), score, update, sync, _imbalance(runs))
+
+    return Plan(memory, step(None), step(schedule))
+
+
+def train_seconds(
+    shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
+) -> tuple[float, float]:
+    """Seconds of the log-probs (a forward pass) and of the update (two forward passes and a backward) over sequences
+    of ``totals`` tokens, at ``TRAIN_MFU`` of the peak; or of gathering the shards, where that takes longer."""
+    total = np.asarray(totals, dtype=np.float64)
+    attention = shape.kv_width * shape.heads / shape.kv_heads
+    forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
+    compute = forward / (TRAIN_MFU * cluster.machine.flops * cluster.gpus)
+    passes = max(1.0, total.sum() / token_budget / cluster.gpus)
+    away = (cluster.gpus - 1) / cluster.gpus * (shape.weights + shape.embedding) / cluster.exchange_bytes_s
+    # bf16 weights once for the log-probs and twice for the update, whose gradients are reduced in float32.
+    return max(compute, passes * 2 * away), max(4 * compute, passes * (2 + 2 + GRADIENT_BYTES) * away)
+
+
+def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
+    """Seconds to give every engine new weights: float32 shards gathered; and, colocated, the old ones moved to the
+    host and back, as vLLM's sleep does."""
+    parameters = shape.weights + shape.embedding
+    gathered = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
+    moved = 2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S if colocated else 0.0
+    return gathered + moved
+
+
+def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
+    seconds = [run.seconds for run in runs]
+    return max(seconds) * len(seconds) / sum(seconds)
+
+
+def rows(found: Plan, steps: int | None = None) -> list[tuple[str, str]]:
+    """A plan as (name, value) for printing; with ``steps``, the hours of a whole run too."""
+    gib = 2**30
+    m = found.memory
+    training = f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} gradients, {m.activations / gib:.0f} activations"
+    engine = f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} KV: {m.full_responses} responses of full length"
+    lines = [("training, GiB a GPU", training), ("engine, GiB a GPU", engine)]
+    for name, step in (("dense step", found.dense), ("sparse step", found.sparse)):
+        phases = ", ".join(f"{phase} {getattr(step, phase):.0f}" for phase in ("rollout", "score", "update", "sync"))
+        hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
+        lines.append((name, f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}"))
+    return [*lines, ("step speed-up", f"{found.dense.seconds / found.sparse.seconds:.2f}x")]
