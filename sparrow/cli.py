@@ -198,8 +198,20 @@ class Cost:
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"
     """The machine."""
 
+    gpus: int = 1
+    """How many of them; more than one are planned as a whole: memory, and a step split into its phases."""
+
+    tensor_parallel: int = 1
+    """GPUs of one engine."""
+
     responses: int = 240
-    """Responses of a rollout."""
+    """Responses of a rollout, over all GPUs."""
+
+    samples: int = 8
+    """Responses to one prompt."""
+
+    examples: int | None = None
+    """Prompts of the whole run, to tell its hours on several GPUs."""
 
     median: float = 14000
     """Median response length in tokens; lengths are log-normal."""
@@ -439,6 +451,8 @@ def cost(command: Cost) -> None:
     """``sparrow cost``"""
     from rich.table import Table
 
+    from sparrow.cluster import Cluster, plan
+    from sparrow.cluster import rows as plan_rows
     from sparrow.cost import MACHINES, SHAPES, ModelShape, predict, response_lengths, rows
     from sparrow.schedule import SparsitySchedule
 
@@ -451,21 +465,30 @@ def cost(command: Cost) -> None:
 
         shape = ModelShape.from_config(load_config(command.model))
     lengths = response_lengths(command.median, command.cutoff, command.responses)
-    schedule = SparsitySchedule.load(command.schedule)
-    found = predict(
-        shape,
-        MACHINES[command.gpu],
-        lengths,
-        schedule,
-        command.prompt,
-        command.max_batch,
-        rollout_share=command.rollout_share,
-    )
+    schedule, machine = SparsitySchedule.load(command.schedule), MACHINES[command.gpu]
+    if command.gpus > 1:
+        cluster = Cluster(machine, command.gpus, command.tensor_parallel)
+        whole = plan(shape, cluster, lengths, schedule, command.prompt, command.max_batch)
+        steps = None if command.examples is None else command.examples * command.samples // command.responses
+        lines = plan_rows(whole, steps)
+    else:
+        lines = rows(
+            predict(
+                shape,
+                machine,
+                lengths,
+                schedule,
+                command.prompt,
+                command.max_batch,
+                rollout_share=command.rollout_share,
+            )
+        )
     title = (
-        f"{command.model} on one {command.gpu.upper()}, {command.responses} responses of {lengths.mean():,.0f} tokens"
+        f"{command.model} on {command.gpus} {command.gpu.upper()}, {command.responses} responses of "
+        f"{lengths.mean():,.0f} tokens"
     )
     table = Table(title=f"{title}, {command.schedule}", show_header=False)
-    for name, value in rows(found):
+    for name, value in lines:
         table.add_row(name, escape(value))
     console().print(table)
 

@@ -20,6 +20,7 @@ ALLOWED = {
     "errors": [],
     "schedule": [],
     "cost": ["schedule"],
+    "cluster": ["cost", "schedule"],
     "evaluate": [],
     "mismatch": [],
     "scoring": [],
@@ -47,7 +48,14 @@ ALLOWED = {
     "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],
     "cli": EVERYTHING,
 }  # fmt: skip
-PURE = ["errors", "schedule", "cost", "evaluate", "mismatch"]  # of other people's packages only numpy and scipy
+PURE = [
+    "errors",
+    "schedule",
+    "cost",
+    "cluster",
+    "evaluate",
+    "mismatch",
+]  # of other people's packages only numpy and scipy
 ONLY_IN = {"triton": "attention.triton", "vllm": "engines.vllm"}
 
 
