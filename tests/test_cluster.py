@@ -56,7 +56,9 @@ def test_what_does_not_fit_is_named():
     with pytest.raises(ConfigError, match=r"training Qwen3-14B on 2 H200 needs 1\d\d GiB on each, .* take more GPUs"):
         fit(SHAPES["qwen3-14b"], Cluster(H200, 2), 33000)
     little = replace(H200, memory_bytes=40e9)
-    with pytest.raises(ConfigError, match=r"engine of 1 H200 holds [12]\d,\d+ tokens beside Qwen3-14B .*raise tensor_parallel"):
+    with pytest.raises(
+        ConfigError, match=r"engine of 1 H200 holds [12]\d,\d+ tokens beside Qwen3-14B .*raise tensor_parallel"
+    ):
         fit(SHAPES["qwen3-14b"], Cluster(little, 64), 33000)
     with pytest.raises(ConfigError, match="6 GPUs do not make engines of 4"):
         Cluster(H200, 6, 4)

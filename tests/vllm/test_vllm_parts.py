@@ -14,7 +14,7 @@ from sparrow import SparsitySchedule
 from sparrow.engines.vllm import client, config, engine, v024, v026, v032, versions
 from sparrow.engines.vllm.runtime import Runtime, find
 from sparrow.engines.vllm.server import VLLMServer, _rollout
-from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.schedule import ALL_PAGES
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -262,7 +262,7 @@ def test_a_servers_lists_are_cut_and_sorted(as_text):
 
 
 def test_no_server_is_one_clear_sentence():
-    with pytest.raises(ConfigError, match=r"no vLLM server answers at http://localhost:9 .*start one"):
+    with pytest.raises(EngineError, match=r"no vLLM server answers at http://localhost:9 .*start one"):
         VLLMServer("http://localhost:9/", SCHEDULE)
 
 
