@@ -351,6 +351,8 @@ def train(command: Train) -> None:
 
     start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
     schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
+    # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's empty.
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     model, tokenizer = _load_model(command.model)
     task = _load_task(command.task, command.dataset, tokenizer)
     # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.

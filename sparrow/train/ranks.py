@@ -49,6 +49,19 @@ class Ranks:
         # Objects travel between the hosts' memories, whatever the tensors use.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)) if self.count > 1 else None
 
+    def check_equal(self, model: nn.Module) -> None:
+        """Make sure that all processes start from the same weights, of which each may keep a shard only.
+
+        Raises:
+            ConfigError: they do not.
+        """
+        sums = [p.detach().double().sum().item() for p in model.parameters()]
+        if any(other != sums for other in self.gather("start", lambda: sums)):
+            raise ConfigError(
+                "the processes of this run start from different weights; load the same checkpoint in each, with "
+                "FSDP_CPU_RAM_EFFICIENT_LOADING=false in the environment"
+            )
+
     def gather(self, phase: str, work: Callable[[], T]) -> list[T]:
         """What ``work()`` returns in each process, by rank. An error of one process is raised in all of them.
 

@@ -72,8 +72,8 @@ class Trainer:
         closed_loop: let the schedule follow the measured p5, so that it holds ``config.tau``.
 
     Raises:
-        ConfigError: a run directory in use, more processes than responses, or a closed loop beside something else that
-            moves the schedule, or in other bins than the schedule's.
+        ConfigError: a run directory in use, more processes than responses, processes that start from different weights,
+            or a closed loop beside something else that moves the schedule, or in other bins than the schedule's.
     """
 
     def __init__(
@@ -124,6 +124,7 @@ class Trainer:
             from sparrow.train.distill import Distiller  # PEFT takes a second to import
 
             self.distiller = Distiller(model, config, schedule)
+        self.ranks.check_equal(model)
         settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
         groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
         if self.distiller:  # one optimiser for both: a step moves what has gradients, which theta and phi never share
