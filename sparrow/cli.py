@@ -365,6 +365,7 @@ def train(command: Train) -> None:
             Trainer(command, model, tokenizer, task, engine, schedule, progress, start is not None).train()
         finally:
             engine.close()
+    PartialState().destroy_process_group()
     if main_process:
         print_summary(Path(command.run_dir))
 
@@ -513,6 +514,7 @@ def _load_model(name: str, precision: Precision = "fp32") -> tuple[PreTrainedMod
     import logging
 
     from accelerate import PartialState
+    from accelerate.utils import parse_flag_from_env
     from transformers.utils.logging import disable_progress_bar
 
     from sparrow.engines.hf import load_model
@@ -520,7 +522,8 @@ def _load_model(name: str, precision: Precision = "fp32") -> tuple[PreTrainedMod
     disable_progress_bar()  # Sparrow shows its own
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as they should
 
-    return load_model(_model_path(name), precision, PartialState().device)
+    place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
+    return load_model(_model_path(name), precision, place.device)
 
 
 def _model_path(name: str) -> str:

@@ -172,7 +172,9 @@ class Trainer:
         if self.step > saved:
             self._save()
         self._export()
-        self.accelerator.end_training()
+        # Not end_training: it would end the process group, which an engine in this process may still use.
+        for tracker in self.accelerator.trackers:
+            tracker.finish()
 
     def _export(self) -> None:
         """Write the trained policy, the adapter if there is one, and the tokenizer."""
