@@ -8,9 +8,9 @@ policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocas
 weights into vLLM. Weights are random, rewards a coin's, and a response ends where its length, drawn beforehand, says.
 
 A real step, 240 responses of 14,268 tokens on average, would take most of an hour with its training. Here lengths are
-scaled by 1/4 (mean 3,567, cut at 8,192), the schedule with them (a quarter of the pages in bins of a quarter), and all
-240 run at once where the rollout benchmark has 64. So a step reads as many bytes of KV, and the rollout keeps its share
-of the whole. The longest responses are alone at the end, as they are in a real one.
+scaled by 1/8 (mean 1,783, cut at 4,096), the schedule with them (an eighth of the pages in bins of an eighth), and all
+240 run at once. So a step reads as many bytes of KV as one of 30 responses at full length. The longest responses are
+alone at the end, as they are in a real one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--scale", type=int, default=4, help="what lengths and schedule are divided by")
+    parser.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
     arguments = parser.parse_args()
     scale = arguments.scale
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
