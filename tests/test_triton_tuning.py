@@ -13,50 +13,61 @@ pytest.importorskip("triton")
 
 from sparrow.attention import PageLayout, update_landmarks
 from sparrow.attention.triton import DecodeWorkspace
-from sparrow.attention.triton.tuning import H200, DeviceLimits, choose, split_count
+from sparrow.attention.triton.tuning import H200, DeviceLimits, choose, share_count
 
 # multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
 DEVICES = [H200, DeviceLimits(108, 163 * 1024), DeviceLimits(142, 99 * 1024), DeviceLimits(148, 227 * 1024)]
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kernels.json"
 
 
-@given(st.integers(1, 20_000), st.sampled_from([64, 128, 256, 512]), st.sampled_from(DEVICES))
-def test_buffers_fit_and_tiles_suit_the_tensor_cores(items, head_bytes, limits):
-    config = choose(items, head_bytes, limits)
+@given(
+    st.integers(1, 2_500), st.sampled_from([1, 2, 8]), st.sampled_from([64, 128, 256, 512]), st.sampled_from(DEVICES)
+)
+def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes, limits):
+    items = rows * kv_heads
+    config = choose(items, kv_heads, head_bytes, limits)
     assert config.attend_stages * config.attend_tokens * 2 * head_bytes <= limits.shared_memory
     assert config.score_stages * config.score_pages * head_bytes <= limits.shared_memory
     assert config.attend_stages >= 1 and config.score_stages >= 1
     assert 16 <= config.attend_tokens <= 128 and config.attend_tokens & (config.attend_tokens - 1) == 0
     assert 16 <= config.score_pages <= 128 and config.score_pages & (config.score_pages - 1) == 0
-    assert config.rank_splits == config.attend_splits == split_count(items, limits)
-    assert not (config.fused and config.attend_splits > 1)
+    assert config.shares == share_count(items, kv_heads, limits) > 0 and config.shares % kv_heads == 0
+    assert 1 <= config.rank_splits <= 16
+    assert config.registers % 8 == 0 or config.registers == 255
 
 
 @pytest.mark.parametrize(
-    "items, fused, splits",
-    [(8, False, 16), (64, False, 2), (96, False, 4), (128, True, 1), (192, False, 2), (512, True, 1)],
+    "items, fused, splits, shares",
+    [
+        (8, False, 16, 120),
+        (64, False, 2, 64),
+        (96, False, 4, 296),
+        (128, True, 1, 264),
+        (256, True, 1, 8),
+        (512, True, 1, 16),
+    ],
 )
-def test_small_batches_are_split_and_large_ones_fused(items, fused, splits):
-    config = choose(items, 256, H200)
-    assert (config.fused, config.attend_splits) == (fused, splits)
+def test_small_batches_are_split_and_large_ones_fused(items, fused, splits, shares):
+    config = choose(items, 8, 256, H200)
+    assert (config.fused, config.rank_splits, config.shares) == (fused, splits, shares)
 
 
-@pytest.mark.parametrize("items, tokens", [(400, 64), (512, 64), (768, 128), (1024, 64), (1056, 64), (1188, 128)])
-def test_the_fuller_last_wave_decides_the_tile(items, tokens):
+@pytest.mark.parametrize("items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)])
+def test_the_fuller_last_wave_decides_the_tile(items, stages):
     # 512 items fill 4 x 132 places to 97 % and two rounds of 3 x 132 to 65 %; 768 fill them to 73 % and 97 %.
-    assert choose(items, 256, H200).attend_tokens == tokens
+    assert choose(items, 8, 256, H200).attend_stages == stages
 
 
 def test_the_published_measurements_are_of_this_table():
     for case in json.loads(RESULTS.read_text())["cases"]:
-        assert asdict(choose(case["B"] * 8, 256, H200)) == case["config"]
+        assert asdict(choose(case["B"] * 8, 8, 256, H200)) == case["config"]
 
 
 @given(st.integers(1, 40), st.sampled_from([1, 2, 8]))
 def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads):
     workspace = DecodeWorkspace(max_batch, kv_heads, 2, 64, 100, "cpu")
     for batch in range(1, max_batch + 1):
-        assert batch * kv_heads * split_count(batch * kv_heads, H200) <= workspace.partial.shape[0]
+        assert batch * kv_heads + share_count(batch * kv_heads, kv_heads, H200) <= workspace.partial.shape[0]
     assert workspace.rows.shape == (max_batch * kv_heads, 112)
     assert not workspace.counters.any()
     parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4

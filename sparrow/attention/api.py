@@ -72,14 +72,16 @@ def paged_decode(
     """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
     Row b attends to its sink and recent pages and its ``top_k_B[b]`` best others; with as many pages kept as it
-    has, the row is dense. Nothing beyond its length has any effect; a row of length 0 returns zeros. With
+    has, the row is dense. Nothing beyond its length has any effect; a row of length 0 returns zeros. The landmark of
+    a page that its newest token fills is written: ``update_landmarks`` is for tokens that are not decoded. With
     ``triton`` the result is the same bits every time, nothing waits for the device and, given ``out``, nothing
     is allocated: the call can be captured in a CUDA graph and replayed with other lengths and budgets.
 
     Args:
         q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided, D contiguous.
         k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole number of pages.
-        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the cache.
+        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the cache;
+            updated in place.
         block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.

@@ -65,12 +65,17 @@ def paged_decode(
 ) -> Tensor:
     """One decode step over a paged cache: as ``decode``, with landmarks as the cache holds them; ``[B, H, D]``.
 
-    Nothing beyond a row's ``length_B`` tokens has any effect, be it NaN; a row of length 0 returns zeros.
+    Nothing beyond a row's ``length_B`` tokens has any effect, be it NaN; a row of length 0 returns zeros. The
+    landmark of a page that a row's newest token filled is written.
     """
     B, H, D = q_BHD.shape
     K, block_tokens, P = k_cache.shape[1], k_cache.shape[2], layout.page_size
     length_B = length_B.long()
     with torch.no_grad():
+        newest_B = (length_B - 1).clamp(min=0)
+        block_B = block_table_BM.long().gather(1, newest_B[:, None] // block_tokens)[:, 0]
+        slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
+        update_landmarks(k_cache, landmark_cache, slot_B, layout)
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = block_table_BM.long()[:, n * P // block_tokens].where(n < pages_B[:, None], 0)

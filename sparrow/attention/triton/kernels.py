@@ -54,11 +54,12 @@ def _order(bits):
 
 
 @triton.jit
-def _load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of ``D`` elements, zeros up to ``DP``."""
+def _load_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of ``D`` elements, one of each block at its place ``base_T1``; zeros up to ``DP`` and outside."""
     d = tl.arange(0, DP)
-    places = base + offset_T[:, None] + d[None, :]
-    return tl.load(places) if D == DP else tl.load(places, mask=(d < D)[None, :], other=0.0)
+    places = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
+    mask = inside_T[:, None] if D == DP else inside_T[:, None] & (d < D)[None, :]
+    return tl.load(places, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -68,10 +69,11 @@ def _score(
 ):  # fmt: skip
     """Writes the scores of pages ``begin .. end - 1`` to ``row``."""
     for first in tl.range(begin, end, TILE, num_stages=STAGES):
-        n = tl.minimum(first + tl.arange(0, TILE), end - 1)
-        block = tl.load(table + n // PER_BLOCK).to(tl.int64)
-        marks = _load_rows(landmark, block * stride_block + (n % PER_BLOCK) * stride_page, D, DP)
-        tl.store(row + n, tl.sum(marks.to(tl.float32) * q_D[None, :], 1))
+        n = first + tl.arange(0, TILE)
+        block = tl.load(table + n // PER_BLOCK, mask=n < end, other=0)
+        base = landmark + ((n % PER_BLOCK) * stride_page)[:, None]
+        marks = _load_rows(base, block, n < end, stride_block, D, DP)
+        tl.store(row + n, tl.sum(marks.to(tl.float32) * q_D[None, :], 1), mask=n < end)
 
 
 @triton.jit
@@ -175,31 +177,60 @@ def _group_queries(q, stride_head, G: tl.constexpr, GP: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _attend(
-    q_GD, k, v, ids, begin, end, stride_k_block, stride_k_token, stride_v_block, stride_v_token, scale_log2,
-    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    q_GD, ids, k, v, begin, end, listed, stride_block, stride_token, scale_log2,
+    GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
-    """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head."""
+    """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head.
+
+    ``ids`` are the pages of a list, or the blocks of the block table where all are kept; ``begin`` starts a page.
+    Float8 values are loaded as pairs of neighbours, and even and odd columns multiplied apart: only 16-bit words can
+    be transposed on their way from shared memory to the tensor cores.
+    """
+    DV: tl.constexpr = D // 2 if FP8 else D
+    DVP: tl.constexpr = DP // 2 if FP8 else DP
+    WORD: tl.constexpr = 2 if FP8 else 1
+    if FP8:
+        q_GD = q_GD.to(tl.float16)  # holds every float8 exactly, and converts at twice the speed of bfloat16
+        v = v.to(tl.pointer_type(tl.uint16), bitcast=True)
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DP), tl.float32)
+    acc = tl.zeros((GP, DVP), tl.float32)
+    odd = tl.zeros((GP, DVP if FP8 else 1), tl.float32)
+    r = tl.arange(0, TILE)
     for first in range(begin, end, TILE):
-        inside = first + tl.arange(0, TILE) < end
-        # Past the end the last token stands in: what lies beyond a sequence may be NaN, and 0 * NaN is NaN.
-        t = tl.minimum(first + tl.arange(0, TILE), end - 1)
-        page = tl.load(ids + t // P)
-        block = (page // PER_BLOCK).to(tl.int64)
-        token = (page % PER_BLOCK) * P + t % P
-        k_TD = _load_rows(k, block * stride_k_block + token * stride_k_token, D, DP)
+        inside = first + r < end  # what lies beyond a sequence may be NaN, and 0 * NaN is NaN
+        if TILE % P == 0:
+            n = first // P + r // P
+            token = r % P  # the same in every tile, as is all of an address but the block
+        else:
+            n = (first + r) // P
+            token = (first + r) % P
+        if PER_BLOCK == 1:
+            block = tl.load(ids + n, mask=inside, other=0)
+        else:
+            found = tl.load(ids + tl.where(listed, n, n // PER_BLOCK), mask=inside, other=0)
+            page = tl.where(listed, found, found * PER_BLOCK + n % PER_BLOCK)
+            block = page // PER_BLOCK
+            token += (page % PER_BLOCK) * P
+        k_TD = _load_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
         logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
-        v_TD = _load_rows(v, block * stride_v_block + token * stride_v_token, D, DP)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD.to(q_GD.dtype))
+        v_TD = _load_rows(v + token[:, None] * (stride_token // WORD), block, inside, stride_block // WORD, DV, DVP)
+        if FP8:
+            even_TD = v_TD.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            odd_TD = (v_TD >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            acc = acc * shrink[:, None] + tl.dot(weight.to(tl.float16), even_TD)
+            odd = odd * shrink[:, None] + tl.dot(weight.to(tl.float16), odd_TD)
+        else:
+            acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD)
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
+    if FP8:
+        acc = tl.interleave(acc, odd)
     return acc, total, maximum
 
 
@@ -216,151 +247,220 @@ def _store_output(
 
 
 @triton.jit
-def decode_kernel(
-    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows,
-    stride_q_row, stride_q_head, stride_k_block, stride_k_head, stride_k_token,
-    stride_v_block, stride_v_head, stride_v_token, stride_mark_block, stride_mark_page, stride_mark_head,
-    stride_table, stride_out_row, stride_out_head, stride_rows, scale_log2, v_scale,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
-    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, TILE: tl.constexpr,
+def _complete_page(
+    k, mark, table, length, stride_block, stride_token, stride_mark_block, stride_mark_page,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program ranks, selects and attends for one item: for batches that fill the device without splitting.
-
-    The launch ends with its longest row: a single row that keeps everything among sparse ones is read by one program
-    per kv head, at a few per cent of the device's bandwidth.
-    """
-    item = tl.program_id(0)
-    b = (item // K).to(tl.int64)
-    head = (item % K).to(tl.int64)
-    q += b * stride_q_row + head * G * stride_q_head
-    q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
-    q_D = _mean_query(q, stride_q_head, G, D, DP)
-    pages, ranked, budget, tokens = _plan(tl.load(length + b), tl.load(top_k + b), P, SINK, RECENT)
-    table += b * stride_table
-    row = rows + item.to(tl.int64) * stride_rows
-    if (budget > 0) & (budget < ranked):
-        _score(
-            q_D, landmarks + head * stride_mark_head, table, row, SINK, SINK + ranked, stride_mark_block,
-            stride_mark_page, D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
+    """Writes the landmark of a row's last page if the newest token filled it; nobody ranks that page in this step."""
+    if (length > 0) & (length % P == 0):
+        page = length // P - 1
+        block = tl.load(table + page // PER_BLOCK).to(tl.int64)
+        _write_mean(
+            k + block * stride_block, mark + block * stride_mark_block + page % PER_BLOCK * stride_mark_page,
+            page % PER_BLOCK, stride_token, D, DP, P,
         )  # fmt: skip
-        tl.debug_barrier()
-    _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
-    tl.debug_barrier()
-    acc, total, _ = _attend(
-        q_GD, k_cache + head * stride_k_head, v_cache + head * stride_v_head,
-        row.to(tl.pointer_type(tl.int32), bitcast=True), 0, tokens,
-        stride_k_block, stride_k_token, stride_v_block, stride_v_token, scale_log2, GP, D, DP, P, PER_BLOCK, TILE,
-    )  # fmt: skip
-    out += b * stride_out_row + head * G * stride_out_head
-    _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
+
+
+@triton.jit
+def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
+    """Stores the mean key of one page of a block."""
+    token = page * P + tl.arange(0, P)
+    d = tl.arange(0, DP)
+    k_PD = tl.load(k + token[:, None] * stride_token + d[None, :], mask=(d < D)[None, :], other=0.0)
+    mean = tl.sum(k_PD.to(tl.float32), 0) / P
+    tl.store(mark + d, mean.to(mark.dtype.element_ty), mask=d < D)
 
 
 @triton.jit
 def rank_kernel(
-    q, landmarks, table, length, top_k, rows, counters,
-    stride_q_row, stride_q_head, stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
+    q, k_cache, landmarks, table, length, top_k, rows, counters,
+    stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
+    stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
-    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, SPLITS: tl.constexpr,
+    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Several programs score the pages of an item; the last to finish selects."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     split = tl.program_id(1)
     b = (item // K).to(tl.int64)
     head = (item % K).to(tl.int64)
+    tokens_in_row = tl.load(length + b)
     q_D = _mean_query(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
-    pages, ranked, budget, _ = _plan(tl.load(length + b), tl.load(top_k + b), P, SINK, RECENT)
+    pages, ranked, budget, _ = _plan(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
     used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), SPLITS)
     table += b * stride_table
     row = rows + item.to(tl.int64) * stride_rows
-    if split < used:
+    landmarks += head * stride_mark_head
+    if (split < used) & (budget < ranked):
         begin, end = _share(to_score, split, used, SCORE_TILE)
         _score(
-            q_D, landmarks + head * stride_mark_head, table, row, SINK + begin, SINK + end, stride_mark_block,
-            stride_mark_page, D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
+            q_D, landmarks, table, row, SINK + begin, SINK + end, stride_mark_block, stride_mark_page,
+            D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
         )  # fmt: skip
         if _arrives_last(counters + item, used):
             _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
+    if split == 0:
+        _complete_page(
+            k_cache + head * stride_head, landmarks, table, tokens_in_row,
+            stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
+        )  # fmt: skip
 
 
 @triton.jit
-def attend_kernel(
-    q, k_cache, v_cache, length, top_k, out, rows, partial, stats, counters,
-    stride_q_row, stride_q_head, stride_k_block, stride_k_head, stride_k_token,
-    stride_v_block, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_rows, scale_log2, v_scale,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TILE: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_TOKENS: tl.constexpr,
+def _find_part(
+    work, length, top_k, count, target,
+    K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr,
+    ROWS: tl.constexpr, FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Several programs attend to the kept tokens of an item, as many as its tokens are worth; the last combines.
+    """The row, head and part that program ``work`` attends to, the row's number of parts, and its first slot.
 
-    The parts are added in the order of the splits, whoever adds them: the result does not depend on timing.
+    A row has a part more for each whole share in it, ``target`` parts more in all. A fused launch cuts only rows that
+    keep everything, which need no list, and leaves those not much longer than the mean whole. The first programs take
+    the first part of each item, the next the further parts; what is left gets row ``count``.
     """
-    item = tl.program_id(0)
-    split = tl.program_id(1)
-    b = (item // K).to(tl.int64)
-    head = (item % K).to(tl.int64)
-    q_GD = _group_queries(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, GP, D, DP)
-    _, _, _, tokens = _plan(tl.load(length + b), tl.load(top_k + b), P, SINK, RECENT)
-    used = tl.minimum(tl.maximum((tokens + SPLIT_TOKENS - 1) // SPLIT_TOKENS, 1), SPLITS)
-    if split < used:
-        begin, end = _share(tokens, split, used, TILE)
-        acc, total, maximum = _attend(
-            q_GD, k_cache + head * stride_k_head, v_cache + head * stride_v_head,
-            (rows + item.to(tl.int64) * stride_rows).to(tl.pointer_type(tl.int32), bitcast=True), begin, end,
-            stride_k_block, stride_k_token, stride_v_block, stride_v_token, scale_log2, GP, D, DP, P, PER_BLOCK, TILE,
+    r = tl.arange(0, ROWS)
+    inside = r < count
+    length_R = tl.load(length + r, mask=inside, other=0)
+    _pages, ranked_R, budget_R, tokens_R = _plan(length_R, tl.load(top_k + r, mask=inside, other=0), P, SINK, RECENT)
+    share = MIN_PART
+    if FUSED:
+        share = tl.maximum(share, tl.sum(tokens_R) // count * 3 // 2)
+        tokens_R = tl.where(budget_R < ranked_R, 0, tokens_R)
+    even = tl.sum(tokens_R) // target
+    more_R = tokens_R // tl.maximum(share, even - even // 32)  # less than even, or rows of almost one length get none
+    end_R = tl.minimum(tl.cumsum(more_R), target)
+    before_R = tl.minimum(tl.cumsum(more_R) - more_R, target)
+    more_R = end_R - before_R
+    b = work // K
+    part = 0
+    if b >= count:
+        part = 1 + b - count
+        b = tl.where(part > tl.max(end_R), count, tl.sum(((before_R < part) & inside).to(tl.int32)) - 1)
+        part -= tl.sum(tl.where(r == b, before_R, 0))
+    parts = 1 + tl.sum(tl.where(r == b, more_R, 0))
+    slot = b + tl.sum(tl.where(r == b, before_R, 0))
+    return b, part, parts, slot * K + work % K
+
+
+@triton.jit(do_not_specialize=["count", "target"])
+def attend_kernel(
+    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows, partial, stats, counters, count, target,
+    stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
+    stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_out_row, stride_out_head, stride_rows,
+    scale_log2, v_scale,
+    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
+    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
+    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, TILE: tl.constexpr, MIN_PART: tl.constexpr,
+    ROWS: tl.constexpr, FUSED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program attends to one part of an item's kept tokens; ``FUSED``, it ranks the item's pages before.
+
+    Whoever finishes an item's last part adds its parts in order: the result does not depend on timing.
+    """
+    if PDL and FUSED:
+        tl.extra.cuda.gdc_wait()
+    work = tl.program_id(0)
+    b = work // K
+    part = 0
+    parts = 1
+    slot = work
+    whole = b < 0
+    if b < count:
+        pages, ranked, budget, tokens = _plan(tl.load(length + b), tl.load(top_k + b), P, SINK, RECENT)
+        # A list that this program makes itself, or too little to share.
+        whole = (FUSED & (budget < ranked)) | (tokens < MIN_PART)
+    if not whole:
+        b, part, parts, slot = _find_part(
+            work, length, top_k, count, target, K, P, SINK, RECENT, MIN_PART, ROWS, FUSED
         )  # fmt: skip
-        out += b * stride_out_row + head * G * stride_out_head
-        if used == 1:
+    if b < count:
+        at = b.to(tl.int64)
+        head = (work % K).to(tl.int64)
+        item = at * K + head
+        tokens_in_row = tl.load(length + b)
+        pages, ranked, budget, tokens = _plan(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
+        q += at * stride_q_row + head * G * stride_q_head
+        q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
+        k_cache += head * stride_head
+        landmarks += head * stride_mark_head
+        table += at * stride_table
+        listed = budget < ranked
+        row = rows + item * stride_rows
+        if PDL and not FUSED:
+            tl.extra.cuda.gdc_wait()
+        if listed & FUSED:
+            if budget > 0:
+                _score(
+                    _mean_query(q, stride_q_head, G, D, DP), landmarks, table, row, SINK, SINK + ranked,
+                    stride_mark_block, stride_mark_page, D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
+                )  # fmt: skip
+                tl.debug_barrier()
+            _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
+            tl.debug_barrier()
+        size = ((tokens + parts - 1) // parts + P - 1) // P * P
+        begin = part * size
+        acc, total, maximum = _attend(
+            q_GD, tl.where(listed, row.to(tl.pointer_type(tl.int32), bitcast=True), table), k_cache,
+            v_cache + head * stride_head, begin, tl.minimum(begin + size, tokens), listed,
+            stride_block, stride_token, scale_log2, GP, D, DP, P, PER_BLOCK, TILE, FP8,
+        )  # fmt: skip
+        out += at * stride_out_row + head * G * stride_out_head
+        if parts == 1:
             _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
         else:
             g = tl.arange(0, GP)
             d = tl.arange(0, DP)
-            heads = g < G
             cell = g[:, None] * D + d[None, :]
-            mask = heads[:, None] & (d < D)[None, :]
-            slot = item.to(tl.int64) * SPLITS
-            tl.store(partial + (slot + split) * G * D + cell, acc, mask=mask)
-            tl.store(stats + (slot + split) * 2 * G + g, maximum, mask=heads)
-            tl.store(stats + (slot + split) * 2 * G + G + g, total, mask=heads)
-            if _arrives_last(counters + item, used):
-                highest = tl.full((GP,), -1e30, tl.float32)
-                for s in tl.static_range(SPLITS):
-                    there = heads & (s < used)
-                    highest = tl.maximum(highest, tl.load(stats + (slot + s) * 2 * G + g, mask=there, other=-1e30))
-                acc = tl.zeros((GP, DP), tl.float32)
+            mask = (g < G)[:, None] & (d < D)[None, :]
+            mine = (slot + part * K).to(tl.int64)
+            tl.store(partial + mine * G * D + cell, acc, mask=mask)
+            tl.store(stats + mine * 2 * G + g, maximum, mask=g < G)
+            tl.store(stats + mine * 2 * G + G + g, total, mask=g < G)
+            if _arrives_last(counters + item, parts):
+                maximum = tl.full((GP,), -1e30, tl.float32)
                 total = tl.zeros((GP,), tl.float32)
-                for s in tl.static_range(SPLITS):
-                    there = heads & (s < used)
-                    weight = tl.exp2(tl.load(stats + (slot + s) * 2 * G + g, mask=there, other=-1e30) - highest)
-                    total += weight * tl.load(stats + (slot + s) * 2 * G + G + g, mask=there, other=0.0)
-                    part = tl.load(partial + (slot + s) * G * D + cell, mask=mask & (s < used), other=0.0)
-                    acc += weight[:, None] * part
+                acc = tl.zeros((GP, DP), tl.float32)
+                for i in range(parts):
+                    other = (slot + i * K).to(tl.int64)
+                    its_maximum = tl.load(stats + other * 2 * G + g, mask=g < G, other=-1e30)
+                    highest = tl.maximum(maximum, its_maximum)
+                    shrink = tl.exp2(maximum - highest)
+                    weight = tl.exp2(its_maximum - highest)
+                    total = total * shrink + weight * tl.load(stats + other * 2 * G + G + g, mask=g < G, other=0.0)
+                    theirs = tl.load(partial + other * G * D + cell, mask=mask, other=0.0)
+                    acc = acc * shrink[:, None] + weight[:, None] * theirs
+                    maximum = highest
                 _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
+        if (part == 0) & FUSED:
+            _complete_page(
+                k_cache, landmarks, table, tokens_in_row,
+                stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
+            )  # fmt: skip
 
 
 @triton.jit
 def landmark_kernel(
     k_cache, landmarks, slots, count,
-    stride_k_block, stride_k_head, stride_k_token, stride_mark_block, stride_mark_page, stride_mark_head,
+    stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots."""
     head = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
-    d = tl.arange(0, DP)
     slot = tl.load(slots + i, mask=i < count, other=-1).to(tl.int64)
     pending = tl.where((slot >= 0) & (slot % P == P - 1), slot // P, -1)
     page = tl.max(pending, 0)
     while page >= 0:
         block = page // PER_BLOCK
-        token = (page % PER_BLOCK) * P + tl.arange(0, P)
-        keys = k_cache + block * stride_k_block + head * stride_k_head
-        k_PD = tl.load(keys + token[:, None] * stride_k_token + d[None, :], mask=(d < D)[None, :], other=0.0)
-        mark = landmarks + block * stride_mark_block + page % PER_BLOCK * stride_mark_page + head * stride_mark_head
-        mean = tl.sum(k_PD.to(tl.float32), 0) / P
-        tl.store(mark + d, mean.to(landmarks.dtype.element_ty), mask=d < D)
+        _write_mean(
+            k_cache + block * stride_block + head * stride_head,
+            landmarks + block * stride_mark_block + page % PER_BLOCK * stride_mark_page + head * stride_mark_head,
+            page % PER_BLOCK, stride_token, D, DP, P,
+        )  # fmt: skip
         pending = tl.where(pending == page, -1, pending)
         page = tl.max(pending, 0)

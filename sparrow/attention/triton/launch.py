@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import kernels
-from sparrow.attention.triton.tuning import LaunchConfig, choose, device_limits, split_count
+from sparrow.attention.triton.tuning import LaunchConfig, choose, device_limits, share_count
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
@@ -50,7 +50,8 @@ class DecodeWorkspace:
         self.max_batch, self.kv_heads, self.group, self.head_dim = max_batch, kv_heads, group, head_dim
         self.max_pages = max_pages
         items = max_batch * kv_heads
-        parts = max(n * split_count(n, device_limits(device)) for n in range(kv_heads, items + 1, kv_heads))
+        limits = device_limits(device)
+        parts = max(n + share_count(n, kv_heads, limits) for n in range(kv_heads, items + 1, kv_heads))
         # Scores, then in their place the ids of the kept pages; rows of a multiple of 16 so that loads stay aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
@@ -89,11 +90,9 @@ def paged_decode(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
         out_BHD, workspace, config,
     )  # fmt: skip
-    if step.config.fused:
-        step.decode()
-    else:
+    if not step.config.fused:
         step.rank()
-        step.attend()
+    step.attend()
     return out_BHD
 
 
@@ -123,50 +122,42 @@ class DecodeStep:
         pages = block_table_BM.shape[1] * per_block
         _check_decode(q_BHD, k_cache, v_cache, block_table_BM, length_B, top_k_B, out_BHD, workspace, pages)
         padded = triton.next_power_of_2(D)
-        self.config = config or choose(B * K, padded * k_cache.element_size(), device_limits(q_BHD.device))
+        self.config = config or choose(B * K, K, padded * k_cache.element_size(), device_limits(q_BHD.device))
         self.items = B * K
+        # Launches begin while the one before ends, and wait for it on the device; before Hopper they cannot.
+        self.overlap = q_BHD.is_cuda and torch.cuda.get_device_capability(q_BHD.device) >= (9, 0)
         self.q, self.out, self.caches, self.landmarks = q_BHD, out_BHD, (k_cache, v_cache), landmark_cache
         self.table, self.rows_B, self.workspace = block_table_BM, (length_B, top_k_B), workspace
-        self.kv_strides = (*k_cache.stride()[:3], *v_cache.stride()[:3])
+        self.kv_strides = k_cache.stride()[:3]
         self.scales = (scale * k_scale * math.log2(math.e), v_scale)
         self.shape = dict(
             K=K, G=H // K, GP=16, D=D, DP=padded, P=layout.page_size, PER_BLOCK=per_block,
-            SINK=layout.sink_pages, RECENT=layout.recent_pages,
-        )  # fmt: skip
-        self.scoring = dict(
-            BLOCK=max(16, triton.next_power_of_2(pages)),
-            SCORE_TILE=self.config.score_pages,
-            SCORE_STAGES=self.config.score_stages + 1,
-        )
-
-    def decode(self) -> None:
-        """Everything in one launch."""
-        w, c = self.workspace, self.config
-        kernels.decode_kernel[(self.items,)](
-            self.q, *self.caches, self.landmarks, self.table, *self.rows_B, self.out, w.rows,
-            *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3], self.table.stride(0),
-            *self.out.stride()[:2], w.rows.stride(0), *self.scales,
-            **self.shape, **self.scoring, TILE=c.attend_tokens,
-            num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
+            SINK=layout.sink_pages, RECENT=layout.recent_pages, BLOCK=max(16, triton.next_power_of_2(pages)),
+            SCORE_TILE=self.config.score_pages, SCORE_STAGES=self.config.score_stages + 1,
         )  # fmt: skip
 
     def rank(self) -> None:
         """The first of two launches: fills the workspace's lists of kept pages."""
         w, c = self.workspace, self.config
         kernels.rank_kernel[(self.items, c.rank_splits)](
-            self.q, self.landmarks, self.table, *self.rows_B, w.rows, w.counters[0],
-            *self.q.stride()[:2], *self.landmarks.stride()[:3], self.table.stride(0), w.rows.stride(0),
-            **self.shape, **self.scoring, SPLITS=c.rank_splits, num_warps=c.rank_warps,
+            self.q, self.caches[0], self.landmarks, self.table, *self.rows_B, w.rows, w.counters[0],
+            *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3], self.table.stride(0),
+            w.rows.stride(0), **self.shape, SPLITS=c.rank_splits, PDL=self.overlap, launch_pdl=self.overlap,
+            num_warps=c.rank_warps,
         )  # fmt: skip
 
     def attend(self) -> None:
-        """The second of two launches: attends to the pages in the lists."""
+        """The second of two launches, or the only one."""
         w, c = self.workspace, self.config
-        kernels.attend_kernel[(self.items, c.attend_splits)](
-            self.q, *self.caches, *self.rows_B, self.out, w.rows, w.partial, w.stats, w.counters[1],
-            *self.q.stride()[:2], *self.kv_strides, *self.out.stride()[:2], w.rows.stride(0), *self.scales,
-            **self.shape, TILE=c.attend_tokens, SPLITS=c.attend_splits, SPLIT_TOKENS=c.split_tokens,
+        K, count = self.shape["K"], len(self.table)
+        kernels.attend_kernel[(self.items + c.shares,)](
+            self.q, *self.caches, self.landmarks, self.table, *self.rows_B, self.out, w.rows, w.partial, w.stats,
+            w.counters[1], count, c.shares // K, *self.q.stride()[:2], *self.kv_strides,
+            *self.landmarks.stride()[:3], self.table.stride(0), *self.out.stride()[:2], w.rows.stride(0), *self.scales,
+            **self.shape, TILE=c.attend_tokens, MIN_PART=c.part_tokens, ROWS=max(128, triton.next_power_of_2(count)),
+            FUSED=c.fused, FP8=self.caches[0].dtype == torch.float8_e4m3fn, PDL=self.overlap, launch_pdl=self.overlap,
             num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
+            maxnreg=c.registers,
         )  # fmt: skip
 
 
@@ -177,8 +168,7 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
     T, K, D = slot_mapping_T.shape[0], k_cache.shape[1], k_cache.shape[3]
     if T == 0:
         return
-    # A long prefill completes about one page in P consecutive slots; a decode batch is spread as wide as it can be.
-    slots = 1 if T <= 1024 else layout.page_size
+    slots = layout.page_size  # of prefill, where about one page is completed in so many slots
     kernels.landmark_kernel[(triton.cdiv(T, slots), K)](
         k_cache, landmark_cache, slot_mapping_T, T, *k_cache.stride()[:3], *landmark_cache.stride()[:3],
         D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=per_block, SLOTS=slots, num_warps=1,
@@ -187,7 +177,7 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
 
 def _check_device(k_cache: Tensor) -> None:
     if k_cache.device.type == "cpu":
-        if isinstance(kernels.decode_kernel, triton.JITFunction):  # not Triton's interpreter
+        if isinstance(kernels.attend_kernel, triton.JITFunction):  # not Triton's interpreter
             raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
     elif k_cache.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(k_cache.device) < (8, 9):
         raise ValueError("float8 caches need a GPU of compute capability 8.9 or later; store them in bfloat16")
@@ -235,6 +225,10 @@ def _check_decode(
         raise ValueError(
             f"shapes must agree, got q {tuple(q_BHD.shape)}, k {tuple(k_cache.shape)}, v {tuple(v_cache.shape)}"
         )
+    if v_cache.stride() != k_cache.stride():
+        raise ValueError(f"keys and values must be strided alike, got {k_cache.stride()} and {v_cache.stride()}")
+    if v_cache.dtype == torch.float8_e4m3fn and any(stride % 2 for stride in v_cache.stride()[:3]):
+        raise ValueError(f"float8 values are read in pairs and need even strides, got {v_cache.stride()}")
     if out_BHD.shape != q_BHD.shape or not q_BHD.stride(2) == v_cache.stride(3) == out_BHD.stride(2) == 1:
         raise ValueError(f"q, v and out must be contiguous along the head dim, out {tuple(q_BHD.shape)} like q")
     for name, x in (("block_table_BM", block_table_BM), ("length_B", length_B), ("top_k_B", top_k_B)):

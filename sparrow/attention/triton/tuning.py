@@ -26,9 +26,10 @@ class LaunchConfig:
         rank_warps: warps of a ranking program (two launches only).
         attend_tokens: tokens in a tile of keys and values.
         attend_stages: tiles of keys and values in flight.
-        attend_splits: programs that attend for an item, at most (two launches only).
+        shares: programs that attend besides one for each item, a multiple of the kv heads.
         attend_warps: warps of an attending program, and of a fused one.
-        split_tokens: kept tokens worth a program of their own.
+        part_tokens: kept tokens worth a program of their own.
+        registers: most registers of an attending thread, so that enough programs fit side by side.
     """
 
     fused: bool
@@ -38,9 +39,10 @@ class LaunchConfig:
     rank_warps: int
     attend_tokens: int
     attend_stages: int
-    attend_splits: int
+    shares: int
     attend_warps: int
-    split_tokens: int
+    part_tokens: int
+    registers: int
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,10 @@ H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
 
 @dataclass(frozen=True)
 class _Row:
-    """Tiles for heads of 256 bytes, up to so many items per multiprocessor.
-
-    ``resident`` programs per multiprocessor are aimed at by splitting items; 0 means one fused program per item.
-    """
+    """Tiles for heads of 256 bytes, up to so many items per multiprocessor; ``resident`` programs fit side by side."""
 
     items: float
+    fused: bool
     resident: int
     score_pages: int
     score_stages: int
@@ -71,14 +71,15 @@ class _Row:
 
 # Few programs need many bytes in flight each; many need to fit side by side.
 TABLE = (
-    _Row(0.5, 1, 128, 3, 128, 2),
-    _Row(0.85, 3, 128, 2, 128, 1),
-    _Row(1.0, 0, 128, 3, 128, 2),
-    _Row(1.5, 3, 128, 2, 128, 1),
-    _Row(3.0, 0, 128, 2, 128, 1),
+    _Row(0.5, False, 1, 128, 3, 128, 2),
+    _Row(0.85, False, 3, 128, 2, 64, 2),
+    _Row(1.0, True, 1, 128, 3, 128, 2),
+    _Row(1.5, False, 3, 128, 2, 64, 2),
+    _Row(2.0, True, 2, 128, 3, 64, 2),
+    _Row(3.0, True, 3, 128, 2, 64, 2),
 )
 # Beyond the table three programs of a kind fit side by side, or four of a smaller one: the fuller last wave decides.
-THREE, FOUR = TABLE[-1], _Row(math.inf, 0, 64, 2, 64, 1)
+THREE, FOUR = TABLE[-1], _Row(math.inf, True, 4, 64, 2, 64, 1)
 MAX_SPLITS = 16
 
 
@@ -98,34 +99,40 @@ def _row(filled: float) -> _Row:
     return FOUR if filled / 4 / math.ceil(filled / 4) > filled / 3 / math.ceil(filled / 3) else THREE
 
 
-def split_count(items: int, limits: DeviceLimits) -> int:
-    """Programs that share an item's work; 1 where the items alone fill the device."""
-    resident = _row(items / limits.multiprocessors).resident
-    return max(1, min(MAX_SPLITS, resident * limits.multiprocessors // items))
+def share_count(items: int, kv_heads: int, limits: DeviceLimits) -> int:
+    """Programs for further parts: as many as the items leave room for, two per multiprocessor where they leave none.
+
+    A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
+    """
+    row = _row(items / limits.multiprocessors)
+    room = row.resident * limits.multiprocessors - items
+    if room < kv_heads:
+        room = 2 * limits.multiprocessors
+    return max(1, room // kv_heads) * kv_heads
 
 
 @cache
-def choose(items: int, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
-    """The configuration for ``items`` (sequences x kv heads) and cached heads of ``head_bytes``, a power of 2.
+def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> LaunchConfig:
+    """The configuration for ``items`` (sequences x ``kv_heads``) and cached heads of ``head_bytes``, a power of 2.
 
     It depends on shapes alone, so that a captured graph replays what it was captured with.
     """
     row = _row(items / limits.multiprocessors)
-    splits = split_count(items, limits)
     tokens = max(16, min(128, row.attend_tokens * 256 // head_bytes))
     # Tiles stop growing at 128 rows; heads narrower than that allows have more of them in flight.
     more = max(1, min(2, 256 * row.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
-        fused=row.resident == 0,
+        fused=row.fused,
         score_pages=max(16, min(128, row.score_pages * 256 // head_bytes)),
         score_stages=row.score_stages * more,
-        rank_splits=splits,
+        rank_splits=1 if row.fused else max(1, min(MAX_SPLITS, row.resident * limits.multiprocessors // items)),
         rank_warps=4,
         attend_tokens=tokens,
         attend_stages=row.attend_stages * more,
-        attend_splits=splits,
+        shares=share_count(items, kv_heads, limits),
         attend_warps=4,
-        split_tokens=2 * tokens,
+        part_tokens=2 * tokens,
+        registers=min(255, 65536 // (128 * row.resident) // 8 * 8),
     )
     return _fit(config, head_bytes, limits)
 

@@ -166,18 +166,6 @@ class SparseImpl(VLLMClass):
             self._viewed, self._cached_views = kv_cache, (keys, values, marks)
         return self._cached_views
 
-    def do_kv_cache_update(
-        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
-    ) -> None:
-        """Store keys and values, then the landmark of every page that this fills."""
-        super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        if self.is_sparse_layer and kv_cache.numel():
-            assert self.runtime is not None
-            keys, _, marks = self._views(layer, kv_cache)
-            attention.update_landmarks(
-                keys, marks, slot_mapping, layout=self.runtime.layout, implementation=self.implementation
-            )
-
     def forward(
         self,
         layer: Any,
@@ -198,10 +186,13 @@ class SparseImpl(VLLMClass):
             )
         assert self.runtime is not None
         B = step.rows
+        keys, values, marks = self._views(layer, kv_cache)
         if step.prefill is not None:
             super().forward(layer, query[B:], key[B:], value[B:], kv_cache, step.prefill, output[B:])
+            attention.update_landmarks(
+                keys, marks, step.prefill.slot_mapping, layout=self.runtime.layout, implementation=self.implementation
+            )
         if B:
-            keys, values, marks = self._views(layer, kv_cache)
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, step.top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.implementation,
