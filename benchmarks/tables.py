@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import fit_roofline
+import numpy as np
 from rollout_trace import PROMPT, responses, simulate, states
 
 from sparrow.cost import MACHINES, Overheads, decode_step
@@ -187,26 +188,31 @@ def profile() -> str:
     return table(["ms of a step, top-20 log-probs", *KERNELS, "other"], rows)
 
 
+def training_flops(shape: str, lengths: Sequence[int]) -> float:
+    """Two forward passes and a backward: the weights, and causal attention over half the square."""
+    model, tokens = SHAPES_OF[shape], np.asarray(lengths, dtype=np.float64)
+    attention = 4 * model.kv_width * model.heads / model.kv_heads * (tokens**2).sum()
+    return float(8 * model.weights * tokens.sum() + attention)
+
+
 def grpo_step() -> str:
-    variants = ("stock", "sparse")
-    steps = [load(f"grpo_step_{variant}") for variant in variants]
-    runs = [step["seconds"] for step in steps]
+    """The scaled step as measured, and one at full length: the trace's rollout, training by its FLOPs."""
+    found = load("grpo_step_stock")
+    shape, run, full = found["shape"], found["seconds"], np.array(responses(found["responses"]))
+    flops = training_flops(shape, PROMPT + full) / training_flops(shape, 64 + full // found["scale"])
+    stock, ours = (trace_seconds(trace, str(found["responses"]), "top 20") for trace in measured()[shape])
+    train = {"score": run["score"] * flops, "update": run["update"] * flops, "sync": run["sync"]}
     names = {
-        "rollout": "rollout, top-20 log-probs",
         "score": "dense log-probs, acceptance",
         "update": "update",
         "sync": "vLLM awake again, with the new weights",
     }
-    rows = [[names[key], *(f"{run[key]:.1f}" for run in runs), f"{runs[0][key] / runs[1][key]:.2f}x"] for key in names]
-    whole = [sum(run.values()) for run in runs]
-    rows.append(["whole step", *(f"{w:.1f}" for w in whole), f"{whole[0] / whole[1]:.2f}x"])
-    traces = [trace_seconds(run, "240", "top 20") for run in measured()[steps[0]["shape"]]]
-    full = [
-        t + step["scale"] * (sum(run.values()) - run["rollout"])
-        for t, step, run in zip(traces, steps, runs, strict=True)
-    ]
-    rows.append(["at full length, estimated", *(f"{f:.0f}" for f in full), f"{full[0] / full[1]:.2f}x"])
-    return table(["phase", "stock, s", "Sparrow, s", "speed-up"], rows)
+    rows = [["rollout, top-20 log-probs", f"{run['rollout']:.1f}", f"{stock:.0f}", f"{ours:.0f}"]]
+    rows += [[names[key], f"{run[key]:.1f}", *[f"{train[key]:.{1 if key == 'sync' else 0}f}"] * 2] for key in names]
+    whole = [t + sum(train.values()) for t in (stock, ours)]
+    rows.append(["whole step", f"{sum(run.values()):.1f}", *(f"{w:,.0f}" for w in whole)])
+    rows.append(["speed-up", "", "", f"{whole[0] / whole[1]:.2f}x"])
+    return table(["seconds", "lengths / 8, stock, measured", "full length, stock", "full length, Sparrow"], rows)
 
 
 def training() -> str:

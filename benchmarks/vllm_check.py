@@ -1,8 +1,7 @@
-"""Sparrow in vLLM on a GPU: equalities in low precision, activation by environment, the time of a decode step.
+"""Sparrow in vLLM on a GPU: equalities in low precision, and activation by environment.
 
     python benchmarks/vllm_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
     python benchmarks/vllm_check.py environment [--dtype bfloat16] --out environment.json
-    python benchmarks/vllm_check.py step [--batch 64 --length 15000 --schedule qwen3-1.7b-0.86] --out step.json
 
 Models are random, written to a temporary folder: nothing is downloaded.
 
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 from collections.abc import Sequence
@@ -213,68 +211,16 @@ def environment(arguments: argparse.Namespace) -> None:
     Path(arguments.out).write_text(json.dumps(found, indent=1))
 
 
-def step(arguments: argparse.Namespace) -> None:
-    """Time of a whole decode step, by the difference of a long and a short generation over cached prompts."""
-    shape = Qwen3Config(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"], dtype=arguments.dtype,
-    )  # fmt: skip
-    rng = np.random.default_rng(0)
-    requests = [
-        {"prompt_token_ids": rng.integers(0, 150000, arguments.length).tolist()} for _ in range(arguments.batch)
-    ]
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "batch": arguments.batch,
-        "length": arguments.length,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        shape.save_pretrained(folder)
-        kwargs = {
-            "load_format": "dummy", "dtype": arguments.dtype, "skip_tokenizer_init": True,
-            "max_model_len": arguments.length + 512, "max_num_seqs": arguments.batch,
-            "gpu_memory_utilization": 0.93, "compilation_config": json.loads(arguments.compilation),
-        }  # fmt: skip
-        if arguments.schedule == "stock":
-            llm = LLM(folder, attention_backend="FLASH_ATTN", **kwargs)
-        else:
-            engine = VLLMEngine(folder, SparsitySchedule.load(arguments.schedule), **kwargs)
-            llm = engine.llm
-
-        def seconds(tokens: int) -> float:
-            parameters = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            start = time.monotonic()
-            llm.generate(requests, parameters, use_tqdm=False)
-            return time.monotonic() - start
-
-        found["prefill_s"] = seconds(1)
-        steps = 128
-        times = [(seconds(steps + 1) - seconds(1)) / steps * 1e3 for _ in range(arguments.repeats)]
-        found |= {
-            "schedule": arguments.schedule,
-            "step_ms": statistics.median(times),
-            "spread_ms": max(times) - min(times),
-        }
-    print(found, flush=True)
-    Path(arguments.out).write_text(json.dumps(found, indent=1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "environment", "step"])
+    parser.add_argument("what", choices=["equal", "environment"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--length", type=int, default=15000)
-    parser.add_argument("--schedule", default="qwen3-1.7b-0.86", help="as SparsitySchedule.load takes it, or 'stock'")
-    parser.add_argument("--compilation", default="{}", help="vLLM's compilation_config as JSON")
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--against", help="an .npz that another 'equal' left beside its --out, to compare with")
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-    {"equal": equal, "environment": environment, "step": step}[arguments.what](arguments)
+    {"equal": equal, "environment": environment}[arguments.what](arguments)
 
 
 if __name__ == "__main__":
