@@ -44,6 +44,7 @@ SHAPE = dict(
 
 
 def save(name: str, found: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"calibration_{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
@@ -176,17 +177,20 @@ def table(arguments: argparse.Namespace) -> None:
     under_chosen, guess = (
         schedule.tokens_read(length_T) for schedule in (chosen.schedule, SparsitySchedule.preset("qwen3-1.7b", 0.86))
     )
+    largest = np.full_like(length_T, (max(DEFAULT_BUDGETS) + 3) * 16)
     rounds = few + SEQUENCES  # one round of few, one of all
     on_policy = {"sampling_s": rollout(under_chosen, rounds), "scoring_s": scoring(then, rounds)}
     add(
-        "as it is: a first search on few dense trajectories, a round on policy of few and one of all",
-        first_sampling_s=rollout(length_T, few), first_scoring_s=scoring(first, few), **on_policy,
+        "as it is: few responses under the largest budget, a round on policy with few, one with all",
+        first_sampling_s=rollout(largest, few), first_scoring_s=scoring(first, few), **on_policy,
     )  # fmt: skip
     add(
-        "the first trajectories sampled under a published table (--layout)",
+        "the first responses sampled under a published table (--layout)",
         first_sampling_s=rollout(guess, few), first_scoring_s=scoring(first, few), **on_policy,
     )  # fmt: skip
-    add("dense trajectories only (--on-policy 0)", sampling_s=rollout(length_T), scoring_s=scoring(first, SEQUENCES))
+    under_guess = {"sampling_s": rollout(guess), "scoring_s": scoring(first, SEQUENCES)}
+    add("all responses under a published table, once (--layout, --on-policy 0)", **under_guess)
+    add("all responses dense, once (--on-policy 0)", sampling_s=rollout(length_T), scoring_s=scoring(first, SEQUENCES))
     save("cost", found)
 
 
