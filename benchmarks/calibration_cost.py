@@ -2,7 +2,8 @@
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py passes   # teacher-forced passes; writes results/calibration_passes.json
-    python benchmarks/calibration_cost.py table    # adds them up, on any machine; writes results/calibration_cost.json
+    python benchmarks/calibration_cost.py table    # adds them up, on any machine; writes results/calibration_cost.json;
+                                                   # without passes, how long one may take for a tenth of the time
 
 Weights are random. Both ways handle the same sequences: 256 of 32,768 tokens, decoded to the end in batches of 32 that
 never drain, which favours sampling; prefill is left out. A step's time at the lengths between is a line through those
@@ -131,7 +132,6 @@ def passes(arguments: argparse.Namespace) -> None:
 
 def table(arguments: argparse.Namespace) -> None:
     timed = json.loads((RESULTS / "calibration_steps.json").read_text())
-    scored = json.loads((RESULTS / "calibration_passes.json").read_text())
     rows = {(r["top_k"], r["length"]): r["step_s"] for r in timed["steps"]}
     length_T = np.arange(PROMPT, LENGTH)
     line = np.polyfit(LENGTHS, [rows[ALL_PAGES, n] for n in LENGTHS], 1)
@@ -149,48 +149,51 @@ def table(arguments: argparse.Namespace) -> None:
         steps_T = np.where(tokens_T >= length_T, dense_T, plane[0] + plane[1] * tokens_T + plane[2] * length_T)
         return float(steps_T.sum()) * sequences / BATCH
 
-    per_sequence = {r["top_k"]: r["sequence_s"] for r in scored["passes"]}
-
-    def scoring(asked: list[int], sequences: int) -> float:
-        """Seconds of a dense pass and one for each budget."""
-        sparse_s = np.interp(asked, PASS_PAGES, [per_sequence[k] for k in PASS_PAGES])
-        return sequences * (per_sequence[ALL_PAGES] + float(sparse_s.sum()))
-
-    anew = [rollout(np.full_like(length_T, b)) for b in BUDGETS]
+    anew = {int(b): rollout(np.full_like(length_T, b)) for b in BUDGETS}
     few = max(PILOT, SEQUENCES // 8)
-    found: dict[str, Any] = {
-        "device": timed["device"], "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
-        "largest_misfit_of_steps": max(misfit, dense_misfit), "sampling_18_budgets_s": sum(anew),
-        "sampling_by_budget_s": dict(zip(BUDGETS.tolist(), anew, strict=True)), "ways": [],
-    }  # fmt: skip
-
-    def add(label: str, **seconds: float) -> None:
-        total = sum(seconds.values())
-        found["ways"].append({"label": label, **seconds, "seconds": total, "times_less": sum(anew) / total})
-        print(found["ways"][-1])
-
     first: list[int] = []
     then: list[int] = []
     chosen = search(first, DEFAULT_BUDGETS)
     search(then, tuple(ladder(chosen)))
-    found |= {"budgets_scored_first": first, "budgets_scored_in_a_round": then}
+    largest = np.full_like(length_T, (max(DEFAULT_BUDGETS) + 3) * 16)
     under_chosen, guess = (
         schedule.tokens_read(length_T) for schedule in (chosen.schedule, SparsitySchedule.preset("qwen3-1.7b", 0.86))
     )
-    largest = np.full_like(length_T, (max(DEFAULT_BUDGETS) + 3) * 16)
-    rounds = few + SEQUENCES  # one round of few, one of all
-    on_policy = {"sampling_s": rollout(under_chosen, rounds), "scoring_s": scoring(then, rounds)}
-    add(
-        "as it is: few responses under the largest budget, a round on policy with few, one with all",
-        first_sampling_s=rollout(largest, few), first_scoring_s=scoring(first, few), **on_policy,
-    )  # fmt: skip
-    add(
-        "the first responses sampled under a published table (--layout)",
-        first_sampling_s=rollout(guess, few), first_scoring_s=scoring(first, few), **on_policy,
-    )  # fmt: skip
-    under_guess = {"sampling_s": rollout(guess), "scoring_s": scoring(first, SEQUENCES)}
-    add("all responses under a published table, once (--layout, --on-policy 0)", **under_guess)
-    add("all responses dense, once (--on-policy 0)", sampling_s=rollout(length_T), scoring_s=scoring(first, SEQUENCES))
+    found: dict[str, Any] = {
+        "device": timed["device"], "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
+        "largest_misfit_of_steps": max(misfit, dense_misfit), "sampling_18_budgets_s": sum(anew.values()),
+        "sampling_by_budget_s": anew, "budgets_scored_first": first, "budgets_scored_in_a_round": then, "ways": [],
+    }  # fmt: skip
+    path = RESULTS / "calibration_passes.json"
+    per_sequence = (
+        {r["top_k"]: r["sequence_s"] for r in json.loads(path.read_text())["passes"]} if path.exists() else None
+    )
+
+    def add(label: str, sampling_s: float, scored: list[tuple[list[int], int]]) -> None:
+        """A way to calibrate: seconds of sampling, and (budgets, sequences) scored, each with a dense pass beside."""
+        passes = sum((1 + len(budgets)) * sequences for budgets, sequences in scored)
+        allowed = (sum(anew.values()) / 10 - sampling_s) / passes
+        way: dict[str, Any] = {"label": label, "sampling_s": sampling_s, "sequences_scored": passes}
+        way["sequence_may_take_s_for_a_tenth"] = allowed
+        if per_sequence is not None:
+            way["scoring_s"] = sum(
+                n
+                * (
+                    per_sequence[ALL_PAGES]
+                    + np.interp(budgets, PASS_PAGES, [per_sequence[k] for k in PASS_PAGES]).sum()
+                )
+                for budgets, n in scored
+            )
+            way["times_less"] = sum(anew.values()) / (sampling_s + way["scoring_s"])
+        found["ways"].append(way)
+        print(way)
+
+    rounds = rollout(under_chosen, few + SEQUENCES)  # one with few, one with all
+    searched = [(first, few), (then, few + SEQUENCES)]
+    add("as it is", rollout(largest, few) + rounds, searched)
+    add("the first responses sampled under a published table (--layout)", rollout(guess, few) + rounds, searched)
+    add("all sampled under a published table, once (--on-policy 0)", rollout(guess), [(first, SEQUENCES)])
+    add("all sampled dense, once (--on-policy 0)", rollout(length_T), [(first, SEQUENCES)])
     save("cost", found)
 
 

@@ -139,7 +139,6 @@ class Actor:
         self.variant, self.layers, self.prompt_B, self.length_B = variant, layers, prompt_B, length_B
         self.scores: dict[int, Tensor] = {}
         self.read = 0.0  # tokens' worth of bytes, over response tokens and layers
-        self.kept = 0.0  # of these, keys and values
         self.held = 0.0  # what a dense actor reads
 
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
@@ -151,7 +150,6 @@ class Actor:
             self.held += held
         if layer in v.dense:
             self.read += held * v.dense_counts
-            self.kept += held * v.dense_counts
             return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scale, enable_gqa=True)
         P, N, K = v.page_size, -(-T // v.page_size), k_BKTD.shape[1]
         q_BKGTD = q_BHTD.unflatten(1, (K, -1))
@@ -182,7 +180,6 @@ class Actor:
         kept_T = (top_k_T + v.sink_pages + v.recent_pages).clamp(max=pages_T)
         tokens_T = torch.minimum(kept_T * P, length_T)
         landmarks_T = torch.where(kept_T < pages_T, landmark * pages_T, 0.0)
-        self.kept += float((decoded_BT * tokens_T).sum())
         self.read += float((decoded_BT * (tokens_T + landmarks_T)).sum())
         keep = keep | (position_T < self.prompt_B[:, None])[:, None, :, None]
         mask = keep.repeat_interleave(P, -1)[..., :T] & (position_T <= position_T[:, None])
@@ -246,14 +243,13 @@ class Bench:
             yield logits.softmax(-1), actor
 
     def acceptance(self, variant: Variant) -> tuple[np.ndarray, dict[str, float]]:
-        """Acceptance of every response token ``[T]``; tokens' worth of bytes read, and kept, by a layer in a step."""
-        alphas, read, kept, held, steps = [], 0.0, 0.0, 0.0, 0
+        """Acceptance of every response token ``[T]``; tokens' worth of bytes read by a layer in a step."""
+        alphas, read, held, steps = [], 0.0, 0.0, 0
         counted = self.layers - (0 if variant.dense_counts else len(variant.dense))
         for p, (q, actor) in zip(self.dense, self._passes(variant), strict=True):
             alphas.append(torch.minimum(p, q).sum(-1).clamp(0, 1).cpu().numpy().astype(np.float64))
-            read, kept, held, steps = read + actor.read, kept + actor.kept, held + actor.held, steps + len(p) * counted
-        cost = {"tokens_read": read / steps, "tokens_kept": kept / steps, "share_read": read / held}
-        return np.concatenate(alphas), cost
+            read, held, steps = read + actor.read, held + actor.held, steps + len(p) * counted
+        return np.concatenate(alphas), {"tokens_read": read / steps, "share_read": read / held}
 
     def p5(self, alpha: np.ndarray) -> np.ndarray:
         """The 5th percentile, as measured and in each resample, ``[1 + R]``."""
@@ -334,18 +330,24 @@ def run(arguments: argparse.Namespace) -> None:
                  "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(), **rest}
             )  # fmt: skip
         found["sections"][section] = rows
-        arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        arguments.out.write_text(condensed(found), encoding="utf-8")
         print(f"{time.monotonic() - began:6.1f} s  {section}", flush=True)
     show(found)
 
 
+def condensed(found: dict[str, Any]) -> str:
+    """JSON with a line for each variant, numbers to five digits."""
+    rounded = json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 5))
+    sections = rounded.pop("sections")
+    lines = [
+        f"{json.dumps(name)}: [\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]"
+        for name, rows in sections.items()
+    ]
+    return json.dumps(rounded, indent=1)[:-2] + ',\n "sections": {\n ' + ",\n ".join(lines) + "\n }\n}\n"
+
+
 def show(found: dict[str, Any]) -> None:
     """The tables in Markdown, best first; a variant that could not keep to its bytes is marked."""
-    for p5 in (0.9, 0.95):
-        print(
-            f"tokens kept for p5 {p5}:",
-            *(f"{r['page_size']}: {r['tokens']:.0f} (g {r['exponent']:.2f})" for r in growth(found, p5)),
-        )
     for section, rows in found["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
         print(f"\n{section}\n\n| | p5 | against the first | mean | tokens read |\n|---|---|---|---|---|")
@@ -354,28 +356,6 @@ def show(found: dict[str, Any]) -> None:
             cells = [r["label"], f"{r['p5']:.3f}", f"{r['over_first']:+.3f} [{low:+.3f}, {high:+.3f}]"]
             mark = " (more than its share)" if r["tokens_read"] > 1.03 * b else ""
             print(f"| {' | '.join(cells)} | {r['mean']:.4f} | {r['tokens_read']:.0f}{mark} |")
-
-
-def growth(found: dict[str, Any], p5: float = 0.9) -> list[dict[str, float]]:
-    """Tokens to be kept in pages of each size for a p5, by lines between the budgets measured; and how they grow.
-
-    The exponent g is that of ``(P / 16) ** g``, by which docs/cost.md relates the budgets of two page sizes.
-    """
-    points: dict[int, list[tuple[float, float]]] = {}
-    for section, rows in found["sections"].items():
-        if section.startswith("page sizes"):
-            for r in rows[:3]:
-                points.setdefault(int(r["label"].split()[-1]), []).append((r["p5"], r["tokens_kept"]))
-    grown: list[dict[str, float]] = []
-    for P, curve in sorted(points.items()):
-        curve.sort()
-        reached, kept = zip(*curve, strict=True)
-        if reached[0] <= p5 <= reached[-1]:
-            b = float(np.interp(p5, reached, kept))
-            before = grown[-1] if grown else None
-            g = np.log2(b / before["tokens"]) / np.log2(P / before["page_size"]) if before else float("nan")
-            grown.append({"page_size": P, "tokens": b, "exponent": g})
-    return grown
 
 
 def main() -> None:
