@@ -20,7 +20,7 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
-WIDE = 2.25  # between budgets further apart than this factor, p5 is not taken to be a line in their logarithm
+WIDE = 1.5  # between budgets further apart than this factor, p5 is not taken to be a straight line
 
 
 class Acceptance(NamedTuple):
@@ -89,8 +89,8 @@ def calibrate(
 ) -> Calibration:
     """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
 
-    Between two measured budgets the limit is taken to rise linearly in the budget's logarithm. It rises ever more
-    slowly in truth, so this errs towards more pages; brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets the limit is taken to rise in a straight line. It rises ever more slowly in truth, so
+    this errs towards more pages; brackets wider than ``WIDE`` are bisected first.
 
     Args:
         measure: acceptance under a schedule; called once per budget with ``fixed`` schedules.
@@ -148,7 +148,7 @@ def ladder(found: Calibration) -> list[int]:
     if not sparse:
         return []
     low, high = 0.75 * min(sparse), max(sparse) / 0.75 + 1
-    steps = math.ceil(math.log(high / max(low, 1)) / math.log(2))
+    steps = math.ceil(math.log(high / max(low, 1)) / math.log(WIDE))
     return sorted({round(k) for k in np.geomspace(max(low, 1), high, steps + 1)})
 
 
@@ -161,13 +161,11 @@ def _choose(curves: Curves, i: int, target: float, borrowed: bool, at_least: int
         top_k = next((k for k in tried if k > top_k), ALL_PAGES)
     elif tried[0] < top_k < ALL_PAGES:
         fails = tried[tried.index(top_k) - 1]
-        share = (target - curves[fails][i].lower) / (curves[top_k][i].lower - curves[fails][i].lower)
-        top_k = math.ceil((1 + fails) * ((1 + top_k) / (1 + fails)) ** share - 1)
+        low, high = curves[fails][i].lower, curves[top_k][i].lower
+        top_k = fails + math.ceil((top_k - fails) * (target - low) / (high - low))
     top_k = max(top_k, at_least or 0)
     p5, lower, upper = (
-        float(np.interp(np.log1p(top_k), np.log1p(tried), [getattr(curves[k][i], name) for k in tried]))
-        if top_k < ALL_PAGES
-        else math.nan
+        float(np.interp(top_k, tried, [getattr(curves[k][i], name) for k in tried])) if top_k < ALL_PAGES else math.nan
         for name in ("estimate", "lower", "upper")
     )
     tail = curves[tried[0]][i]

@@ -121,8 +121,7 @@ def calibrate_engine(
 
     Sampled is with ``layout``, the dense model by default. But the actor writes other tokens, which are harder for it.
     So each of the ``on_policy`` rounds samples under the schedule found so far and searches again around it; only the
-    last round takes all prompts, those before it an eighth. Where rounds follow, the first samples with the largest of
-    ``budgets`` in place of a dense layout: close enough, and cheaper.
+    last round takes all prompts, those before it an eighth.
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
@@ -159,8 +158,7 @@ def calibrate_engine(
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
         return calibrate(scored, budgets, target, layout, refine, seed=again.seed, provenance={**provenance, **sampled})
 
-    instead = on_policy and layout.is_dense
-    found = search(0, layout.replace(top_k=(max(budgets),)) if instead else layout, budgets)
+    found = search(0, layout, budgets)
     for number in range(1, on_policy + 1):
         if around := ladder(found):
             found = search(number, found.schedule, around)
