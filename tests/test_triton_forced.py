@@ -250,6 +250,9 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("must all be float16, bfloat16 or float32, got torch.float16, torch.bfloat16", case, k=case.k.bfloat16())
     refuse("head dim 264, 2 query heads", make_case([(0, 20, 1)], D=264))
     refuse("head dim 16, 17 query heads", make_case([(0, 20, 1)], D=16, K=1, G=17))
+    with pytest.raises(ValueError, match=r"scale must be positive, got 0\.0"):
+        rows = (case.start, case.length, case.prompt, case.top_k)
+        teacher_forced(case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton", scale=0.0)
     refuse(r"top_k_BT must be integers \(1, 23\)", case, top_k=case.top_k[:, :5])
 
 
