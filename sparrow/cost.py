@@ -95,7 +95,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or several taken as one (add their figures up; their communication is not counted)."""
+    """One accelerator, or several taken as one (add their figures up; see ``sparrow.cluster``)."""
 
     name: str
     hbm_bytes_s: float  # on the data sheet
