@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import re
+import signal
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -258,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         console(stderr=True).print(f"[bold red]sparrow:[/] {escape(str(error))}")
         sys.exit(1)
     except KeyboardInterrupt:
-        console(stderr=True).print("[bold]sparrow:[/] interrupted; --resume goes on from the last finished step")
+        console(stderr=True).print("[bold]sparrow:[/] interrupted; --resume goes on from the last checkpoint")
         sys.exit(130)
 
 
@@ -351,6 +352,8 @@ def train(command: Train) -> None:
 
     start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
     schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
+    # Schedulers, and launchers whose other process died, end a run this way: as good a reason to save as Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     model, tokenizer = _load_model(command.model)

@@ -471,15 +471,20 @@ def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold a Ctrl-C back until the block has ended: half an update is worse than a moment's wait."""
+    """Hold Ctrl-C and SIGTERM back until the block has ended: half an update is worse than a moment's wait."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     pending: list[int] = []
-    previous = signal.signal(signal.SIGINT, lambda number, frame: pending.append(number))
+    previous = {
+        number: signal.signal(number, lambda number, frame: pending.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is signal.default_int_handler
+    }
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     if pending:
         raise KeyboardInterrupt

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -20,14 +21,15 @@ from sparrow import SparsitySchedule
 from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMServer
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, EngineError
 
 RAGGED = prompts(300, 17, 150, 511)
 SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def served(tmp_path_factory):
+    """Address and process of a server."""
     folder = tmp_path_factory.mktemp("served")
     checkpoint(folder / "model")
     with socket.socket() as free:
@@ -56,13 +58,14 @@ def url(tmp_path_factory):
             time.sleep(0.5)
         else:
             raise AssertionError(f"the server did not come up:\n{log.read_text()[-4000:]}")
-        yield f"http://localhost:{port}"
+        yield f"http://localhost:{port}", server
     finally:
         server.terminate()
         server.wait(30)
 
 
-def test_a_server_is_an_engine_too(url):
+def test_a_server_is_an_engine_too(served):
+    url, _ = served
     model = tiny_model()
     scorer = HFEngine(model, SMALL, eos_ids=[])
     server = VLLMServer(url, SMALL)
@@ -91,10 +94,11 @@ def test_a_server_is_an_engine_too(url):
         server.set_schedule(SMALL.replace(page_size=8))
 
 
-def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(url):
+def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(served):
     """The actor's lists from decoding, the policy's from a dense prefill that must not read what the actor cached."""
     from sparrow.integrations.probe import probe
 
+    url, _ = served
     asked = prompts(200, 17, 330, seed=5)
     found = probe([url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB)  # lists so long that the bounds meet
     for one in found:
@@ -108,3 +112,12 @@ def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(url
     assert found[0].position[0] == 208 and found[2].position[-1] == 384
     with pytest.raises(ConfigError, match="no vLLM server answers at http://localhost:1"):
         probe(["http://localhost:1"], asked, SMALL, 1)
+
+
+def test_a_server_that_is_killed_is_one_sentence(served):
+    url, process = served
+    server = VLLMServer(url, SMALL)
+    threading.Timer(2, process.kill).start()
+    with pytest.raises(EngineError, match=f"no vLLM server answers at {url} .*--resume"):
+        for _ in range(1000):
+            server.generate(prompts(*[300] * 32), SAMPLED)
