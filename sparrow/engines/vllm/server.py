@@ -201,7 +201,7 @@ class HTTPStatusError(EngineError):
 
     def __str__(self) -> str:
         status, path, text = self.args
-        return f"HTTP {status} from {path}: {text}"
+        return f"the vLLM server answered {path} with HTTP {status} ({text}); its own log says why"
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
