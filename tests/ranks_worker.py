@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +31,9 @@ DISTILLED = replace(
 )  # fmt: skip
 
 
-def trainer(config: TrainConfig, run_dir: Path, task=None, listener=lambda event, metrics: None) -> Trainer:
+def trainer(config: TrainConfig, run_dir: Path, task=None, listener=lambda event, metrics: None, seed=0) -> Trainer:
     tokenizer = build_tokenizer()
-    model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
+    model = tiny_model(vocab_size=len(tokenizer), initializer_range=0.1, seed=seed)
     engine = HFEngine(copy.deepcopy(model), SCHEDULE, eos_ids=[tokenizer.eos_token_id])
     made = replace(config, run_dir=str(run_dir))
     return Trainer(made, model, tokenizer, task or EarlyWords(), engine, SCHEDULE, listener)
@@ -66,9 +67,9 @@ def agree(folder: Path) -> None:
 def fail(folder: Path) -> None:
     rank, told = int(os.environ["RANK"]), []
 
-    def stop(run: Trainer) -> None:
+    def stop(run: Callable[[], object]) -> None:
         try:
-            run.train()
+            run()
         except SparrowError as error:
             told.append(f"{type(error).__name__}: {error}")
         (folder / f"told-{rank}.json").write_text(json.dumps(told))
@@ -79,7 +80,9 @@ def fail(folder: Path) -> None:
         def problem(self, index: int, seed: int = 0):
             return EarlyWords(fail_from=6 if rank else 10**9).problem(index, seed)
 
-    stop(trainer(replace(PLAIN, save_every=9), folder / "reward", FailsElsewhere()))
+    stop(lambda: trainer(PLAIN, folder / "unequal", seed=rank))
+    AcceleratorState._reset_state()
+    stop(trainer(replace(PLAIN, save_every=9), folder / "reward", FailsElsewhere()).train)
     AcceleratorState._reset_state()
     full = trainer(PLAIN, folder / "disk")
     save = full.accelerator.save_state
@@ -90,14 +93,14 @@ def fail(folder: Path) -> None:
         save(path)
 
     full.accelerator.save_state = full_disk
-    stop(full)
+    stop(full.train)
     AcceleratorState._reset_state()
 
     def die(event: str, metrics: dict) -> None:
         if rank == 1 and event == "update" and (folder / "killed" / "checkpoints" / "step-2").exists():
             os.kill(os.getpid(), signal.SIGKILL)
 
-    stop(trainer(PLAIN, folder / "killed", listener=die))
+    stop(trainer(PLAIN, folder / "killed", listener=die).train)
 
 
 if __name__ == "__main__":

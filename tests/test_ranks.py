@@ -119,8 +119,9 @@ def test_failures_are_one_sentence_and_leave_a_checkpoint(tmp_path):
     (code, error), (killed, _) = launch("fail", tmp_path)
     assert (code, killed) == (0, -9), error[-3000:]
     told = [json.loads((tmp_path / f"told-{rank}.json").read_text()) for rank in (0, 1)]
-    reward, disk, lost = told[0]
-    assert told[1] == [reward, disk], "all processes say the same"
+    unequal, reward, disk, lost = told[0]
+    assert told[1] == [unequal, reward, disk], "all processes say the same"
+    assert unequal.startswith("ConfigError: the processes of this run start from different weights")
     assert reward.startswith("RewardError: the verifier of problem 'words-6' raised KeyError")
     assert disk.startswith("CheckpointError: could not write the checkpoint of step 2")
     assert "No space left" in disk and "resumed from step 1" in disk
