@@ -69,7 +69,7 @@ def arms() -> dict[str, Arm]:
     found = {"dense": Arm()}
     found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
     found |= {f"auto{n}": Arm(f"auto:{n}") for n in (86, 92, 95)}
-    found["auto92-fault"] = Arm("auto:92", actor="halved:40")
+    found["auto92-fault"] = Arm("auto:92", actor="halved:25")
     for s in ("dense", "p80", "p86", "p89", "p92", "p95", "p97"):
         found |= {f"{s}-lr{lr:g}": Arm(s, learning_rate=lr) for lr in (2.5e-4, 1e-3)}
     found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}

@@ -3,8 +3,9 @@
     python recipes/stability_summary.py --runs runs/stability
     python recipes/stability_summary.py
 
-The outcome of a run is the policy's accuracy on held-out, longer programs at its end, decoded densely: what the run has
-made of the policy, whatever its actor was. A run has collapsed if that is below half of what the policy started with.
+The outcome of a run is the policy's accuracy on held-out, longer programs, decoded densely, the mean of the last two
+evaluations: what the run has made of the policy, whatever its actor was. A run has collapsed if that is below half of
+what the policy started with.
 Statistics are taken at the first step, before any update, and over steps 2 to 5.
 """
 
@@ -106,7 +107,7 @@ def statistics(run: dict[str, Any], when: slice) -> dict[str, float]:
 
 def outcome(run: dict[str, Any]) -> float:
     """Held-out accuracy of the policy at the end."""
-    return run["held_out"][-1][1]
+    return (run["held_out"][-2][1] + run["held_out"][-1][1]) / 2
 
 
 def collapsed(run: dict[str, Any]) -> bool:

@@ -14,11 +14,11 @@ from test_trainer import make_trainer, metrics_of
 import sparrow
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.errors import ConfigError, TrainingDiverged
-from sparrow.mismatch import BinMismatch
+from sparrow.mismatch import BinMismatch, Histogram
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Trace
 from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from sparrow.train.controller import Control, below, next_schedule, raise_bins
+from sparrow.train.controller import Control, below, next_schedule, p1, raise_bins
 from sparrow.train.trainer import Trainer
 
 TAU = 0.9
@@ -79,7 +79,14 @@ def test_dead_bins_follow_the_first_one_that_can_be_judged():
 def test_below_and_raise_bins():
     bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
     assert below(bins, 0.8) == bins[:1]
-    assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1], TAU).top_k == (37, 37, 40)
+    assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1]).top_k == (27, 27, 40)
+    assert raise_bins(SparsitySchedule((17, ALL_PAGES)), bins[:2]).top_k == (27, ALL_PAGES, ALL_PAGES)
+
+
+def test_p1_by_hand():
+    assert p1(Histogram((0.0, 0.5, 0.9, 1.0), (2, 0, 98))) == 0.5
+    assert p1(Histogram((0.0, 0.5, 0.9, 1.0), (1, 1, 198))) == 0.9
+    assert p1(Histogram((0.0, 0.5, 0.9, 1.0), (0, 0, 7))) == 1.0
 
 
 @settings(max_examples=60, deadline=None)
@@ -194,20 +201,21 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(tmp_path, guard=GuardConfig(threshold=0.999, patience=2)).train()
     assert [r.message for r in caplog.records if "p5" in r.message] == [
-        "p5 of acceptance has been below 0.999 for 2 steps, so training may collapse; a denser schedule prevents it"
+        "p5 of acceptance has been below 0.999, or p1 below half of its best, for 2 steps, so training may collapse; "
+        "a denser schedule prevents it"
     ]
     found = [row["guard"] for row in metrics_of(tmp_path)]
     assert found == [{"steps_below": i, "alarm": i >= 2} for i in (1, 2, 3, 4)]
 
 
 def test_guard_raises_the_schedule(tmp_path):
-    make_trainer(tmp_path, guard=GuardConfig("raise", threshold=0.999, patience=2), tau=0.9995).train()
-    assert tables(tmp_path) == [[0, 1], [0, 1], [0, 5, 5], [0, 13, 13]]  # 4, 8, 16 pages with the 3 always kept
+    make_trainer(tmp_path, guard=GuardConfig("raise", threshold=0.999, patience=2)).train()
+    assert tables(tmp_path) == [[0, 1], [0, 1], [0, 3, 3], [0, 6, 6]]  # 4, 6, 9 pages with the 3 always kept
 
 
 def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
     guard = GuardConfig("stop", threshold=0.999, patience=3)
-    with pytest.raises(TrainingDiverged, match=r"below 0.999 for 3 steps.*checkpoint of step 3 is saved"):
+    with pytest.raises(TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"):
         make_trainer(tmp_path, guard=guard, save_every=100).train()
     resumed = make_trainer(tmp_path, guard=replace(guard, action="raise"), resume=True)
     assert resumed.step == 3 and resumed.guarded_steps == 3

@@ -227,19 +227,20 @@ class DistillConfig:
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """An early warning: p5 of acceptance that stays below a threshold."""
+    """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to half of its best."""
 
     action: Literal["warn", "raise", "stop"] = "warn"
-    """warn: say so. raise: read more pages in the bins concerned, towards tau. stop: save a checkpoint and stop."""
+    """warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop."""
 
-    threshold: float = 0.8
-    """Act when p5 is below this in a length bin that enough responses reach..."""
+    threshold: float | None = None
+    """p5 is too low below this, in a length bin that enough responses reach; unset: 0.02 below tau."""
 
     patience: int = 3
-    """...for this many steps in a row."""
+    """Steps in a row before it acts."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.threshold < 1, "guard.threshold", self.threshold, "at least 0 and below 1")
+        inside = self.threshold is None or 0 <= self.threshold < 1
+        _require(inside, "guard.threshold", self.threshold, "at least 0 and below 1")
         _require(self.patience >= 1, "guard.patience", self.patience, "at least 1")
 
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sparrow.mismatch import BinMismatch
-from sparrow.schedule import SparsitySchedule
+from sparrow.mismatch import BinMismatch, Histogram
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 STEP_UP = 2.0
 """Pages read in a bin at most double in a step,"""
@@ -29,6 +29,9 @@ PATIENCE = 2
 """Steps in a row that a bin must have room before it is lowered."""
 MIN_SEQUENCES = 8
 """A bin that fewer responses reach is never lowered, and raised only where its whole interval is below tau."""
+
+FALLEN = 0.5
+"""The guard's other sign: p1 of all tokens below this part of its highest value so far."""
 
 
 class Control(NamedTuple):
@@ -84,18 +87,24 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(calm))
 
 
-def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch], tau: float) -> SparsitySchedule:
-    """The schedule with more pages in ``bins``, whose p5 is below ``tau``; a step of the same size as the loop's."""
+def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
+    """The schedule with half as many pages again read in ``bins``."""
     always = schedule.sink_pages + schedule.recent_pages
     table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
     for b in bins:
-        table[b.bin] = _raised(table[b.bin] + always, (1 - b.lower_bound) / (1 - tau)) - always
+        table[b.bin] = min(_raised(table[b.bin] + always, 1.5) - always, ALL_PAGES)
     return _monotone(schedule, [*table, schedule.top_k[-1]])
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
     """The bins, of those that enough responses reach, whose p5 is below ``threshold``."""
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.lower_bound < threshold]
+
+
+def p1(histogram: Histogram) -> float:
+    """The 1st percentile of acceptance, up to the width of the histogram's bins."""
+    below_upper_edge = np.cumsum(histogram.counts)
+    return histogram.edges[1 + int(np.searchsorted(below_upper_edge, 0.01 * below_upper_edge[-1]))]
 
 
 def _raised(pages: int, rejected: float) -> int:

@@ -40,7 +40,7 @@ from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
-from sparrow.train.controller import Control, below, next_schedule, raise_bins
+from sparrow.train.controller import FALLEN, Control, below, next_schedule, p1, raise_bins
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
@@ -95,6 +95,7 @@ class Trainer:
         self.closed_loop = closed_loop
         self.calm: tuple[int, ...] = ()
         self.guarded_steps = 0
+        self.best_p1 = 0.0
         if closed_loop and config.distill.step_down:
             raise ConfigError("schedule auto and distill.step_down both move the schedule; choose one of them")
         steers = closed_loop or config.guard.action == "raise"
@@ -354,24 +355,31 @@ class Trainer:
     def _steer(self, report: MismatchReport) -> Metrics:
         """The closed loop's turn and the guard's, both on what all processes measured."""
         guard, schedule = self.config.guard, self.schedule
-        failing = below(report.bins, guard.threshold)
-        self.guarded_steps = self.guarded_steps + 1 if failing else 0
+        failing, lowest = below(report.bins, self._guard_threshold), p1(report.histogram)
+        self.best_p1 = max(self.best_p1, lowest)
+        fallen = lowest < FALLEN * self.best_p1
+        self.guarded_steps = self.guarded_steps + 1 if failing or fallen else 0
         if self.closed_loop:
             schedule, self.calm = next_schedule(Control(schedule, self.calm), report.bins, self.config.tau)
         elif self._alarmed() and guard.action == "raise":
-            schedule = raise_bins(schedule, failing, self.config.tau)
+            schedule = raise_bins(schedule, failing or report.bins)
         if self.guarded_steps == guard.patience and self.ranks.is_main:
             log.warning(self._alarm())
         if schedule != self.schedule:
             self._set_schedule(schedule)
         return {"guard": {"steps_below": self.guarded_steps, "alarm": self._alarmed()}}
 
+    @property
+    def _guard_threshold(self) -> float:
+        given = self.config.guard.threshold
+        return self.config.tau - 0.02 if given is None else given
+
     def _alarmed(self) -> bool:
         return self.guarded_steps >= self.config.guard.patience
 
     def _alarm(self) -> str:
         return (
-            f"p5 of acceptance has been below {self.config.guard.threshold:g} for "
+            f"p5 of acceptance has been below {self._guard_threshold:g}, or p1 below half of its best, for "
             f"{self.guarded_steps} steps, so training may collapse; a denser schedule prevents it"
         )
 
@@ -436,6 +444,7 @@ class Trainer:
                     "schedule": self.schedule.to_dict(),
                     "calm": self.calm,
                     "guarded_steps": self.guarded_steps,
+                    "best_p1": self.best_p1,
                 }
                 (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -455,6 +464,7 @@ class Trainer:
         self.cursor = state["cursor"]
         self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
         self.calm, self.guarded_steps = tuple(state["calm"]), state["guarded_steps"]
+        self.best_p1 = state["best_p1"]
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
 
 
