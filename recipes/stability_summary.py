@@ -22,6 +22,7 @@ import tyro
 from scipy.stats import spearmanr
 
 from sparrow.report.theme import LIGHT
+from sparrow.train.controller import FALLEN
 
 WHEN = ("step 1", "steps 2 to 5")
 STATISTICS = ("p1", "p5", "p10", "mean", "KL", "ESS", "reward")
@@ -251,26 +252,42 @@ def loop_table(runs: list[dict[str, Any]]) -> str:
     return "The closed loop\n\n" + "\n".join(lines)
 
 
-def guard_table(runs: list[dict[str, Any]]) -> str:
-    """When the guard (p5 of a bin below 0.8 for three steps) warns, against when the reward has fallen."""
-    late, early_enough, silent, false, quiet = [], [], 0, 0, 0
-    for run in runs:
-        low = np.array(run["lowest_p5"]) < 0.8
-        alarm = next((i for i in range(2, len(low)) if low[i - 2 : i + 1].all()), None)
-        if not collapsed(run):
-            false += alarm is not None
-            quiet += alarm is None
-            continue
-        down = next((step for step, policy in run["held_out"] if policy < 0.5 * run["held_out"][0][1]), None)
-        if alarm is None:
-            silent += 1
-        else:
-            (early_enough if alarm + 1 < down else late).append(down - alarm - 1)
+def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
+    """The step, from 1, at which something has been so for ``patience`` steps; None if it never is."""
+    return next((i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()), None)
+
+
+def signs(run: dict[str, Any]) -> tuple[int | None, int | None, int | None, int | None]:
+    """When the guard's two signs act, the reward halves (against the best mean of 5 steps) and the policy does."""
+    p1, reward = np.array(run["tail"])[:, 0], np.array(run["reward"])
+    smooth = np.array([reward[max(0, i - 4) : i + 1].mean() for i in range(len(reward))])
+    tau = float(f"0.{run['schedule'][5:]}") if run["schedule"].startswith("auto") else 0.86
+    half = 0.5 * run["held_out"][0][1]
     return (
-        "The guard at its defaults\n\n| | runs |\n|---|---|\n"
-        f"| collapsed, warned before the policy's held-out accuracy had halved | {len(early_enough)} |\n"
-        f"| collapsed, warned no sooner | {len(late)} |\n| collapsed, no warning | {silent} |\n"
-        f"| not collapsed, warned | {false} |\n| not collapsed, no warning | {quiet} |\n"
+        first_run_of(np.array(run["lowest_p5"]) < tau - 0.02),
+        first_run_of(p1 < FALLEN * np.maximum.accumulate(p1)),
+        first_run_of(smooth < 0.5 * np.maximum.accumulate(smooth), 1),
+        next((step for step, policy in run["held_out"] if policy < half), None),
+    )
+
+
+def guard_table(runs: list[dict[str, Any]]) -> str:
+    """When each of the guard's signs comes, and when the damage is done."""
+    lines = [
+        "| run | p5 below tau - 0.02 | p1 below half of its best | reward halved | held-out accuracy halved |",
+        "|---|---|---|---|---|",
+    ]
+    quiet = []
+    for run in runs:
+        steps = signs(run)
+        if collapsed(run) or any(steps[:2]):
+            name = f"{run['arm']}, seed {run['seed']}{'' if collapsed(run) else ' (not collapsed)'}"
+            lines.append(f"| {name} | " + " | ".join("never" if step is None else str(step) for step in steps) + " |")
+        else:
+            quiet.append(run)
+    return (
+        "The guard's signs: the step at which each has been so for three steps, in every run that collapsed or warned; "
+        f"{len(quiet)} other runs neither collapsed nor warned\n\n" + "\n".join(lines)
     )
 
 
@@ -301,11 +318,13 @@ def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
         "eviction": [r for r in runs if r["actor"] == "evict"],
         "weights of fewer bits": [r for r in runs if r["actor"].startswith("bits")],
         "stale actor": [r for r in runs if r["actor"].startswith("stale")],
+        "noise": [r for r in runs if r["actor"].startswith("noise")],
     }
-    for (label, some), color in zip(groups.items(), LIGHT.series, strict=True):
+    groups = {label: some for label, some in groups.items() if some}
+    for (label, some), color in zip(groups.items(), (*LIGHT.series, LIGHT.ink), strict=False):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # A logarithmic axis of what is rejected spreads out the crowded end.
-            rejected = [max(1 - r["step 1"][name], 1e-4) for r in some]
+            # A logarithmic axis of what is rejected spreads out the crowded end; dense runs are at its edge.
+            rejected = [max(1 - r["step 1"][name], 3e-3) for r in some]
             ax.plot(rejected, [outcome(r) for r in some], "o", ms=4, alpha=0.7, color=color, label=label)
     for ax, name in ((left, "5th percentile"), (right, "mean")):
         ax.set_xscale("log")
@@ -321,12 +340,12 @@ def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
 
 def draw_training(figure: Any, runs: list[dict[str, Any]]) -> None:
     axes = figure.subplots(1, 3)
-    names = PAGES[::-1]
+    names = [name for name in PAGES[::-1] if any(r["arm"] == name for r in runs)]
     from matplotlib import colormaps
 
     for i, name in enumerate(names):
         some = [r for r in runs if r["arm"] == name]
-        color = colormaps["viridis"](i / len(names))
+        color = colormaps["turbo"](0.05 + 0.9 * i / max(len(names) - 1, 1))
         for run in some:
             axes[0].plot(run["reward"], color=color, lw=1, alpha=0.8, label=name if run is some[0] else None)
             axes[1].plot([row[1] for row in run["tail"]], color=color, lw=1, alpha=0.8)
@@ -337,20 +356,21 @@ def draw_training(figure: Any, runs: list[dict[str, Any]]) -> None:
     axes[0].legend(ncols=2)
 
 
-def draw_corrections(figure: Any, runs: list[dict[str, Any]]) -> None:
-    ax = figure.subplots()
-    some = [r for r in runs if is_page_arm(r)]
-    kinds = list(dict.fromkeys(r["correction"] for r in some))
-    names = PAGES[1:]
-    for i, kind in enumerate(kinds):
-        for j, name in enumerate(names):
-            values = [outcome(r) for r in some if r["correction"] == kind and r["schedule"] == name]
-            place = np.full(len(values), j + 0.12 * (i - len(kinds) / 2))
-            color = (*LIGHT.series, LIGHT.ink, LIGHT.muted)[i]
-            ax.plot(place, values, "o", ms=4, alpha=0.8, color=color, label=kind if name == "dense" else None)
-    ax.set_xticks(range(len(names)), names)
-    ax.set_ylabel("held-out accuracy of the policy at the end")
-    ax.legend(ncols=3, loc="lower right")
+def draw_collapse(figure: Any, runs: list[dict[str, Any]]) -> None:
+    """A run that collapses while its p5 rises: the one whose reward halves latest."""
+    late = max((r for r in runs if collapsed(r)), key=lambda r: signs(r)[2] or 0)
+    left, right = figure.subplots(1, 2)
+    step = np.arange(1, len(late["reward"]) + 1)
+    left.plot(step, late["reward"], color=LIGHT.series[1], label="reward of the actor")
+    left.plot(*zip(*late["held_out"], strict=True), "o", color=LIGHT.ink, ms=4, label="held-out accuracy of the policy")
+    for i, (name, color) in enumerate(zip(("p1", "p5", "p10"), LIGHT.series, strict=False)):
+        right.plot(step, np.array(late["tail"])[:, i], color=color, label=name)
+    right.plot(step, late["mean"], color=LIGHT.muted, label="mean")
+    for ax in (left, right):
+        ax.set_xlabel("step")
+        ax.legend()
+    left.set_title(f"{late['arm']}, seed {late['seed']}")
+    right.set_ylabel("acceptance")
 
 
 def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
@@ -376,16 +396,17 @@ def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
         column[2].set_xlabel("step")
     for ax, label in zip(axes[:, 0], ("p5 by length bin", "KV read, %", "reward"), strict=True):
         ax.set_ylabel(label)
-    axes[2, 0].legend()
+    if arms:
+        axes[2, 0].legend()
 
 
 FIGURES = {
     "threshold": draw_threshold,
     "training": draw_training,
-    "corrections": draw_corrections,
+    "collapse": draw_collapse,
     "closed-loop": draw_loop,
 }
-SIZES = {"closed-loop": (11, 6.5), "corrections": (9, 4)}
+SIZES = {"closed-loop": (11, 6.5)}
 
 
 def save(path: Path, draw: Callable[[Any, list[dict[str, Any]]], None], runs: list[dict[str, Any]]) -> None:
