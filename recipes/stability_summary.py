@@ -77,14 +77,14 @@ def shortened(path: Path) -> dict[str, Any] | None:
     cut_off = ended in ("time is over", "killed")
     if not (ended == "done" or ended.startswith("TrainingDiverged") or (cut_off and len(steps) >= FEWEST_STEPS)):
         return None
-    run = {k: v for k, v in rows[0].items() if k not in ("top_k", "options")}
+    run = {k: v for k, v in rows[0].items() if k != "options"}
     run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
     run["tail"] = [row["tail"] for row in steps]
     # By bin, where it is used: p5, its lower limit, and the pages.
     run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
     if run["schedule"].startswith("auto"):
         run["bins"] = [[[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)] for row in steps]
-        run["top_k"] = [row["top_k"] for row in steps]
+        run["tables"] = [row["top_k"] for row in steps]
     run["held_out"] = [[row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row]
     run["ended"] = ended
     return run

@@ -503,7 +503,7 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
     assert read["0-100 tokens"] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read["100-200 tokens"] == pytest.approx([9000 / 190] * 3)
-    assert ("guard", "p5 too low, at 1 of 3 steps, first at step 3") in result_rows(log)
+    assert ("guard", "acceptance too low, at 1 of 3 steps, first at step 3") in result_rows(log)
     still = log_of(*[step_row(i, schedule={"top_k": [2, 6]}) for i in (1, 2)], initial_schedule=SCHEDULE)
     assert "pages" not in [plot.name for plot in figures.plots(still)]
 

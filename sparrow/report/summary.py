@@ -47,7 +47,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
     tokens = log.series("response", "tokens")
     alarms = [int(step) for step, alarm in zip(log.steps, log.series("guard", "alarm"), strict=True) if alarm == 1]
     guard = (
-        [("guard", f"p5 too low, at {len(alarms)} of {len(log.steps)} steps, first at step {alarms[0]}")]
+        [("guard", f"acceptance too low, at {len(alarms)} of {len(log.steps)} steps, first at step {alarms[0]}")]
         if alarms
         else []
     )
