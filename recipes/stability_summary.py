@@ -335,7 +335,7 @@ def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
     left.set_ylabel("held-out accuracy of the policy at the end")
     left.axvline(1 - 0.86, color=LIGHT.ink, lw=1, ls="--")
     left.text(1 - 0.86, 1.0, " published tau 0.86", fontsize=8, va="top")
-    left.legend(loc="lower right")
+    left.legend(loc="center right")
 
 
 def draw_training(figure: Any, runs: list[dict[str, Any]]) -> None:
