@@ -208,6 +208,13 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
     assert found == [{"steps_below": i, "alarm": i >= 2} for i in (1, 2, 3, 4)]
 
 
+def test_guard_acts_when_p1_has_fallen_to_half_of_its_best(tmp_path, monkeypatch):
+    values = iter([0.7, 0.9, 0.46, 0.44, 0.44])
+    monkeypatch.setattr("sparrow.train.trainer.p1", lambda histogram: next(values))
+    make_trainer(tmp_path, steps=5, guard=GuardConfig("raise", threshold=0.0, patience=2)).train()
+    assert [row["guard"]["steps_below"] for row in metrics_of(tmp_path)] == [0, 0, 0, 1, 2]
+
+
 def test_guard_raises_the_schedule(tmp_path):
     make_trainer(tmp_path, guard=GuardConfig("raise", threshold=0.999, patience=2)).train()
     assert tables(tmp_path) == [[0, 1], [0, 1], [0, 3, 3], [0, 6, 6]]  # 4, 6, 9 pages with the 3 always kept
