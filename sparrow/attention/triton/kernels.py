@@ -54,7 +54,15 @@ def _order(bits):
 
 
 @triton.jit
-def _load_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
+def _load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
+    """Rows of ``D`` elements, zeros up to ``DP``."""
+    d = tl.arange(0, DP)
+    places = base + offset_T[:, None] + d[None, :]
+    return tl.load(places) if D == DP else tl.load(places, mask=(d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
     """Rows of ``D`` elements, one of each block at its place ``base_T1``; zeros up to ``DP`` and outside."""
     d = tl.arange(0, DP)
     places = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
@@ -72,7 +80,7 @@ def _score(
         n = first + tl.arange(0, TILE)
         block = tl.load(table + n // PER_BLOCK, mask=n < end, other=0)
         base = landmark + ((n % PER_BLOCK) * stride_page)[:, None]
-        marks = _load_rows(base, block, n < end, stride_block, D, DP)
+        marks = _load_block_rows(base, block, n < end, stride_block, D, DP)
         tl.store(row + n, tl.sum(marks.to(tl.float32) * q_D[None, :], 1), mask=n < end)
 
 
@@ -213,13 +221,15 @@ def _attend(
             page = tl.where(listed, found, found * PER_BLOCK + n % PER_BLOCK)
             block = page // PER_BLOCK
             token += (page % PER_BLOCK) * P
-        k_TD = _load_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
+        k_TD = _load_block_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
         logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
-        v_TD = _load_rows(v + token[:, None] * (stride_token // WORD), block, inside, stride_block // WORD, DV, DVP)
+        v_TD = _load_block_rows(
+            v + token[:, None] * (stride_token // WORD), block, inside, stride_block // WORD, DV, DVP
+        )
         if FP8:
             even_TD = v_TD.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
             odd_TD = (v_TD >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
