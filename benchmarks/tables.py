@@ -219,11 +219,11 @@ def training() -> str:
     rows = []
     names = {"sparse": "sparse, 8 to 28 pages of 8", "unbounded": "unbounded", "distilled": "sparse, DistillSparse"}
     for run, found in load("vllm_train").items():
-        cells = [
-            f"{found['summary'][f'{key} first']:{form}} → {found['summary'][f'{key} last']:{form}}"
-            for key, form in (("reward", ".2f"), ("p5_mean", ".4f"), ("acceptance", ".4f"), ("kl", ".2g"))
-        ]
-        rows.append([names[run], len(found["steps"]), *cells, f"{found['summary']['read_fraction last']:.0%}"])
+        cells, of = [], found["summary"]
+        for key, form in (("reward", ".2f"), ("p5_mean", ".4f"), ("acceptance", ".5f"), ("kl", ".1e")):
+            change = f"{of[f'{key} change']:+{form}} ± {of[f'{key} change error']:{form}}"
+            cells.append(f"{of[f'{key} first']:{form}} → {of[f'{key} last']:{form}} ({change})")
+        rows.append([names[run], len(found["steps"]), *cells, f"{of['read_fraction last']:.0%}"])
     return table(["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows)
 
 

@@ -82,13 +82,22 @@ def read(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
+QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction")
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    first, last = rows[: len(rows) // 6 or 1], rows[-(len(rows) // 6 or 1) :]
-    return {
-        f"{name} {when}": float(np.mean([row[name] for row in some]))
-        for name in ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction")
-        for when, some in (("first", first), ("last", last))
-    }
+    """Means of the first and the last sixth of the steps; how much a straight line changes over the run, and its error."""
+    n, found = len(rows) // 6 or 1, {}
+    for name in QUANTITIES:
+        y = np.array([row[name] for row in rows])
+        found |= {f"{name} first": float(y[:n].mean()), f"{name} last": float(y[-n:].mean())}
+        if len(y) > 3:
+            (slope, _), covariance = np.polyfit(np.arange(len(y)), y, 1, cov=True)
+            found |= {
+                f"{name} change": float(slope * len(y)),
+                f"{name} change error": float(covariance[0, 0] ** 0.5 * len(y)),
+            }
+    return found
 
 
 def rounded(x: Any) -> Any:
