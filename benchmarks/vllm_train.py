@@ -86,7 +86,7 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means of the first and last sixth of the steps, and what a straight line changes by over the run, with its error."""
+    """Means of the first and last sixth of the steps; what a straight line changes by over the run, and its error."""
     n, found = len(rows) // 6 or 1, {}
     for name in QUANTITIES:
         y = np.array([row[name] for row in rows])
