@@ -23,7 +23,7 @@ SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the work is cut, for heads of 256 bytes; measured on an H200 by ``benchmarks/teacher_forced.py --tune``.
+    """How the work is cut, for heads of 256 bytes; ``benchmarks/teacher_forced.py --tune`` sweeps them.
 
     Attributes:
         forward, query: keys per step of the loop, warps and pipeline stages.
