@@ -155,7 +155,6 @@ def table(arguments: argparse.Namespace) -> None:
     then: list[int] = []
     chosen = search(first, DEFAULT_BUDGETS)
     search(then, tuple(ladder(chosen)))
-    largest = np.full_like(length_T, (max(DEFAULT_BUDGETS) + 3) * 16)
     under_chosen, guess = (
         schedule.tokens_read(length_T) for schedule in (chosen.schedule, SparsitySchedule.preset("qwen3-1.7b", 0.86))
     )
@@ -190,7 +189,7 @@ def table(arguments: argparse.Namespace) -> None:
 
     rounds = rollout(under_chosen, few + SEQUENCES)  # one with few, one with all
     searched = [(first, few), (then, few + SEQUENCES)]
-    add("as it is", rollout(largest, few) + rounds, searched)
+    add("as it is", rollout(length_T, few) + rounds, searched)
     add("the first responses sampled under a published table (--layout)", rollout(guess, few) + rounds, searched)
     add("all sampled under a published table, once (--on-policy 0)", rollout(guess), [(first, SEQUENCES)])
     add("all sampled dense, once (--on-policy 0)", rollout(length_T), [(first, SEQUENCES)])
