@@ -164,7 +164,7 @@ def teacher_forced(
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``; nothing outside has any effect with
     ``triton``, nothing that is finite with ``reference``. Under autocast q, k and v are cast as dense attention's are.
-    ``triton`` gives the same bits every time, its gradients too; its memory grows with the length plus one bit per
+    ``triton`` gives the same bits every time, its gradients too; its memory grows with the length plus a few bits per
     (position, page, kv head).
 
     Args:
