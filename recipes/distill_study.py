@@ -82,7 +82,7 @@ class Options:
     learning_rate: float = 1e-3
     """Of the adapter."""
 
-    policy_learning_rate: float = 2e-4
+    policy_learning_rate: float = 1e-4
     """Of the policy."""
 
     held_out: int = 256
