@@ -115,7 +115,7 @@ def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
     for rollout, scores in zip(rollouts, wanted, strict=True):
         found = adapter.policy_top_logprobs(model, rollout, 0.7, torch.device("cpu"))
         assert found.dtype == np.float32
-        np.testing.assert_allclose(found, scores.top_logprobs, atol=1e-5)
+        np.testing.assert_allclose(found, scores.top_logprobs, atol=5e-5)
 
 
 # --- what is logged ---
