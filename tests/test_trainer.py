@@ -126,6 +126,15 @@ def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
     assert rollouts[0] == rollouts[1]
 
 
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Python's own handler, which it does not install where the shell that started it in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("phase", ["rollout", "update"])
 def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
     count: dict[str, int] = {}
