@@ -242,7 +242,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
     from sparrow.engines.base import Sampling
     from sparrow.engines.hf import eos_ids
     from sparrow.errors import TrainingDiverged
-    from sparrow.mismatch.tail import tail_by_bin
+    from sparrow.mismatch import split_by_bin
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks import Trace
     from sparrow.train.config import (
@@ -296,10 +296,10 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
             # As in ``token_acceptance``: the length that the schedule looked at.
             cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
             position = self.schedule.page_end(np.concatenate(cached))
-            bins = tail_by_bin(lower, position, LAYOUT["bin_tokens"], PERCENTILES)
+            bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, LAYOUT["bin_tokens"])]
             assessed[-1]["tail"] = {
                 "all": np.percentile(lower, PERCENTILES).tolist(),
-                "bins": [[b.bin, b.n_tokens, b.mean, *b.percentiles.values()] for b in bins],
+                "bins": [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins],
             }
             return assessed
 

@@ -14,10 +14,9 @@ from sparrow.mismatch.bootstrap import (
     weighted_percentile,
 )
 from sparrow.mismatch.sampled import sampled_acceptance, tail_floor_by_bin
-from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, BetaTail, TailBin, beta_tail_fit, bin_index, tail_by_bin
+from sparrow.mismatch.tail import BetaTail, beta_tail_fit, split_by_bin
 
 __all__ = [
-    "DEFAULT_BIN_TOKENS",
     "AcceptanceBounds",
     "BetaTail",
     "BinMismatch",
@@ -25,16 +24,14 @@ __all__ = [
     "Interval",
     "MismatchReport",
     "PercentileInterval",
-    "TailBin",
     "acceptance",
     "acceptance_bounds",
     "beta_tail_fit",
-    "bin_index",
     "mismatch_report",
     "percentile_by_bin_interval",
     "sampled_acceptance",
     "sequence_bootstrap",
-    "tail_by_bin",
+    "split_by_bin",
     "tail_floor_by_bin",
     "weighted_mean",
     "weighted_percentile",

@@ -62,58 +62,44 @@ def acceptance_bounds(
 ) -> AcceptanceBounds:
     """Bound the acceptance rate when only the most probable tokens are known (Sparrow, arXiv 2606.08446, section 3).
 
-    Without `policy_ids`, the policy's log-probs are its exact values gathered at the actor's ids. On those ids the sum
-    of min(p, q) is exact; of the rest no more can be shared than the smaller of the two left-over masses.
-
-    With `policy_ids`, the two lists are independent top-n lists. The lower bound is the sum over their intersection.
-    The upper bound is the largest overlap that any two distributions with these lists can have, given a vocabulary
-    that is large enough: a token found in one list only is shared at most up to the least probability of the other
-    list, all such tokens together at most up to that list's left-over mass, and tokens in neither list at most up to
-    what is then left of both masses.
+    Where a token's probability is known on both sides, min(p, q) is exact; of the rest no more can be shared than the
+    smaller of the two left-over masses.
 
     Args:
         actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any order.
         actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding (fewer than n tokens in
             the vocabulary): such an entry's id and policy log-prob are ignored.
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at `policy_ids`.
-        policy_ids: ids of the policy's m most probable tokens, integer [..., m]; -inf in `policy_logprobs` marks
-            padding. Both lists must then truly be the most probable tokens, else the upper bound is void: leave out a
-            sampled token that an engine adds to its list.
+        policy_ids: ids of an independent list of the policy's, integer [..., m]; -inf in `policy_logprobs` marks
+            padding. What is known on both sides is then the intersection of the lists.
 
     Returns:
-        AcceptanceBounds of float64 [...]; they meet when the lists cover the vocabulary. Resolution is that of the
+        AcceptanceBounds of float64 [...]; they meet where the lists cover the vocabulary. Resolution is that of the
         log-probs given: about 1e-6 for float32.
 
     Raises:
         ValueError: shapes do not match; ids are not integers, negative or repeated within a row; a log-prob is NaN or
             positive beyond rounding; or a row's probabilities sum to more than 1.
     """
-    q, q_ids, q_listed = _read_list("actor", actor_ids, actor_logprobs)
+    q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
     if policy_ids is None:
-        p = _probabilities("policy", policy_logprobs, where=q_listed)
-        return _bounds(np.minimum(p, q).sum(axis=-1), np.minimum(_left_over(p), _left_over(q)))
-
-    p, p_ids, p_listed = _read_list("policy", policy_ids, policy_logprobs)
-    if p.shape[:-1] != q.shape[:-1]:
-        raise ValueError(
-            f"The actor's list has shape {q.shape} and the policy's {p.shape}; all axes but the last must be equal."
-        )
-    p_at_actor = np.zeros_like(q)
-    only_actor, only_policy = q_listed.copy(), p_listed.copy()
-    for entry in range(p.shape[-1]):  # over list entries, not tokens: an [T, n, m] comparison would not fit in memory
-        match = (q_ids == p_ids[..., entry, None]) & q_listed & p_listed[..., entry, None]
-        np.copyto(p_at_actor, p[..., entry, None], where=match)
-        only_actor &= ~match
-        only_policy[..., entry] &= ~match.any(axis=-1)
-    lower = np.minimum(p_at_actor, q).sum(axis=-1)
-
-    p_left, q_left = _left_over(p), _left_over(q)
-    p_least = np.min(p, axis=-1, keepdims=True, where=p_listed, initial=1.0)
-    q_least = np.min(q, axis=-1, keepdims=True, where=q_listed, initial=1.0)
-    shared_actor = np.minimum(np.minimum(q, p_least).sum(axis=-1, where=only_actor), p_left)
-    shared_policy = np.minimum(np.minimum(p, q_least).sum(axis=-1, where=only_policy), q_left)
-    shared_unlisted = np.minimum(p_left - shared_actor, q_left - shared_policy)
-    return _bounds(lower, shared_actor + shared_policy + shared_unlisted)
+        p = _probabilities("policy", policy_logprobs, where=known)
+    else:
+        listed, p_ids, p_known = _read_list("policy", policy_ids, policy_logprobs)
+        if listed.shape[:-1] != q.shape[:-1]:
+            raise ValueError(
+                f"The actor's list has shape {q.shape} and the policy's {listed.shape}; all axes but the last must be "
+                "equal."
+            )
+        p, matched = np.zeros_like(q), np.zeros_like(known)
+        for entry in range(listed.shape[-1]):  # not all pairs at once: [T, n, m] would not fit in memory
+            match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
+            np.copyto(p, listed[..., entry, None], where=match)
+            matched |= match
+        known = matched
+    lower = np.minimum(p, q).sum(axis=-1)
+    left_over = np.minimum(1 - p.sum(axis=-1, where=known), 1 - q.sum(axis=-1, where=known))
+    return AcceptanceBounds(np.clip(lower, 0.0, 1.0), np.clip(lower + np.maximum(left_over, 0.0), 0.0, 1.0))
 
 
 def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
@@ -163,12 +149,3 @@ def _probabilities(side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | No
             "pass log-softmax over the whole vocabulary."
         )
     return probabilities
-
-
-def _left_over(listed: FloatArray) -> FloatArray:
-    """Mass outside a list, [...]; never negative, whatever rounding did to the sum."""
-    return np.maximum(1.0 - listed.sum(axis=-1), 0.0)
-
-
-def _bounds(lower: FloatArray, missed: FloatArray) -> AcceptanceBounds:
-    return AcceptanceBounds(np.clip(lower, 0.0, 1.0), np.clip(lower + missed, 0.0, 1.0))

@@ -5,7 +5,8 @@ bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application", 1997,
 replacement. A drawn sample is here never built: it is a weight per sequence, the number of times it was drawn, and a
 statistic takes the weights of all resamples at once.
 
-Percentiles follow the convention of `tail.py`, on the sample in which each token occurs as often as its sequence.
+Percentiles interpolate linearly between order statistics, as numpy's do, on the sample in which each token occurs as
+often as its sequence.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -26,7 +27,6 @@ from sparrow.mismatch.tail import (
     check_acceptance,
     check_percentile,
     split_by_bin,
-    tail_by_bin,
 )
 
 FloatArray = NDArray[np.float64]
@@ -37,7 +37,7 @@ Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
 
 
 class Interval(NamedTuple):
-    """An estimate and its confidence interval; lower and upper are nan when one sequence leaves nothing to resample."""
+    """An estimate and its 95 % interval; lower and upper are nan when one sequence leaves nothing to resample."""
 
     estimate: float
     lower: float
@@ -47,7 +47,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class PercentileInterval:
-    """A percentile of acceptance at start <= position < end, with its confidence interval."""
+    """A statistic of the tokens at start <= position < end, with its 95 % interval as in `Interval`."""
 
     bin: int
     start: int
@@ -164,12 +164,11 @@ def sequence_bootstrap(
     statistic: Statistic,
     *,
     resamples: int = 1000,
-    level: float = 0.95,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """Confidence interval of any statistic of tokens, from resampling whole sequences with replacement.
+    """95 % interval of any statistic of tokens, from resampling whole sequences with replacement.
 
-    The interval holds the middle `level` of the resampled statistic (the percentile bootstrap). It takes the sequences
+    The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap). It takes the sequences
     given as a sample of those that might have been drawn; with fewer than about 20 of them it is too narrow.
 
     Args:
@@ -177,21 +176,16 @@ def sequence_bootstrap(
         sequence: id of each token's sequence, [T].
         statistic: see `Statistic`; `weighted_mean`, or `partial(weighted_percentile, percentile=...)`.
         resamples: R, how many samples to draw.
-        level: confidence level in (0, 1).
         seed: an int, or a Generator that the caller owns.
 
-    Returns:
-        Interval(estimate, lower, upper, n_sequences); lower and upper are nan when there is only one sequence.
-
     Raises:
-        ValueError: shapes differ, there are no tokens, or resamples or level is out of range.
+        ValueError: shapes differ, or there are no tokens.
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
         raise ValueError(
             f"values have shape {tokens.shape} and sequence {np.shape(sequence)}; pass two arrays [T] with T >= 1."
         )
-    _check_bootstrap(resamples, level)
     ids, owner = np.unique(np.asarray(sequence), return_inverse=True)
     n_sequences = ids.size
     rng = np.random.default_rng(seed)
@@ -200,8 +194,31 @@ def sequence_bootstrap(
     estimate, *resampled = statistic(tokens, owner, np.concatenate([as_measured, draws])).tolist()
     if n_sequences == 1:
         return Interval(estimate, nan, nan, n_sequences)
-    lower, upper = np.quantile(resampled, [(1 - level) / 2, (1 + level) / 2])
+    lower, upper = np.quantile(resampled, [0.025, 0.975])
     return Interval(estimate, float(lower), float(upper), n_sequences)
+
+
+def interval_by_bin(
+    alpha: ArrayLike,
+    position: ArrayLike,
+    sequence: ArrayLike,
+    bin_tokens: int,
+    statistic: Statistic,
+    seed: int | np.random.Generator,
+) -> list[PercentileInterval]:
+    """A statistic of acceptance per bin of position; arguments and result as in `percentile_by_bin_interval`."""
+    values = check_acceptance(alpha, position=position, sequence=sequence)
+    sequences, rng = np.asarray(sequence), np.random.default_rng(seed)
+    bins = []
+    for index, tokens in split_by_bin(position, bin_tokens):
+        found = sequence_bootstrap(values[tokens], sequences[tokens], statistic, seed=rng)
+        start, end = index * bin_tokens, (index + 1) * bin_tokens
+        bins.append(
+            PercentileInterval(
+                index, start, end, tokens.size, found.n_sequences, found.estimate, found.lower, found.upper
+            )
+        )
+    return bins
 
 
 def percentile_by_bin_interval(
@@ -211,11 +228,9 @@ def percentile_by_bin_interval(
     bin_tokens: int = DEFAULT_BIN_TOKENS,
     percentile: float = 5,
     *,
-    resamples: int = 1000,
-    level: float = 0.95,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A percentile of acceptance per bin of position, with a confidence interval resampled by sequence.
+    """A percentile of acceptance per bin of position, with a 95 % interval resampled by sequence.
 
     Each bin resamples the sequences that reach it, so intervals widen where few responses are that long.
 
@@ -225,38 +240,16 @@ def percentile_by_bin_interval(
         sequence: id of each token's sequence, [T].
         bin_tokens: width of a bin in tokens.
         percentile: in 0..100.
-        resamples, level, seed: see `sequence_bootstrap`.
+        seed: an int, or a Generator that the caller owns.
 
     Returns:
-        One PercentileInterval per bin that holds a token, by rising position. In a bin that only one sequence reaches,
-        lower and upper are nan.
+        One PercentileInterval per bin that holds a token, by rising position.
 
     Raises:
         ValueError: shapes differ, or an argument is out of range.
     """
-    values = check_acceptance(alpha, position=position, sequence=sequence)
-    _check_bootstrap(resamples, level)
     statistic = partial(weighted_percentile, percentile=check_percentile(percentile))
-    sequences = np.asarray(sequence)
-    rng = np.random.default_rng(seed)
-    bins = []
-    for index, tokens in split_by_bin(position, bin_tokens):
-        interval = sequence_bootstrap(
-            values[tokens], sequences[tokens], statistic, resamples=resamples, level=level, seed=rng
-        )
-        bins.append(
-            PercentileInterval(
-                bin=index,
-                start=index * bin_tokens,
-                end=(index + 1) * bin_tokens,
-                n_tokens=tokens.size,
-                n_sequences=interval.n_sequences,
-                estimate=interval.estimate,
-                lower=interval.lower,
-                upper=interval.upper,
-            )
-        )
-    return bins
+    return interval_by_bin(alpha, position, sequence, bin_tokens, statistic, seed)
 
 
 def mismatch_report(
@@ -292,29 +285,29 @@ def mismatch_report(
             "acceptance_bounds in their order."
         )
     intervals = percentile_by_bin_interval(low, position, sequence, bin_tokens, percentile, seed=seed)
-    lower_tail = tail_by_bin(low, position, bin_tokens, percentiles=())
-    upper_tail = tail_by_bin(high, position, bin_tokens, percentiles=(percentile,))
+    bins = []
+    for found, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True):
+        bins.append(
+            BinMismatch(
+                bin=found.bin,
+                start=found.start,
+                end=found.end,
+                n_tokens=found.n_tokens,
+                n_sequences=found.n_sequences,
+                mean=float(low[tokens].mean()),
+                lower_bound=found.estimate,
+                interval_low=found.lower,
+                interval_high=found.upper,
+                upper_bound=float(np.percentile(high[tokens], percentile)),
+            )
+        )
     return MismatchReport(
         n_tokens=low.size,
         n_sequences=np.unique(np.asarray(sequence)).size,
         bin_tokens=bin_tokens,
         percentile=percentile,
         mean=float(low.mean()),
-        bins=tuple(
-            BinMismatch(
-                bin=interval.bin,
-                start=interval.start,
-                end=interval.end,
-                n_tokens=interval.n_tokens,
-                n_sequences=interval.n_sequences,
-                mean=of_lower.mean,
-                lower_bound=interval.estimate,
-                interval_low=interval.lower,
-                interval_high=interval.upper,
-                upper_bound=of_upper.percentiles[percentile],
-            )
-            for interval, of_lower, of_upper in zip(intervals, lower_tail, upper_tail, strict=True)
-        ),
+        bins=tuple(bins),
         histogram=_histogram(low, np.linspace(0, 1, 51)),
         log_histogram=_histogram(1 - low, np.append(0, np.logspace(-6, 0, 13))),
         beta_tail=beta_tail_fit(low),
@@ -333,10 +326,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
-
-
-def _check_bootstrap(resamples: int, level: float) -> None:
-    if resamples < 1:
-        raise ValueError(f"resamples is {resamples}; draw at least 1 (1000 give a steady 95 % interval).")
-    if not 0 < level < 1:
-        raise ValueError(f"level is {level}; give the confidence level as a fraction, such as 0.95.")

@@ -17,9 +17,8 @@ Shapes: T tokens.
 import numpy as np
 from numpy.typing import ArrayLike
 
-from sparrow.mismatch.acceptance import FloatArray
-from sparrow.mismatch.bootstrap import PercentileInterval, sequence_bootstrap, weighted_mean
-from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, check_acceptance, check_percentile, split_by_bin
+from sparrow.mismatch.bootstrap import PercentileInterval, interval_by_bin, weighted_mean
+from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, check_percentile
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
@@ -49,48 +48,20 @@ def tail_floor_by_bin(
     bin_tokens: int = DEFAULT_BIN_TOKENS,
     percentile: float = 5,
     *,
-    resamples: int = 1000,
-    level: float = 0.95,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A floor under a percentile of acceptance per bin of position, with a confidence interval resampled by sequence.
+    """A floor under a percentile of acceptance per bin of position, with a 95 % interval resampled by sequence.
 
-    Args:
-        sampled: see `sampled_acceptance`, [T].
-        position, sequence, bin_tokens, resamples, level, seed: see `percentile_by_bin_interval`.
-        percentile: in 0..100, above 0.
-
-    Returns:
-        One PercentileInterval per bin that holds a token, by rising position; `estimate` is the mean of the lowest
-        `percentile` % of `sampled`. In a bin that only one sequence reaches, lower and upper are nan.
-
-    Raises:
-        ValueError: shapes differ, or an argument is out of range.
+    Arguments, result and errors as in `percentile_by_bin_interval`, but that `sampled` [T] is from
+    `sampled_acceptance`, the percentile is above 0, and the estimate is the mean of the lowest `percentile` % of it.
     """
-    values = check_acceptance(sampled, position=position, sequence=sequence)
     share = check_percentile(percentile) / 100
     if not share:
         raise ValueError("The percentile is 0; a floor needs a share of the tokens above 0.")
-    sequences = np.asarray(sequence)
-    rng = np.random.default_rng(seed)
-    bins = []
-    for index, tokens in split_by_bin(position, bin_tokens):
-        inside = values[tokens]
-        z = np.percentile(inside, percentile)
-        shortfall = z - np.maximum(z - inside, 0) / share
-        interval = sequence_bootstrap(
-            shortfall, sequences[tokens], weighted_mean, resamples=resamples, level=level, seed=rng
-        )
-        bins.append(
-            PercentileInterval(
-                bin=index,
-                start=index * bin_tokens,
-                end=(index + 1) * bin_tokens,
-                n_tokens=tokens.size,
-                n_sequences=interval.n_sequences,
-                estimate=max(interval.estimate, 0.0),
-                lower=max(interval.lower, 0.0),
-                upper=max(interval.upper, 0.0),
-            )
-        )
-    return bins
+
+    def floor(values: FloatArray, owner: IntArray, weights_RB: FloatArray) -> FloatArray:
+        z = np.percentile(values, percentile)
+        shortfall = z - np.maximum(z - values, 0) / share
+        return np.maximum(weighted_mean(shortfall, owner, weights_RB), 0.0)
+
+    return interval_by_bin(sampled, position, sequence, bin_tokens, floor, seed)
