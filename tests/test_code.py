@@ -5,6 +5,7 @@ import pickle
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -283,7 +284,7 @@ def test_rewards():
     assert verify("```python\nprint(input())\n```") == 1.0
 
 
-def test_a_batch_keeps_its_order_and_never_runs_more_than_its_workers(monkeypatch):
+def test_threads_never_run_more_than_the_workers(monkeypatch):
     running, most, lock = 0, 0, threading.Lock()
 
     class Counted(sandbox.Sandbox):
@@ -307,7 +308,8 @@ def test_a_batch_keeps_its_order_and_never_runs_more_than_its_workers(monkeypatc
     results = {}
 
     def run(name):
-        results[name] = verifier.batch(responses, [{"inputs": [name], "outputs": [name]}] * 6)
+        with ThreadPoolExecutor(6) as pool:
+            results[name] = list(pool.map(verifier, responses, [{"inputs": [name], "outputs": [name]}] * 6))
 
     threads = [threading.Thread(target=run, args=(name,)) for name in "ab"]
     for thread in threads:
@@ -316,8 +318,6 @@ def test_a_batch_keeps_its_order_and_never_runs_more_than_its_workers(monkeypatc
         thread.join()
     assert results == {"a": [1, 0, 0, 0, 1, 0], "b": [1, 0, 0, 0, 1, 0]}
     assert most == 2 and running == 0
-    with pytest.raises(ValueError, match="got 1 and 0"):
-        verifier.batch(["x"], [])
 
 
 @pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])

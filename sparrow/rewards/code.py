@@ -22,7 +22,6 @@ import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -188,17 +187,6 @@ class CodeVerifier:
         code = extract_code(response)
         return float(code is not None and self.judge(code, answer).passed)
 
-    def batch(self, responses: Sequence[str], answers: Sequence[Tests]) -> list[float]:
-        """Rewards of many responses, all workers busy.
-
-        Raises:
-            ValueError: not one answer per response.
-        """
-        if len(responses) != len(answers):
-            raise ValueError(f"expected one answer per response, got {len(responses)} and {len(answers)}")
-        with ThreadPoolExecutor(self.workers) as threads:
-            return list(threads.map(self, responses, answers))
-
 
 @dataclass(frozen=True)
 class _Run:
@@ -306,6 +294,9 @@ def _broken(error: Exception, box: Sandbox) -> tuple[Verdict, str]:
     return "error", str(error)
 
 
+_lock = threading.Lock()
+
+
 @cache
 def _shared(pid: int, limits: Limits, isolation: Isolation) -> CodeVerifier:
     return CodeVerifier(limits, isolation)
@@ -320,4 +311,6 @@ def verify_code(response: str, answer: Tests, *, limits: Limits | None = None, i
         RewardError: no way to run programs here, or not the isolation asked for.
         ValueError: tests of none of the three kinds.
     """
-    return _shared(os.getpid(), limits or Limits(), isolation)(response, answer)
+    with _lock:
+        verifier = _shared(os.getpid(), limits or Limits(), isolation)
+    return verifier(response, answer)

@@ -11,10 +11,8 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 from sparrow.rewards.pool import WorkerLostError, WorkerPool
@@ -108,7 +106,7 @@ def _quick(answer: str, reference: str) -> bool | None:
     return None
 
 
-class MathVerifier:
+class MathVerifier(WorkerPool):
     """Judges responses against reference answers with its own worker processes.
 
     Args:
@@ -119,7 +117,7 @@ class MathVerifier:
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 5.0) -> None:
-        self.pool = WorkerPool(Path(__file__).with_name("math_worker.py"), workers, limit_s)
+        super().__init__(Path(__file__).with_name("math_worker.py"), workers, limit_s)
 
     def equal(self, answer: str, reference: str) -> bool:
         r"""Whether two answers are equivalent, e.g. ``\frac12`` and ``0.5``.
@@ -133,7 +131,7 @@ class MathVerifier:
         verdict = _quick(answer, reference)
         if verdict is None:
             try:
-                verdict = bool(self.pool.ask([answer, reference]))
+                verdict = bool(self.ask([answer, reference]))
             except WorkerLostError as lost:
                 _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
                 verdict = False
@@ -144,43 +142,20 @@ class MathVerifier:
         stated = extract_answer(response, last_number=last_number)
         return float(stated is not None and self.equal(stated, answer))
 
-    def batch(self, responses: Sequence[str], answers: Sequence[str], *, last_number: bool = False) -> list[float]:
-        """Rewards of many responses, all workers busy.
 
-        Raises:
-            ValueError: not one answer per response.
-        """
-        if len(responses) != len(answers):
-            raise ValueError(f"expected one answer per response, got {len(responses)} and {len(answers)}")
-        with ThreadPoolExecutor(self.pool.size) as threads:
-            return list(threads.map(partial(self, last_number=last_number), responses, answers))
-
-    def close(self) -> None:
-        self.pool.close()
-
-    def __enter__(self) -> MathVerifier:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+_lock = threading.Lock()
 
 
-_shared: dict[int, MathVerifier] = {}
-_shared_lock = threading.Lock()
-
-
-def shared_verifier() -> MathVerifier:
-    """The verifier of this process, whose workers start when first needed and end with it."""
-    with _shared_lock:
-        pid = os.getpid()
-        if pid not in _shared:  # a forked process must not talk over its parent's pipes
-            _shared[pid] = MathVerifier()
-            atexit.register(_shared[pid].close)
-        return _shared[pid]
+@cache
+def _shared(pid: int) -> MathVerifier:
+    """The verifier of process ``pid``: a forked process must not talk over its parent's pipes."""
+    verifier = MathVerifier()
+    atexit.register(verifier.close)
+    return verifier
 
 
 def verify_math(response: str, answer: str, *, last_number: bool = False) -> float:
-    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; uses the shared workers.
+    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share two workers.
 
     Args:
         response: the model's text; see ``extract_answer`` for what counts as its answer.
@@ -190,4 +165,6 @@ def verify_math(response: str, answer: str, *, last_number: bool = False) -> flo
     Raises:
         RewardError: math-verify cannot be started.
     """
-    return shared_verifier()(response, answer, last_number=last_number)
+    with _lock:
+        verifier = _shared(os.getpid())
+    return verifier(response, answer, last_number=last_number)
