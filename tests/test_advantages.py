@@ -30,10 +30,7 @@ def test_by_hand(kind, expected):
     advantages, metrics = compute_advantages(kind, REWARDS, GROUPS)
     assert advantages.dtype == torch.float32
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-12)
-    # 2 of 3 groups have equal rewards. Mean (1 + 0.3 + 1) / 8; mean square (1 + 0.03 + 1) / 8.
-    assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)
-    assert metrics["reward_mean"] == pytest.approx(0.2875)
-    assert metrics["reward_std"] == pytest.approx((2.03 / 8 - 0.2875**2) ** 0.5, rel=1e-6)
+    assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)  # of the groups
 
 
 def test_remax_by_hand():

@@ -56,7 +56,6 @@ def test_reward_metrics_by_hand():
 def test_bad_settings_are_refused():
     for make, message in (
         (lambda: RewardConfig(format=-1), "reward.format is -1"),
-        (lambda: RewardConfig(overlong="cut"), "reward.overlong is 'cut'"),
         (lambda: TrainConfig(reward=RewardConfig(overlong_window=2000)), "overlong_window is 2000.*at most.*1024"),
         (lambda: TrainConfig(advantage="remax", rollout=RolloutConfig(resample=1)), "resample is 1.*remax"),
     ):

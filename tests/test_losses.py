@@ -92,29 +92,13 @@ def test_on_policy_gradient_is_reinforce():
     torch.testing.assert_close(logp.grad, torch.where(MASK, -ADVANTAGES.double()[:, None] / 5, 0.0))
 
 
-def test_kl_term_by_hand():
-    logp = OLD.clone().requires_grad_()
-    ref = OLD.clone()
-    ref[0, 0] += math.log(2)  # k3 = 2 - 1 - log 2 at one token of weight 2, and 0 elsewhere
-    ref[0, 2] = math.inf  # padding
-    config = LossConfig(normalization="dapo", kl_coef=0.1)
-    loss, metrics = policy_loss(logp, OLD, 0 * ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS, ref)
-    k3 = 1 - math.log(2)
-    assert loss.item() == pytest.approx(0.1 * 2 * k3 / 5)
-    assert metrics["kl_ref"] == pytest.approx(2 * k3 / 5)
-    loss.backward()
-    expected = torch.zeros(2, 3, dtype=torch.float64)
-    expected[0, 0] = 0.1 * 2 * (1 - 2) / 5  # d k3 / d logp = 1 - ref / pi
-    torch.testing.assert_close(logp.grad, expected)
-
-
 def test_gradient_flows_through_the_policy_alone():
     logp = example()
-    others = [OLD.clone(), ADVANTAGES.clone(), WEIGHT.clone(), OLD.clone()]
-    old, advantages, weight, ref = (x.requires_grad_() for x in others)
-    policy_loss(logp, old, advantages, MASK, weight, LossConfig(kl_coef=0.1), NORMALIZERS, ref)[0].backward()
+    others = [OLD.clone(), ADVANTAGES.clone(), WEIGHT.clone()]
+    old, advantages, weight = (x.requires_grad_() for x in others)
+    policy_loss(logp, old, advantages, MASK, weight, LossConfig(), NORMALIZERS)[0].backward()
     assert logp.grad is not None
-    assert [x.grad for x in others] == [None] * 4
+    assert [x.grad for x in others] == [None] * 3
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
@@ -141,22 +125,21 @@ def test_half_precision_inputs_are_computed_in_float32(dtype):
     lengths=st.lists(st.integers(0, 5), min_size=1, max_size=6).filter(any),
     cuts=st.sets(st.integers(1, 5)),
     normalization=st.sampled_from(["grpo", "dapo", "dr_grpo"]),
-    kl_coef=st.sampled_from([0.0, 0.3]),
     seed=st.integers(0, 2**31),
 )
-def test_micro_batches_add_up_to_the_batch(lengths, cuts, normalization, kl_coef, seed):
+def test_micro_batches_add_up_to_the_batch(lengths, cuts, normalization, seed):
     B, T = len(lengths), max(lengths)
     random = torch.Generator().manual_seed(seed)
-    old, ref, noise = (torch.randn(B, T, generator=random, dtype=torch.float64) for _ in range(3))
+    old, noise = (torch.randn(B, T, generator=random, dtype=torch.float64) for _ in range(2))
     advantages = torch.randn(B, generator=random, dtype=torch.float64)
     weight = 2 * torch.rand(B, T, generator=random, dtype=torch.float64)
     mask = torch.arange(T) < torch.tensor(lengths)[:, None]
-    config = LossConfig(normalization=normalization, kl_coef=kl_coef)
+    config = LossConfig(normalization=normalization)
     normalizers = count_normalizers(mask, max_length=8)
 
     def loss_of(rows: slice, logp: torch.Tensor):
         tensors = (logp[rows], old[rows], advantages[rows], mask[rows], weight[rows])
-        return policy_loss(*tensors, config, normalizers, ref[rows])
+        return policy_loss(*tensors, config, normalizers)
 
     whole = (old + 0.5 * noise).requires_grad_()
     loss, metrics = loss_of(slice(None), whole)
@@ -221,10 +204,6 @@ def test_any_metric_may_be_checked():
             lambda: policy_loss(OLD, OLD, ADVANTAGES[:1], MASK, WEIGHT, LossConfig(), NORMALIZERS),
             r"pass four \[B, T\] and one \[B\]",
         ),
-        (
-            lambda: policy_loss(OLD, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(kl_coef=0.1), NORMALIZERS),
-            "needs reference log-probs",
-        ),
     ],
 )
 def test_errors(call, message):
@@ -234,7 +213,7 @@ def test_errors(call, message):
 
 @pytest.mark.parametrize(
     "options",
-    [{"clip_low": 1.5}, {"clip_high": 0.0}, {"normalization": "mean"}, {"kl_coef": -0.1}, {"max_log_ratio": math.inf}],
+    [{"clip_low": 1.5}, {"clip_high": 0.0}, {"max_log_ratio": math.inf}],
 )
 def test_config_is_validated(options):
     (name,) = options

@@ -3,10 +3,8 @@
 Shapes: B responses. Rows with the same group id are responses to the same prompt; groups may differ in size and their
 rows may be in any order. Rewards may be of any real dtype; advantages are float32 [B] and carry no gradient.
 
-Every function returns the advantages and the metrics
-  reward_mean, reward_std   over the batch (population standard deviation)
-  zero_variance_fraction    share of groups whose rewards are all equal
-and raises ValueError if shapes disagree, the batch is empty or a reward is not finite.
+Every function returns the advantages and the metric zero_variance_fraction, the share of groups whose rewards are all
+equal, and raises ValueError if shapes disagree, the batch is empty or a reward is not finite.
 """
 
 from typing import NamedTuple, assert_never
@@ -46,11 +44,7 @@ def _group(rewards_B: Tensor, groups_B: Tensor) -> _Groups:
     low = r_B.new_zeros(len(size)).scatter_reduce_(0, group_B, r_B, "amin", include_self=False)
     high = r_B.new_zeros(len(size)).scatter_reduce_(0, group_B, r_B, "amax", include_self=False)
     varies = high > low  # exact, where a standard deviation of equal rewards need not round to 0
-    metrics = {
-        "reward_mean": r_B.mean().item(),
-        "reward_std": r_B.std(correction=0).item(),
-        "zero_variance_fraction": 1.0 - varies.double().mean().item(),
-    }
+    metrics = {"zero_variance_fraction": 1.0 - varies.double().mean().item()}
     return _Groups(r_B, group_B, size.double()[group_B], total[group_B], varies[group_B], metrics)
 
 

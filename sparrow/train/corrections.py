@@ -187,7 +187,7 @@ def obrs(
     """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda q)), weight
     min(Z max(lambda, p/q), cap) if accepted, where Z = sum_v min(q, p / lambda) is the position's acceptance rate.
 
-    z_BT [B, T] is Z (`obrs_normalizer`); at lambda = 1 it is the acceptance rate that sparrow.mismatch measures.
+    z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures.
     uniform_BT [B, T] are draws from [0, 1), one per token, which make the result a function of its arguments.
     Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens (Correction.mask_BT as its mask)
     estimates E_p[f], and one that divides by response tokens scales each position by its Z.
@@ -206,15 +206,6 @@ def obrs(
     accepted_BT = mask_BT & (uniform_BT.double() < (log_r_BT - log_lambda).exp())
     weight_BT = torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
     return _correction(log_r_BT, mask_BT, weight_BT.clamp(max=cap), accepted_BT, weight_BT > cap)
-
-
-def obrs_normalizer(log_p_BTV: Tensor, log_q_BTV: Tensor, *, obrs_lambda: float = 1.0) -> Tensor:
-    """Z = sum_v min(q(v), p(v) / lambda) over the whole vocabulary, float32 [B, T], from log-probs [B, T, V].
-
-    Jackpot, arXiv 2602.06107. At lambda = 1 it equals 1 - total variation distance.
-    """
-    log_min_BTV = torch.minimum(log_q_BTV.detach().float(), log_p_BTV.detach().float() - math.log(obrs_lambda))
-    return log_min_BTV.exp().sum(-1).clamp(max=1.0)
 
 
 def m2po(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor, *, m2_bound: float = 0.04) -> Correction:

@@ -49,7 +49,6 @@ def policy_loss(
     weight_BT: Tensor,
     config: LossConfig,
     normalizers: Normalizers,
-    ref_logp_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
 
@@ -63,16 +62,14 @@ def policy_loss(
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under the dense policy at
     rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT. mask_BT bool [B, T]: the tokens that are
     counted, normally all response tokens, those that the correction masked out (weight 0) included.
-    With kl_coef > 0, weight * kl_coef * k3 is added per token, k3 = ref/pi - 1 - log(ref/pi) being an estimate of
-    KL(pi_theta || reference) (DeepSeekMath, equation 4); ref_logp_BT [B, T] is then needed.
 
     Metrics, all means over normalizers.tokens, so those of micro-batches add up (`merge_metrics`), but for *_max:
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is active; ratio_mean of
-      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max; kl_ref with kl_coef.
-    Raises ValueError if shapes disagree or reference log-probs are missing.
+      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max.
+    Raises ValueError if shapes disagree.
     """
-    shape = logp_BT.shape
-    if not shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape or advantages_B.shape != shape[:1]:
+    one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
+    if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
         shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
         raise ValueError(
             f"logp, old logp, mask, weight, advantages have shapes {shapes}; pass four [B, T] and one [B]."
@@ -85,21 +82,13 @@ def policy_loss(
 
     ratio_BT = log_ratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
-    token_loss_BT = -torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
+    token_loss_BT = -weight_BT * torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
     totals = {
         "clip_low_fraction": ((ratio_BT < 1 - config.clip_low) & (advantages_B1 < 0) & mask_BT).sum(),
         "clip_high_fraction": ((ratio_BT > 1 + config.clip_high) & (advantages_B1 > 0) & mask_BT).sum(),
         "ratio_mean": ratio_BT.detach()[mask_BT].sum(),
         "approx_kl": (log_ratio_BT.expm1() - log_ratio_BT).detach().sum(),
     }
-    if config.kl_coef:
-        if ref_logp_BT is None or ref_logp_BT.shape != shape:
-            raise ValueError(f"kl_coef is {config.kl_coef}, which needs reference log-probs of shape {tuple(shape)}.")
-        log_ref_ratio_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
-        k3_BT = log_ref_ratio_BT.expm1() - log_ref_ratio_BT
-        token_loss_BT = token_loss_BT + config.kl_coef * k3_BT
-        totals["kl_ref"] = (weight_BT * k3_BT).detach().sum()
-    token_loss_BT = weight_BT * token_loss_BT
 
     match config.normalization:
         case "grpo":
