@@ -21,7 +21,7 @@ import numpy as np
 import tyro
 from scipy.stats import spearmanr
 
-from sparrow.report.theme import LIGHT
+from sparrow.report import theme
 from sparrow.train.controller import FALLEN
 
 WHEN = ("step 1", "steps 2 to 5")
@@ -321,7 +321,7 @@ def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
         "noise": [r for r in runs if r["actor"].startswith("noise")],
     }
     groups = {label: some for label, some in groups.items() if some}
-    for (label, some), color in zip(groups.items(), (*LIGHT.series, LIGHT.ink), strict=False):
+    for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=False):
         for ax, name in ((left, "p5"), (right, "mean")):
             # A logarithmic axis of what is rejected spreads out the crowded end; dense runs are at its edge.
             rejected = [max(1 - r["step 1"][name], 3e-3) for r in some]
@@ -331,9 +331,9 @@ def draw_threshold(figure: Any, runs: list[dict[str, Any]]) -> None:
         ax.invert_xaxis()
         ax.set_xlabel(f"1 - {name} of acceptance at step 1")
         if runs:
-            ax.axhline(0.5 * runs[0]["held_out"][0][1], color=LIGHT.muted, lw=0.8, ls=":")
+            ax.axhline(0.5 * runs[0]["held_out"][0][1], color=theme.MUTED, lw=0.8, ls=":")
     left.set_ylabel("held-out accuracy of the policy at the end")
-    left.axvline(1 - 0.86, color=LIGHT.ink, lw=1, ls="--")
+    left.axvline(1 - 0.86, color=theme.INK, lw=1, ls="--")
     left.text(1 - 0.86, 1.0, " published tau 0.86", fontsize=8, va="top")
     left.legend(loc="center right")
 
@@ -361,11 +361,11 @@ def draw_collapse(figure: Any, runs: list[dict[str, Any]]) -> None:
     late = max((r for r in runs if collapsed(r)), key=lambda r: signs(r)[2] or 0)
     left, right = figure.subplots(1, 2)
     step = np.arange(1, len(late["reward"]) + 1)
-    left.plot(step, late["reward"], color=LIGHT.series[1], label="reward of the actor")
-    left.plot(*zip(*late["held_out"], strict=True), "o", color=LIGHT.ink, ms=4, label="held-out accuracy of the policy")
-    for i, (name, color) in enumerate(zip(("p1", "p5", "p10"), LIGHT.series, strict=False)):
+    left.plot(step, late["reward"], color=theme.SERIES[1], label="reward of the actor")
+    left.plot(*zip(*late["held_out"], strict=True), "o", color=theme.INK, ms=4, label="held-out accuracy of the policy")
+    for i, (name, color) in enumerate(zip(("p1", "p5", "p10"), theme.SERIES, strict=False)):
         right.plot(step, np.array(late["tail"])[:, i], color=color, label=name)
-    right.plot(step, late["mean"], color=LIGHT.muted, label="mean")
+    right.plot(step, late["mean"], color=theme.MUTED, label="mean")
     for ax in (left, right):
         ax.set_xlabel("step")
         ax.legend()
@@ -383,13 +383,13 @@ def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
         for run in some:
             for n in sorted({b[0] for bins in run["bins"] for b in bins}):
                 p5 = [next((b[1] for b in bins if b[0] == n), np.nan) for bins in run["bins"]]
-                color = LIGHT.bins[min(max(n - 2, 0), 3)]
+                color = theme.BINS[min(max(n - 2, 0), 3)]
                 column[0].plot(p5, color=color, lw=0.8)
-            column[1].plot(100 * np.array(run["read"]), color=LIGHT.series[1], lw=1)
-            column[2].plot(run["reward"], color=LIGHT.series[1], lw=1, label="closed loop" if run is some[0] else None)
+            column[1].plot(100 * np.array(run["read"]), color=theme.SERIES[1], lw=1)
+            column[2].plot(run["reward"], color=theme.SERIES[1], lw=1, label="closed loop" if run is some[0] else None)
         for run in dense:
-            column[2].plot(run["reward"], color=LIGHT.muted, lw=0.8, label="dense" if run is dense[0] else None)
-        column[0].axhspan(tau - 0.02, tau + 0.02, color=LIGHT.above, alpha=0.12)
+            column[2].plot(run["reward"], color=theme.MUTED, lw=0.8, label="dense" if run is dense[0] else None)
+        column[0].axhspan(tau - 0.02, tau + 0.02, color=theme.ABOVE, alpha=0.12)
         column[0].set_ylim(tau - 0.15, 1.005)
         column[0].set_title(arm)
         column[1].set_ylim(0, 102)
@@ -415,7 +415,7 @@ def save(path: Path, draw: Callable[[Any, list[dict[str, Any]]], None], runs: li
     from matplotlib.figure import Figure
 
     size = SIZES.get(path.stem.removeprefix("stability-"), (11, 4))
-    with matplotlib.rc_context(LIGHT.matplotlib()):
+    with matplotlib.rc_context(theme.MATPLOTLIB):
         figure = Figure(figsize=size, layout="constrained")
         draw(figure, runs)
         figure.savefig(path, dpi=130)

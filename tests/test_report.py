@@ -4,15 +4,13 @@ Shapes: S steps, N length bins.
 """
 
 import base64
-import io
 import json
-import re
 import subprocess
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from math import inf, isnan, nan
+from pathlib import Path
 from xml.etree import ElementTree
 
 import matplotlib.image
@@ -24,11 +22,10 @@ from matplotlib.figure import Figure
 
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, mismatch_report
-from sparrow.report import RunLog, figures, page, summary_rows, write_report
-from sparrow.report.style import LEVELS, style_sheet
-from sparrow.report.summary import bin_name, describe_schedule, describe_tail, result_rows, setup_rows, verdict
-from sparrow.report.theme import DARK, LIGHT
-from sparrow.schedule import SparsitySchedule
+from sparrow.report import RunLog, figures, page, summary_rows, theme, write_report
+from sparrow.report.style import LEVEL_COLORS, LEVEL_INKS, LEVELS, style_sheet
+from sparrow.report.summary import bin_name, describe_schedule, result_rows, setup_rows, verdict
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -60,6 +57,7 @@ def step_row(step: int, **changes) -> dict:
         },
         "kv": {"read_fraction": 0.5, "tokens_read": 300 * step, "tokens_held": 1000 * step, "preemptions": 0},
         "seconds": {"rollout": 3.0, "score": 0.5, "update": 1.5},
+        "schedule": {"top_k": [2, 6]},
     }  # fmt: skip
     return row | ({"mismatch": mismatch(step)} if "mismatch" not in changes else {}) | changes
 
@@ -69,9 +67,9 @@ def rollout_row(step: int, tokens: list[str], acceptance: list[float | None], **
     return {"step": step, "tokens": tokens, "acceptance": acceptance, **row, **changes}
 
 
-def write_run(path, rows, rollouts=(), config=None):
+def write_run(path, rows, rollouts=(), **train):
     path.mkdir(parents=True, exist_ok=True)
-    config = {"train": {"tau": 0.86, "steps": len(rows)}, "schedule": SCHEDULE.to_dict()} if config is None else config
+    config = {"train": {"tau": 0.86, "steps": len(rows), **train}, "schedule": SCHEDULE.to_dict()}
     (path / "config.json").write_text(json.dumps(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     if rollouts:
@@ -79,9 +77,10 @@ def write_run(path, rows, rollouts=(), config=None):
     return path
 
 
-def log_of(*rows, **changes) -> RunLog:
+def log_of(*rows, rollouts=(), schedules=None) -> RunLog:
     """A log in memory; ``rows`` are metrics."""
-    return RunLog(run_dir="run", config={"train": {"tau": 0.86, "steps": 9}}, metrics=rows, **changes)
+    train = {"tau": 0.86, "steps": 9}
+    return RunLog(Path("run"), train, rows, rollouts, schedules or tuple(SCHEDULE for _ in rows))
 
 
 def bin_row(n: int, p5, low=None, high=None, upper=None, n_sequences=4) -> dict:
@@ -90,7 +89,7 @@ def bin_row(n: int, p5, low=None, high=None, upper=None, n_sequences=4) -> dict:
 
 
 def bins_only(*bins) -> dict:
-    return {"bin_tokens": 100, "percentile": 5, "bins": list(bins)}
+    return mismatch(0) | {"bins": list(bins)}
 
 
 class Page(HTMLParser):
@@ -121,16 +120,13 @@ class Page(HTMLParser):
         elif tag == "figure":
             self.figure = found["id"]
             self.figures[self.figure] = {}
-        elif tag == "source":
-            assert found["media"] == "(prefers-color-scheme: dark)"
-            self.figures[self.figure]["dark"] = found["srcset"]
         elif tag == "img":
-            self.figures[self.figure] |= {"light": found["src"], "alt": found["alt"]}
+            self.figures[self.figure] = {"image": found["src"], "alt": found["alt"]}
         elif tag == "div" and found.get("class") == "tokens":
             self.responses.append([])
         elif tag == "span" and self.stack[-1:] == ["tokens"]:
             self.responses[-1].append((found, ""))
-        if tag not in ("meta", "img", "source"):
+        if tag not in ("meta", "img"):
             self.stack.append("tokens" if found.get("class") == "tokens" else tag)
 
     def handle_endtag(self, tag):
@@ -158,11 +154,8 @@ def run(tmp_path_factory):
         for step in range(1, 9)
         for i in range(2)
     ]
-    config = {
-        "train": {"tau": 0.86, "steps": 20, "model": BAD, "task": {"name": "trace", "lines": 3}},
-        "schedule": SCHEDULE.to_dict(),
-    }  # fmt: skip
-    return write_run(tmp_path_factory.mktemp("runs") / "a<b", rows, rollouts, config)
+    train = {"steps": 20, "model": BAD, "task": None, "dataset": ["gsm8k", "math"]}
+    return write_run(tmp_path_factory.mktemp("runs") / "a<b", rows, rollouts, **train)
 
 
 @pytest.fixture(scope="module")
@@ -235,20 +228,19 @@ def test_an_empty_run_is_refused(tmp_path):
     assert not (tmp_path / "report").exists()
 
 
-def test_the_newest_checkpoint_holds_the_schedule(tmp_path):
+def test_a_schedule_that_moved_is_described_with_its_start(tmp_path):
+    start, now = step_row(1), step_row(2, schedule={"top_k": [9, "all"]})
+    assert dict(setup_rows(RunLog.load(write_run(tmp_path, [start, now])))) == {
+        "schedule": "top 9 to all by length + 3 pages of 10 tokens, dense in layer 0; "
+        "at the start top 2 to 6 by length + 3 pages of 10 tokens, dense in layer 0"
+    }
+
+
+def test_a_configuration_of_something_else_is_refused(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
-    assert RunLog.load(path).schedule == SCHEDULE
-    for step, pages in ((2, 3), (10, 9)):
-        (path / f"checkpoints/step-{step}").mkdir(parents=True)
-        state = {"step": step, "schedule": SCHEDULE.replace(top_k=(pages,)).to_dict()}
-        (path / f"checkpoints/step-{step}/state.json").write_text(json.dumps(state))
-    log = RunLog.load(path)
-    assert log.schedule.top_k == (9,), "step 10 is newer than step 2"
-    assert log.initial_schedule == SCHEDULE
-    assert dict(setup_rows(log))["schedule"] == (
-        "top 9 + 3 pages of 10 tokens, dense in layer 0; at the start top 2 to 6 by length + 3 pages of 10 tokens, "
-        "dense in layer 0"
-    )
+    (path / "config.json").write_text('{"train": {}}')
+    with pytest.raises(ConfigError, match="has no 'schedule', so sparrow train did not write it"):
+        RunLog.load(path)
 
 
 # Numbers
@@ -270,17 +262,11 @@ def test_summary_rows_by_hand(tmp_path):
     ]
 
 
-def test_summary_of_one_bare_step(tmp_path):
-    rows = summary_rows(write_run(tmp_path, [{"step": 1, "reward": {"mean": nan}}], config={}))
-    missing = [(name, "not recorded") for name in ("response tokens", "tokens kept", "KV read")]
-    assert rows == [("steps", "1"), ("reward", "n/a (one step)"), *missing]
-
-
 @pytest.mark.parametrize(("steps", "count"), [(1, 1), (3, 1), (8, 2), (20, 5), (1000, 10)])
 def test_first_and_last_average_a_quarter_up_to_ten(steps, count):
     values = np.arange(steps, dtype=float)
     expected = ((count - 1) / 2, steps - 1 - (count - 1) / 2, count)
-    assert log_of(step_row(1, mismatch={})).first_and_last(values) == expected
+    assert log_of(step_row(1)).first_and_last(values) == expected
 
 
 @pytest.mark.parametrize(
@@ -307,24 +293,18 @@ def test_names():
     assert describe_schedule(SparsitySchedule.preset("qwen3-4b")) == (
         "qwen3-4b-0.86: top 29 to 509 by length + 3 pages of 16 tokens, dense in layers 0, 1"
     )
-    some = BinMismatch(0, 0, 100, 50, 4, 0.9, 0.9, 0.8, 0.95, 0.9)
-    assert describe_tail(some, nan) == "0.900 [0.800, 0.950]"
 
 
 # The page
 
 
-def test_every_figure_is_shown_in_light_and_dark(parsed, report):
+def test_every_figure_is_shown(parsed, report):
     assert list(parsed.figures) == FIGURES
     for name, found in parsed.figures.items():
-        images = []
-        for theme in ("light", "dark"):
-            kind, _, data = found[theme].partition(",")
-            assert kind == "data:image/svg+xml;base64"
-            images.append(base64.b64decode(data, validate=True))
-            drawn = [tag for tag in ElementTree.fromstring(images[-1]).iter() if tag.tag.endswith("path")]
-            assert len(drawn) > 30, name
-        assert LIGHT.card.encode() in images[0] and DARK.card.encode() in images[1]
+        kind, _, data = found["image"].partition(",")
+        assert kind == "data:image/svg+xml;base64"
+        tags = [tag.tag for tag in ElementTree.fromstring(base64.b64decode(data, validate=True)).iter()]
+        assert sum(tag.endswith("path") for tag in tags) > 30, name
         assert len(found["alt"]) > 40
         pixels = matplotlib.image.imread(report.parent / f"{name}.png")[..., :3]
         assert pixels.shape[0] > 300 and pixels.shape[1] > 900
@@ -334,7 +314,7 @@ def test_every_figure_is_shown_in_light_and_dark(parsed, report):
 def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
     assert report.name == "index.html"
     assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in parsed.tags}
-    urls = [v for _, found in parsed.tags for k, v in found.items() if k in ("src", "srcset", "href", "data", "style")]
+    urls = [v for _, found in parsed.tags for k, v in found.items() if k in ("src", "href", "data", "style")]
     assert urls and all(url.startswith("data:") for url in urls)
     assert not any(k.startswith("on") for _, found in parsed.tags for k in found)
     assert "url(" not in style_sheet() and "@import" not in style_sheet()
@@ -343,7 +323,7 @@ def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
 def test_tables_hold_the_recorded_numbers(parsed, run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     table = dict(parsed.tables["run"])
-    assert table["model"] == BAD and table["task"] == "name trace, lines 3" and table["engine"] == "not recorded"
+    assert table["model"] == BAD and table["dataset"] == "gsm8k, math" and "engine" not in table
     assert table["steps"] == "8 of 20"
     rewards = [row["reward"]["mean"] for row in rows]
     assert table["reward"].startswith(f"{np.mean(rewards[:2]):.3f} → {np.mean(rewards[-2:]):.3f} ")
@@ -386,7 +366,7 @@ def test_any_text_survives(tokens):
 def test_a_long_response_loses_its_middle(monkeypatch):
     monkeypatch.setattr(page, "MOST_TOKENS", 20)
     rows = [rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30), rollout_row(1, ["a"] * 10, [0.5] * 10)]
-    long, short = Page(page._token_view(log_of(step_row(1, mismatch={}), rollouts=tuple(rows)))).responses
+    long, short = Page(page._token_view(log_of(step_row(1), rollouts=tuple(rows)))).responses
     assert [text for _, text in long] == [*(f" {i}" for i in range(5)), "20 tokens are not shown",
                                           *(f" {i}" for i in range(25, 30))]  # fmt: skip
     assert len(short) == 10
@@ -405,24 +385,20 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_the_colour_scale_is_read_by_lightness_alone():
-    light, dark = style_sheet().split("@media (prefers-color-scheme: dark)")
-    for css, sign in ((light, -1), (dark, 1)):
-        color = dict(re.findall(r"--(\w+): (#\w{6});", css))
-        levels = [color[f"a{i}"] for i in range(len(LEVELS))]
-        for one, other in pairwise(map(luminance, levels)):
-            assert sign * (other - one) > 0, "each lower level lies further from the page"
-        for i, background in enumerate(levels):
-            assert contrast(color[f"i{i}"], background) >= 4.5
-        for name in ("ink", "muted", "above", "below"):
-            assert contrast(color[name], color["card"]) >= 4.5
+    for one, other in pairwise(map(luminance, LEVEL_COLORS)):
+        assert other < one, "each lower level lies further from the page"
+    for ink, background in zip(LEVEL_INKS, LEVEL_COLORS, strict=True):
+        assert contrast(ink, background) >= 4.5
+    for color in (theme.INK, theme.MUTED, theme.ABOVE, theme.BELOW):
+        assert contrast(color, theme.CARD) >= 4.5
 
 
 # Figures
 
 
-def drawn(draw, log, theme=LIGHT) -> Figure:
+def drawn(draw, log) -> Figure:
     figure = Figure()
-    draw(figure, log, theme)
+    draw(figure, log)
     return figure
 
 
@@ -435,7 +411,7 @@ def test_tail_figure_draws_the_recorded_intervals():
     assert segments == [[[0, 0.88], [0, 0.93]], [[1, 0.81], [1, 0.85]]]
     points = [line for line in right.lines if line.get_marker() == "o"]
     dots = [(point.get_xdata()[0], point.get_ydata()[0], point.get_color()) for point in points]
-    assert dots == [(0, 0.9, LIGHT.above), (1, 0.8, LIGHT.below), (2, 0.5, LIGHT.muted)]
+    assert dots == [(0, 0.9, theme.ABOVE), (1, 0.8, theme.BELOW), (2, 0.5, theme.MUTED)]
 
 
 def test_many_bins_become_a_heat_map_centred_on_tau():
@@ -483,7 +459,7 @@ def test_rolling_mean_by_hand():
 
 
 def test_schedule_figure_by_hand():
-    log = log_of(step_row(1, mismatch={}), schedule=SCHEDULE, initial_schedule=SCHEDULE.replace(top_k=(2,)))
+    log = log_of(step_row(1), step_row(2), schedules=(SCHEDULE.replace(top_k=(2,)), SCHEDULE))
     pages, share = drawn(figures.draw_schedule, log).axes
     whole, now, start = (dict(zip(*line.get_data(), strict=True)) for line in pages.lines)
     assert (whole[200], now[200], start[200]) == (20, 9, 5)  # top_k + sink 1 + recent 2
@@ -492,11 +468,9 @@ def test_schedule_figure_by_hand():
 
 
 def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
-    tables = ([2, 6, "all"], [4, 6, "all"], [4, 6, "all"])
-    guarded = [{"guard": {"steps_below": i, "alarm": i > 1}} for i in range(3)]
-    rows = [step_row(i + 1, schedule={"top_k": t}, **g) for i, (t, g) in enumerate(zip(tables, guarded, strict=True))]
-    log = log_of(*rows, initial_schedule=SCHEDULE, schedule=SCHEDULE)
-    assert [s.top_k[0] for s in log.schedules()] == [2, 4, 4]
+    tables = ((2, 6, ALL_PAGES), (4, 6, ALL_PAGES), (4, 6, ALL_PAGES))
+    rows = [step_row(i + 1, guard={"steps_below": i, "alarm": i > 1}) for i in range(3)]
+    log = log_of(*rows, schedules=tuple(SCHEDULE.replace(top_k=table) for table in tables))
     assert [plot.name for plot in figures.plots(log)] == [*FIGURES, "pages"]
     (ax,) = drawn(figures.draw_pages, log).axes
     read = {line.get_label(): line.get_ydata() for line in ax.lines}
@@ -504,7 +478,7 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     assert read["0-100 tokens"] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read["100-200 tokens"] == pytest.approx([9000 / 190] * 3)
     assert ("guard", "acceptance too low, at 1 of 3 steps, first at step 3") in result_rows(log)
-    still = log_of(*[step_row(i, schedule={"top_k": [2, 6]}) for i in (1, 2)], initial_schedule=SCHEDULE)
+    still = log_of(step_row(1), step_row(2))
     assert "pages" not in [plot.name for plot in figures.plots(still)]
 
 
@@ -519,7 +493,7 @@ def test_a_figure_is_the_same_each_time():
 
 def test_one_step_with_nothing_to_resample(tmp_path):
     bins = bins_only(bin_row(0, 0.4, n_sequences=1), bin_row(1, None, n_sequences=1))
-    row = step_row(7, reward={"mean": nan}, mismatch=bins | {"histogram": None, "beta_tail": None})
+    row = step_row(7, reward={"mean": nan}, mismatch=bins | {"beta_tail": None})
     path = write_run(tmp_path / "run", [row], [rollout_row(7, [], [])])
     parsed = Page(write_report(path, tmp_path / "out").read_text(encoding="utf-8"))
     assert list(parsed.figures) == FIGURES and (tmp_path / "out" / "tail.png").exists()
@@ -529,26 +503,9 @@ def test_one_step_with_nothing_to_resample(tmp_path):
     assert parsed.responses == [[]] and "Step 7: 1 response" in parsed.text
 
 
-def test_a_step_that_recorded_nothing(tmp_path):
-    report = write_report(write_run(tmp_path, [{"step": 1}, {"step": 2, "seconds": None}], config={}))
-    parsed = Page(report.read_text(encoding="utf-8"))
-    assert list(parsed.figures) == FIGURES[:-1], "no schedule is known"
-    assert len(parsed.tables["tail"]) == 1 and parsed.responses == []
-
-
-def test_a_heat_map_of_nothing_and_without_tau():
-    rows = [step_row(1, mismatch=bins_only(*(bin_row(n, value) for n in range(6)))) for value in (None, 0.9)]
-    for row in rows:
-        for tau in (0.86, None):
-            log = replace(log_of(row), config={"train": {"tau": tau}})
-            figure = drawn(figures.draw_tail, log)
-            figure.savefig(io.BytesIO(), format="svg")
-            assert len(figure.axes) == 3
-
-
 def test_half_a_character_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "plots", lambda log: [])
-    path = write_run(tmp_path, [{"step": 1}], [rollout_row(1, ["a\ud800b"], [0.5])], config={})
+    path = write_run(tmp_path, [step_row(1)], [rollout_row(1, ["a\ud800b"], [0.5])])
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"
 
 

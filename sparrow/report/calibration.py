@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparrow.errors import ConfigError
-from sparrow.report.theme import LIGHT
+from sparrow.report import theme
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 
@@ -25,7 +25,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(LIGHT.matplotlib()):
+    with matplotlib.rc_context(theme.MATPLOTLIB):
         figure = Figure(figsize=(7.2, 4.0), layout="constrained")
         axes = figure.subplots()
         curves = {int(k): np.array(rows, dtype=float) for k, rows in evidence["curves"].items()}
@@ -38,18 +38,18 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
             if p5[-1] > labelled + 0.05:  # labels that would overlap are left out
                 axes.annotate(f" {k}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center")
                 labelled = p5[-1]
-        axes.axhline(_spread(evidence["target"]), color=LIGHT.muted, linewidth=1, linestyle="--")
+        axes.axhline(_spread(evidence["target"]), color=theme.MUTED, linewidth=1, linestyle="--")
         path = [((b["start"] + b["end"]) / 2, _spread(b["p5"])) for b in evidence["bins"] if b["top_k"] < ALL_PAGES]
         if path:
             axes.plot(
-                *zip(*path, strict=True), color=LIGHT.series[1], linewidth=2.4, marker="o", label="chosen schedule"
+                *zip(*path, strict=True), color=theme.SERIES[1], linewidth=2.4, marker="o", label="chosen schedule"
             )
             axes.legend(loc="lower left")
         axes.set_xlabel("tokens in the cache")
         axes.set_ylabel("p5 of the acceptance rate")
         ticks = (0, 0.5, 0.8, 0.9, 0.95, 0.98, 0.99, 0.999)
         axes.set_yticks([_spread(tick) for tick in ticks], [f"{tick:g}" for tick in ticks])
-        axes.set_title("top-k pages kept, by line", fontsize=9, loc="right", color=LIGHT.muted)
+        axes.set_title("top-k pages kept, by line", fontsize=9, loc="right", color=theme.MUTED)
         target = out or schedule_file.with_suffix(".png")
         figure.savefig(target, dpi=160, metadata={"Software": None})
     return target

@@ -1,4 +1,4 @@
-"""The figures of a run, each drawn for a light and for a dark page. Loads matplotlib when one is rendered.
+"""The figures of a run. Loads matplotlib when one is rendered.
 
 Shapes: S steps, N length bins.
 """
@@ -14,15 +14,15 @@ import numpy as np
 from scipy import special
 
 from sparrow.mismatch import BetaTail, Histogram
+from sparrow.report import theme
 from sparrow.report.log import FloatArray, RunLog
 from sparrow.report.summary import bin_name, verdict
-from sparrow.report.theme import DARK, LIGHT, Theme
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_LINES = len(LIGHT.bins)
+MOST_LINES = len(theme.BINS)
 """More length bins than this are drawn as a heat map."""
 
 HALF, WIDE = 6.4, 13.2
@@ -40,17 +40,7 @@ class Plot:
     title: str
     caption: str
     size: tuple[float, float]
-    draw: Callable[[Figure, RunLog, Theme], None]
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A figure as files: PNG for documents, SVG for the page."""
-
-    plot: Plot
-    png: bytes
-    light_svg: bytes
-    dark_svg: bytes
+    draw: Callable[[Figure, RunLog], None]
 
 
 def plots(log: RunLog) -> list[Plot]:
@@ -75,8 +65,8 @@ def plots(log: RunLog) -> list[Plot]:
         ),
         Plot(
             "tail",
-            f"Tail of acceptance: p{log.percentile:g} by length",
-            f"The p{log.percentile:g} of the acceptance rate in each bin of sequence length, which predicts whether "
+            "Tail of acceptance: p5 by length",
+            "The p5 of the acceptance rate in each bin of sequence length, which predicts whether "
             f"training stays stable. Left: by step.{' Blank: no response was that long.' if heat_map else rolling} "
             f"Right: at step {last}; dots are the lower bound and bars its 95 % interval from resampling sequences, "
             "triangles the upper bound; blue holds τ, orange is below, grey undecided.",
@@ -99,139 +89,137 @@ def plots(log: RunLog) -> list[Plot]:
             (WIDE, 3.5),
             draw_correction,
         ),
-    ]
-    if log.schedule:
-        caption = (
+        Plot(
+            "schedule",
+            "Schedule",
             "What a sparse layer reads at each length, the always-kept pages included: in pages, and as a share of the "
-            "cache."
-        )
-        found.append(Plot("schedule", "Schedule", caption, (WIDE, 3.5), draw_schedule))
-    if len(set(log.schedules())) > 1:
+            "cache.",
+            (WIDE, 3.5),
+            draw_schedule,
+        ),
+    ]
+    if len(set(log.schedules)) > 1:
         caption = "What a sparse layer reads at the end of each length bin, as a share of the cache, by step."
         found.append(Plot("pages", "Schedule by step", caption, (WIDE, 3.5), draw_pages))
     return found
 
 
-def render(plot: Plot, log: RunLog) -> Rendered:
-    """Draw a figure; the same run gives the same bytes."""
-    (png, light), (_, dark) = _files(plot, log, LIGHT, png=True), _files(plot, log, DARK, png=False)
-    return Rendered(plot, png, light, dark)
+def render(plot: Plot, log: RunLog) -> tuple[bytes, bytes]:
+    """The figure as PNG, for documents, and as SVG, for the page; the same run gives the same bytes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**theme.MATPLOTLIB, "svg.hashsalt": plot.name}):
+        figure = Figure(figsize=plot.size, layout="constrained")
+        plot.draw(figure, log)
+        png, svg = io.BytesIO(), io.BytesIO()
+        figure.savefig(png, format="png", dpi=160)
+        figure.savefig(svg, format="svg", dpi=200, metadata={"Date": None})
+    return png.getvalue(), svg.getvalue()
 
 
-def draw_reward(figure: Figure, log: RunLog, theme: Theme) -> None:
+def draw_reward(figure: Figure, log: RunLog) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _line(top, log, log.series("reward", "mean"), theme.series[0], "all")
-    for name, colour in zip(log.sources(), theme.series[1:], strict=False):
+    _line(top, log, log.series("reward", "mean"), theme.SERIES[0], "all")
+    for name, colour in zip(log.sources(), theme.SERIES[1:], strict=False):
         _line(top, log, log.series("reward", "sources", name), colour, name)
     top.set_ylabel("reward")
     _legend(top)
-    _line(bottom, log, log.series("response", "max"), theme.muted, "longest")
-    _line(bottom, log, log.series("response", "mean"), theme.series[1], "mean")
+    _line(bottom, log, log.series("response", "max"), theme.MUTED, "longest")
+    _line(bottom, log, log.series("response", "mean"), theme.SERIES[1], "mean")
     bottom.set_ylabel("response tokens")
     _from_zero(bottom)
     _legend(bottom)
     _step_axis(bottom, log)
 
 
-def draw_cost(figure: Figure, log: RunLog, theme: Theme) -> None:
+def draw_cost(figure: Figure, log: RunLog) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    _line(top, log, 100 * log.series("kv", "read_fraction"), theme.series[0])
+    _line(top, log, 100 * log.series("kv", "read_fraction"), theme.SERIES[0])
     top.set_ylim(0, 105)
     top.set_ylabel("KV read, %")
-    phases = dict.fromkeys(name for row in log.metrics for name in row.get("seconds") or ())
-    if phases:
-        seconds = np.nan_to_num([log.series("seconds", name) for name in phases])
-        # Each step is as wide as its distance to the next, so that a run of one step shows, too.
-        edges = np.append(log.steps, log.steps[-1] + 1) - 0.5
-        stacked = np.append(seconds, seconds[:, -1:], axis=1)
-        colors = [theme.series[i % len(theme.series)] for i in range(len(phases))]
-        bottom.stackplot(edges, stacked, labels=list(phases), colors=colors, step="post", linewidth=0, alpha=0.85)
+    phases = list(log.metrics[-1]["seconds"])
+    seconds = np.array([log.series("seconds", name) for name in phases])
+    # Each step is as wide as its distance to the next, so that a run of one step shows, too.
+    edges = np.append(log.steps, log.steps[-1] + 1) - 0.5
+    stacked = np.append(seconds, seconds[:, -1:], axis=1)
+    bottom.stackplot(edges, stacked, labels=phases, colors=theme.SERIES, step="post", linewidth=0, alpha=0.85)
     bottom.set_ylabel("seconds")
     _legend(bottom)
     _step_axis(bottom, log)
 
 
-def draw_tail(figure: Figure, log: RunLog, theme: Theme) -> None:
+def draw_tail(figure: Figure, log: RunLog) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(5, 4))
-    tail_SN, width = log.tail_by_step(), log.bin_tokens or 1
+    tail_SN, width = log.tail_by_step(), log.bin_tokens
     count = tail_SN.shape[1]
     if count > MOST_LINES:
-        _heat_map(figure, left, log, theme, tail_SN, width)
+        _heat_map(figure, left, log, tail_SN, width)
     else:
         for n in range(count):
-            color = theme.bins[(n + 1) * MOST_LINES // count - 1]
+            color = theme.BINS[(n + 1) * MOST_LINES // count - 1]
             _line(left, log, tail_SN[:, n], color, f"{bin_name(n * width, (n + 1) * width)} tokens")
-        left.set_ylabel(f"p{log.percentile:g} of acceptance")
-        _tau_line(left, log, theme)
+        left.set_ylabel("p5 of acceptance")
+        _tau_line(left, log)
         _legend(left)
     _step_axis(left, log)
 
-    colors = {"holds": theme.above, "below": theme.below, "undecided": theme.muted}
+    colors = {"holds": theme.ABOVE, "below": theme.BELOW, "undecided": theme.MUTED}
     for b in log.bins():
-        color = colors[verdict(b, log.tau)] if np.isfinite(log.tau) else theme.above
+        color = colors[verdict(b, log.tau)]
         # Not error bars: a bootstrap interval need not hold its estimate.
         right.vlines(b.bin, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
         right.plot(b.bin, b.lower_bound, "o", color=color, markersize=5)
-        right.plot(b.bin, b.upper_bound, "^", color=theme.muted, markersize=5, fillstyle="none")
-    _tau_line(right, log, theme)
+        right.plot(b.bin, b.upper_bound, "^", color=theme.MUTED, markersize=5, fillstyle="none")
+    _tau_line(right, log)
     _bin_axis(right.xaxis, count, width, most=7)
     right.set_xlim(-0.6, max(count, 1) - 0.4)
     right.set_xlabel("sequence length, tokens")
-    right.set_ylabel(f"p{log.percentile:g} at step {log.steps[-1]}")
+    right.set_ylabel(f"p5 at step {log.steps[-1]}")
     right.grid(visible=False, axis="x")
 
 
-def _heat_map(figure: Figure, ax: Axes, log: RunLog, theme: Theme, tail_SN: FloatArray, width: int) -> None:
-    from matplotlib.colors import LinearSegmentedColormap, Normalize, TwoSlopeNorm
+def _heat_map(figure: Figure, ax: Axes, log: RunLog, tail_SN: FloatArray, width: int) -> None:
+    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
 
     count = tail_SN.shape[1]
     # The colours end where few cells lie beyond: one response alone in its bin would otherwise pale all others.
-    finite = tail_SN[np.isfinite(tail_SN)]
-    low, high = np.percentile(finite, [2, 98]) if finite.size else (0.0, 1.0)
-    colors = [theme.neutral, theme.above]
-    low, high = float(low), max(float(high), float(low) + 0.01)
-    norm = Normalize(low, high)
-    if np.isfinite(log.tau):
-        # Each arm has a length of its own, so that noise about tau does not take the strongest colours.
-        colors = [theme.below, *colors]
-        low, high = min(low, log.tau - 0.05), max(high, log.tau + 0.05)
-        norm = TwoSlopeNorm(log.tau, low, high)
+    low, high = np.nanpercentile(tail_SN, [2, 98]).tolist()
+    # Each arm has a length of its own, so that noise about tau does not take the strongest colours.
+    low, high = min(low, log.tau - 0.05), max(high, log.tau + 0.05)
     mesh = ax.pcolormesh(
         np.append(log.steps, log.steps[-1] + 1) - 0.5,
         np.arange(count + 1) - 0.5,
         tail_SN.T,
-        cmap=LinearSegmentedColormap.from_list("tail", colors),
-        norm=norm,
+        cmap=LinearSegmentedColormap.from_list("tail", [theme.BELOW, theme.NEUTRAL, theme.ABOVE]),
+        norm=TwoSlopeNorm(log.tau, low, high),
         rasterized=True,
     )
     bar = figure.colorbar(mesh, ax=ax, pad=0.02, aspect=30, extend="both")
-    bar.set_ticks([t for t in (low, log.tau, high) if np.isfinite(t)])
-    bar.ax.set_yticklabels([f"τ {t:g}" if t == log.tau else f"{t:.2f}" for t in bar.get_ticks()])
+    bar.set_ticks([low, log.tau, high], labels=[f"{low:.2f}", f"τ {log.tau:g}", f"{high:.2f}"])
     bar.outline.set_visible(False)
     _bin_axis(ax.yaxis, count, width, most=10)
     ax.set_ylabel("sequence length, tokens")
     ax.grid(visible=False)
 
 
-def draw_acceptance(figure: Figure, log: RunLog, theme: Theme) -> None:
+def draw_acceptance(figure: Figure, log: RunLog) -> None:
     left, right = figure.subplots(1, 2)
-    fit = log.beta_tail()
-    if found := log.histogram("histogram"):
-        edges = np.array(found.edges)
-        _shares(left, log, found, log.histogram("histogram", 0), edges, theme)
-        if fit:
-            label = f"Beta({fit.a:.2g}, {fit.b:.2g}) below {fit.cut:g}, KS {fit.ks:.3f}"
-            left.stairs(_beta_shares(fit, edges), edges, color=theme.series[1], linewidth=1.6, label=label)
+    fit, found = log.beta_tail(), log.histogram("histogram")
+    edges = np.array(found.edges)
+    _shares(left, log, found, log.histogram("histogram", 0), edges)
+    found = log.histogram("log_histogram")
+    distance = np.array(found.edges)
+    drawn = distance.copy()
+    drawn[0] = distance[1] / 3  # 0 has no place on a log scale
+    _shares(right, log, found, log.histogram("log_histogram", 0), drawn)
+    if fit:
+        style = {"color": theme.SERIES[1], "linewidth": 1.6}
+        label = f"Beta({fit.a:.2g}, {fit.b:.2g}) below {fit.cut:g}, KS {fit.ks:.3f}"
+        left.stairs(_beta_shares(fit, edges), edges, label=label, **style)
+        right.stairs(_beta_shares(fit, 1 - distance[::-1])[::-1], drawn, **style)
     left.set_xlabel("acceptance rate")
     _legend(left)
-    if found := log.histogram("log_histogram"):
-        distance = np.array(found.edges)
-        drawn = distance.copy()
-        drawn[0] = distance[1] / 3  # 0 has no place on a log scale
-        _shares(right, log, found, log.histogram("log_histogram", 0), drawn, theme)
-        if fit:
-            shares = _beta_shares(fit, 1 - distance[::-1])[::-1]
-            right.stairs(shares, drawn, color=theme.series[1], linewidth=1.6, label="Beta")
     right.set_xscale("log")
     right.set_xlabel("1 - acceptance rate (first bin: all below $10^{-6}$)")
     for ax in (left, right):
@@ -240,16 +228,16 @@ def draw_acceptance(figure: Figure, log: RunLog, theme: Theme) -> None:
         ax.set_ylabel("share of tokens")
 
 
-def _shares(ax: Axes, log: RunLog, last: Histogram, first: Histogram | None, edges: FloatArray, theme: Theme) -> None:
-    total = max(sum(last.counts), 1)
+def _shares(ax: Axes, log: RunLog, last: Histogram, first: Histogram, edges: FloatArray) -> None:
+    total = sum(last.counts)
     floor = 0.5 / total
     ax.stairs(
-        np.array(last.counts) / total, edges, fill=True, baseline=floor, color=theme.series[0], alpha=0.45,
+        np.array(last.counts) / total, edges, fill=True, baseline=floor, color=theme.SERIES[0], alpha=0.45,
         label=f"step {log.steps[-1]}",
     )  # fmt: skip
-    if first and len(log.metrics) > 1:
-        shares = np.array(first.counts) / max(sum(first.counts), 1)
-        ax.stairs(shares, edges, color=theme.muted, linewidth=1, label=f"step {log.steps[0]}", baseline=None)
+    if len(log.metrics) > 1:
+        shares = np.array(first.counts) / sum(first.counts)
+        ax.stairs(shares, edges, color=theme.MUTED, linewidth=1, label=f"step {log.steps[0]}", baseline=None)
     ax.set_ylim(floor, 2)
 
 
@@ -258,11 +246,11 @@ def _beta_shares(fit: BetaTail, edges: FloatArray) -> FloatArray:
     return fit.fraction_in_tail * np.diff(special.betainc(fit.a, fit.b, np.clip(edges / fit.cut, 0, 1)))
 
 
-def draw_correction(figure: Figure, log: RunLog, theme: Theme) -> None:
+def draw_correction(figure: Figure, log: RunLog) -> None:
     size, share, divergence = figure.subplots(1, 3)
     sizes = {"tokens": "ess_token", "sequences": "ess_sequence", "sequences, uncorrected": "ess_sequence_ratio"}
     lowest = 0.95
-    for (label, key), color in zip(sizes.items(), (*theme.series[:2], theme.muted), strict=True):
+    for (label, key), color in zip(sizes.items(), (*theme.SERIES[:2], theme.MUTED), strict=True):
         values = log.series("correction", key)
         lowest = np.nanmin(values, initial=lowest)
         _line(size, log, values, color, label)
@@ -270,13 +258,13 @@ def draw_correction(figure: Figure, log: RunLog, theme: Theme) -> None:
     size.set_ylabel("effective sample size, share")
     highest = 1.0
     shares = {"clipped": "clipped", "masked": "masked", "sequences dropped": "dropped_sequence"}
-    for (label, key), color in zip(shares.items(), (*theme.series[:2], theme.muted), strict=True):
+    for (label, key), color in zip(shares.items(), (*theme.SERIES[:2], theme.MUTED), strict=True):
         values = 100 * log.series("correction", f"{key}_fraction")
         highest = np.nanmax(values, initial=highest)
         _line(share, log, values, color, label)
     share.set_ylim(-0.03 * highest, 1.08 * highest)
     share.set_ylabel("share, %")
-    for label, key, color in (("k1", "kl_k1", theme.series[1]), ("k3", "kl_k3", theme.series[0])):
+    for label, key, color in (("k1", "kl_k1", theme.SERIES[1]), ("k3", "kl_k3", theme.SERIES[0])):
         _line(divergence, log, log.series("correction", key), color, label)
     divergence.set_ylabel("KL(actor ‖ policy), nats per token")
     divergence.yaxis.set_major_formatter("{x:g}")
@@ -285,17 +273,16 @@ def draw_correction(figure: Figure, log: RunLog, theme: Theme) -> None:
         _step_axis(ax, log)
 
 
-def draw_schedule(figure: Figure, log: RunLog, theme: Theme) -> None:
-    schedule = log.schedule
-    assert schedule is not None, "plots() offers this figure only where there is a schedule"
+def draw_schedule(figure: Figure, log: RunLog) -> None:
+    start, schedule = log.schedules[0], log.schedules[-1]
     pages, share = figure.subplots(1, 2)
     longest = max([len(schedule.top_k) * schedule.bin_tokens, *(b.end for b in log.bins())])
     lengths = np.unique(np.linspace(1, longest, 2000).astype(np.int64))
     everything = lengths / schedule.page_size
-    pages.plot(lengths, everything, color=theme.muted, linestyle="--", linewidth=1, label="whole cache")
-    drawn = [(schedule, theme.series[0], "read")]
-    if log.initial_schedule and log.initial_schedule != schedule:
-        drawn.append((log.initial_schedule, theme.series[1], "read at the start of the run"))
+    pages.plot(lengths, everything, color=theme.MUTED, linestyle="--", linewidth=1, label="whole cache")
+    drawn = [(schedule, theme.SERIES[0], "read")]
+    if start != schedule:
+        drawn.append((start, theme.SERIES[1], "read at the start of the run"))
     for table, color, label in drawn:
         read = table.tokens_read(lengths)
         pages.plot(lengths, read / schedule.page_size, color=color, label=label)
@@ -309,16 +296,16 @@ def draw_schedule(figure: Figure, log: RunLog, theme: Theme) -> None:
         _legend(ax)
 
 
-def draw_pages(figure: Figure, log: RunLog, theme: Theme) -> None:
+def draw_pages(figure: Figure, log: RunLog) -> None:
     ax = figure.subplots()
-    width = log.schedules()[0].bin_tokens
+    width = log.schedules[0].bin_tokens
     seen = sorted({b.bin for index in range(len(log.metrics)) for b in log.bins(index)})
     shown = seen[:: -(-len(seen) // MOST_LINES)]
     for i, n in enumerate(shown):
         # The last length in the bin: the next token would begin a page of the bin after it.
-        length = (n + 1) * width - log.schedules()[0].page_size
-        share = np.array([100 * s.tokens_read(length) / length for s in log.schedules()])
-        color = theme.bins[(i + 1) * MOST_LINES // len(shown) - 1]
+        length = (n + 1) * width - log.schedules[0].page_size
+        share = np.array([100 * s.tokens_read(length) / length for s in log.schedules])
+        color = theme.BINS[(i + 1) * MOST_LINES // len(shown) - 1]
         _line(ax, log, share, color, f"{bin_name(n * width, (n + 1) * width)} tokens")
     ax.set_ylim(0, 105)
     ax.set_ylabel("share of the cache, %")
@@ -349,11 +336,10 @@ def _line(ax: Axes, log: RunLog, values: FloatArray, color: str, label: str | No
     ax.plot(log.steps, values, color=color, label=label, linewidth=1.8, marker=marker, markersize=4)
 
 
-def _tau_line(ax: Axes, log: RunLog, theme: Theme) -> None:
-    if np.isfinite(log.tau):
-        ax.axhline(log.tau, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)))
-        where = ax.get_yaxis_transform()
-        ax.text(0.995, log.tau, f"τ {log.tau:g}", transform=where, ha="right", va="bottom", color=theme.ink, fontsize=8)
+def _tau_line(ax: Axes, log: RunLog) -> None:
+    ax.axhline(log.tau, color=theme.INK, linewidth=1, linestyle=(0, (4, 3)))
+    where = ax.get_yaxis_transform()
+    ax.text(0.995, log.tau, f"τ {log.tau:g}", transform=where, ha="right", va="bottom", color=theme.INK, fontsize=8)
 
 
 def _step_axis(ax: Axes, log: RunLog) -> None:
@@ -381,18 +367,3 @@ def _legend(ax: Axes) -> None:
     if len(ax.get_legend_handles_labels()[1]) > 1:
         spacing = {"borderaxespad": 0.2, "columnspacing": 1.2, "handlelength": 1.4}
         ax.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, **spacing)
-
-
-def _files(plot: Plot, log: RunLog, theme: Theme, png: bool) -> tuple[bytes, bytes]:
-    """The figure as PNG (empty unless asked for) and SVG."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({**theme.matplotlib(), "svg.hashsalt": plot.name}):
-        figure = Figure(figsize=plot.size, layout="constrained")
-        plot.draw(figure, log, theme)
-        svg_file, png_file = io.BytesIO(), io.BytesIO()
-        figure.savefig(svg_file, format="svg", dpi=200, metadata={"Date": None})
-        if png:
-            figure.savefig(png_file, format="png", dpi=160)
-    return png_file.getvalue(), svg_file.getvalue()

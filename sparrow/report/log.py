@@ -1,7 +1,7 @@
 """A run directory, read back from its files while the run goes on or after it ended.
 
-A run that is being written may end in half a line; that line is left out. Numbers that a step did not record, or
-recorded as null, are nan.
+A run that is being written may end in half a line; that line is left out. Numbers that a step recorded as null, or
+did not record, are nan.
 
 Shapes: S steps, N length bins, counted from length 0 (a bin that no response of a step reached is nan there).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -35,19 +35,17 @@ class RunLog:
 
     Attributes:
         run_dir: where it was read from.
-        config: the resolved configuration, ``config.json``.
+        train: the resolved options of the command line, from ``config.json``.
         metrics: one row per finished step, at least one.
         rollouts: the sampled responses of the first and of the last step that logged any.
-        initial_schedule: what the run started with; None if its configuration does not hold the table.
-        schedule: what it decoded under at its newest checkpoint; before the first, the initial one.
+        schedules: what the rollouts of each step were decoded under, [S].
     """
 
     run_dir: Path
-    config: Row
+    train: Row
     metrics: tuple[Row, ...]
-    rollouts: tuple[Row, ...] = ()
-    initial_schedule: SparsitySchedule | None = None
-    schedule: SparsitySchedule | None = None
+    rollouts: tuple[Row, ...]
+    schedules: tuple[SparsitySchedule, ...]
 
     @classmethod
     def load(cls, run_dir: str | Path) -> RunLog:
@@ -60,29 +58,21 @@ class RunLog:
         if not (path / CONFIG).is_file():
             raise ConfigError(f"{path} holds no {CONFIG}, so it is no run directory; give the run_dir of a run")
         config = _parse((path / CONFIG).read_bytes(), str(path / CONFIG))
+        if missing := {"train", "schedule"} - set(config):
+            raise ConfigError(f"{path / CONFIG} has no {min(missing)!r}, so sparrow train did not write it")
         metrics = tuple(_rows(path / METRICS))
         if not metrics:
             raise ConfigError(f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1")
-        table = config.get("schedule")
-        initial = SparsitySchedule.from_dict(table) if isinstance(table, Mapping) else None
-        return cls(
-            run_dir=path,
-            config=config,
-            metrics=metrics,
-            rollouts=_first_and_last(_rows(path / ROLLOUTS)),
-            initial_schedule=initial,
-            schedule=_checkpointed_schedule(path) or initial,
-        )
+        start = SparsitySchedule.from_dict(config["schedule"])
+        tables = (SparsitySchedule.from_dict({**config["schedule"], **row["schedule"]}) for row in metrics)
+        # A table that did not move keeps the name it started with.
+        schedules = tuple(start if table == start else table.replace(provenance={}) for table in tables)
+        return cls(path, config["train"], metrics, _first_and_last(_rows(path / ROLLOUTS)), schedules)
 
     @property
     def tau(self) -> float:
-        """The 5th percentile of acceptance that the run was to hold; nan if not recorded."""
-        return _number(_get(self.config, ("train", "tau")))
-
-    @property
-    def planned_steps(self) -> int | None:
-        """The step that the run ends with."""
-        return _get(self.config, ("train", "steps"))
+        """The 5th percentile of acceptance that the run was to hold."""
+        return self.train["tau"]
 
     @property
     def steps(self) -> IntArray:
@@ -104,11 +94,10 @@ class RunLog:
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
         """Mismatch by length bin at one step, by rising length; ``index`` into the recorded steps."""
-        found = _get(self.metrics[index], ("mismatch", "bins")) or ()
-        return tuple(BinMismatch(**_known(BinMismatch, row)) for row in found)
+        return tuple(BinMismatch(**_without_null(row)) for row in self.metrics[index]["mismatch"]["bins"])
 
     def tail_by_step(self) -> FloatArray:
-        """The percentile of acceptance (lower bound) by step and length bin, float64 [S, N]."""
+        """p5 of acceptance (lower bound) by step and length bin, float64 [S, N]."""
         by_step = [self.bins(index) for index in range(len(self.metrics))]
         count = max((b.bin + 1 for bins in by_step for b in bins), default=0)
         tail_SN = np.full((len(by_step), count), nan)
@@ -117,59 +106,36 @@ class RunLog:
                 tail_SN[index, b.bin] = b.lower_bound
         return tail_SN
 
-    def schedules(self) -> tuple[SparsitySchedule, ...]:
-        """What the rollouts of each step were decoded under, [S]; empty if the run did not record it."""
-        tables = [_get(row, ("schedule", "top_k")) for row in self.metrics]
-        if self.initial_schedule is None or not all(tables):
-            return ()
-        layout = self.initial_schedule.to_dict()
-        return tuple(SparsitySchedule.from_dict({**layout, "top_k": table}) for table in tables)
-
     @property
-    def bin_tokens(self) -> int | None:
+    def bin_tokens(self) -> int:
         """Width of a length bin in tokens."""
-        return _get(self.metrics[-1], ("mismatch", "bin_tokens"))
+        return self.metrics[-1]["mismatch"]["bin_tokens"]
 
-    @property
-    def percentile(self) -> float:
-        """Which percentile the tail is measured by, in 0..100."""
-        found = _number(_get(self.metrics[-1], ("mismatch", "percentile")))
-        return 5.0 if np.isnan(found) else found
-
-    def histogram(self, name: str, index: int = -1) -> Histogram | None:
+    def histogram(self, name: str, index: int = -1) -> Histogram:
         """``histogram`` (of acceptance) or ``log_histogram`` (of 1 - acceptance) of one step."""
-        found = _get(self.metrics[index], ("mismatch", name))
-        return Histogram(tuple(found["edges"]), tuple(found["counts"])) if found else None
+        found = self.metrics[index]["mismatch"][name]
+        return Histogram(tuple(found["edges"]), tuple(found["counts"]))
 
-    def beta_tail(self, index: int = -1) -> BetaTail | None:
-        """The Beta distribution fitted to the tail at one step."""
-        found = _get(self.metrics[index], ("mismatch", "beta_tail"))
-        return BetaTail(**_known(BetaTail, found)) if found else None
+    def beta_tail(self) -> BetaTail | None:
+        """The Beta distribution fitted to the tail at the last step."""
+        found = self.metrics[-1]["mismatch"]["beta_tail"]
+        return BetaTail(**found) if found else None
 
     def kv_read(self) -> float:
-        """Share of the cached tokens that decoding read, over the whole run."""
-        held = float(np.nansum(self.series("kv", "tokens_held")))
-        return float(np.nansum(self.series("kv", "tokens_read"))) / held if held else nan
+        """Share of the cached tokens that decoding read, over the whole run; nan if nothing was decoded."""
+        held = float(self.series("kv", "tokens_held").sum())
+        return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
     def tokens_kept(self) -> float:
         """Share of the response tokens that the correction left in the loss, over the whole run."""
         masked, tokens = self.series("correction", "masked_fraction"), self.series("response", "tokens")
-        known = np.isfinite(masked) & np.isfinite(tokens)
-        return float(1 - np.average(masked[known], weights=tokens[known])) if tokens[known].sum() else nan
+        return float(1 - np.average(masked, weights=tokens))
 
 
 def nan_mean(values: FloatArray) -> float:
     """Mean of the finite values; nan if there are none."""
     finite = values[np.isfinite(values)]
     return float(finite.mean()) if finite.size else nan
-
-
-def _checkpointed_schedule(run_dir: Path) -> SparsitySchedule | None:
-    states = sorted(run_dir.glob("checkpoints/step-*/state.json"), key=lambda p: int(p.parent.name[5:]))
-    if not states:
-        return None
-    table = _parse(states[-1].read_bytes(), str(states[-1])).get("schedule")
-    return SparsitySchedule.from_dict(table) if table else None
 
 
 def _first_and_last(rows: Iterator[Row]) -> tuple[Row, ...]:
@@ -224,6 +190,6 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else nan
 
 
-def _known(kind: type, row: Row) -> dict[str, Any]:
-    """The fields of dataclass ``kind`` in ``row``, null as nan."""
-    return {f.name: nan if row.get(f.name) is None else row[f.name] for f in fields(kind)}
+def _without_null(row: Row) -> dict[str, Any]:
+    """``row`` with nan for null."""
+    return {name: nan if value is None else value for name, value in row.items()}

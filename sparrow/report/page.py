@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 from math import isfinite, nan
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sparrow.mismatch import BinMismatch
-from sparrow.report.figures import WIDE, Rendered, plots, render
+from sparrow.report.figures import WIDE, Plot, plots, render
 from sparrow.report.log import RunLog, nan_mean
 from sparrow.report.style import LEVELS, style_sheet
 from sparrow.report.summary import bin_name, number, plural, result_rows, setup_rows, verdict
@@ -40,16 +40,18 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     log = RunLog.load(run_dir)
     folder = Path(out) if out is not None else log.run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    figures = [render(plot, log) for plot in plots(log)]
-    for figure in figures:
-        (folder / f"{figure.plot.name}.png").write_bytes(figure.png)
+    figures = []
+    for plot in plots(log):
+        png, svg = render(plot, log)
+        (folder / f"{plot.name}.png").write_bytes(png)
+        figures.append(_figure(plot, svg))
     page = folder / PAGE
     # A tokenizer may decode half a character to what UTF-8 cannot hold.
-    page.write_text(html_page(log, figures), encoding="utf-8", errors="replace")
+    page.write_text(html_page(log, "".join(figures)), encoding="utf-8", errors="replace")
     return page
 
 
-def html_page(log: RunLog, figures: Iterable[Rendered]) -> str:
+def html_page(log: RunLog, figures: str) -> str:
     """The whole page."""
     name = escape(log.run_dir.resolve().name)
     return f"""<!doctype html>
@@ -57,7 +59,6 @@ def html_page(log: RunLog, figures: Iterable[Rendered]) -> str:
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
 <title>{name} · Sparrow report</title>
 <style>{style_sheet()}</style>
 </head>
@@ -66,7 +67,7 @@ def html_page(log: RunLog, figures: Iterable[Rendered]) -> str:
 <section class="cards">
 {_run_table(log)}
 {_tail_table(log)}
-{"".join(map(_figure, figures))}</section>
+{figures}</section>
 {_token_view(log)}
 </body>
 </html>
@@ -82,20 +83,19 @@ def _run_table(log: RunLog) -> str:
 
 
 def _tail_table(log: RunLog) -> str:
-    against = f"against τ {log.tau:g}" if isfinite(log.tau) else ""
     rows = "".join(_tail_row(b, log.tau) for b in log.bins())
-    note = "holds: the whole interval reaches τ; below: neither it nor the upper bound does" if against else ""
     return f"""<div class="card"><h2>Tail of acceptance at step {log.steps[-1]}</h2>
 <table id="tail">
 <tr><th scope="col">length</th><th scope="col">tokens</th><th scope="col">responses</th>
-<th scope="col">p{log.percentile:g}</th><th scope="col">95 % interval</th><th scope="col">upper bound</th>
-<th scope="col">{against}</th></tr>
-{rows}</table><p class="note">{note}</p></div>"""
+<th scope="col">p5</th><th scope="col">95 % interval</th><th scope="col">upper bound</th>
+<th scope="col">against τ {log.tau:g}</th></tr>
+{rows}</table>
+<p class="note">holds: the whole interval reaches τ; below: neither it nor the upper bound does</p></div>"""
 
 
 def _tail_row(b: BinMismatch, tau: float) -> str:
     interval = f"[{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else "one response"
-    found = verdict(b, tau) if isfinite(tau) else ""
+    found = verdict(b, tau)
     cells = (
         f"{b.n_tokens:,}", f"{b.n_sequences:,}", f"<b>{number(b.lower_bound)}</b>", interval, number(b.upper_bound),
         f'<span class="{found}">{found}</span>',
@@ -103,19 +103,13 @@ def _tail_row(b: BinMismatch, tau: float) -> str:
     return f'<tr><th scope="row">{bin_name(b.start, b.end)}</th>{"".join(f"<td>{c}</td>" for c in cells)}</tr>\n'
 
 
-def _figure(figure: Rendered) -> str:
-    plot = figure.plot
+def _figure(plot: Plot, svg: bytes) -> str:
     kind = "card wide" if plot.size[0] == WIDE else "card"
-    alt = escape(f"{plot.title}. {plot.caption}")
+    source = f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
     return f"""<figure id="{plot.name}" class="{kind}"><h2>{escape(plot.title)}</h2>
-<picture><source media="(prefers-color-scheme: dark)" srcset="{_uri(figure.dark_svg)}">
-<img src="{_uri(figure.light_svg)}" alt="{alt}"></picture>
+<img src="{source}" alt="{escape(f"{plot.title}. {plot.caption}")}">
 <figcaption>{escape(plot.caption)}</figcaption></figure>
 """
-
-
-def _uri(svg: bytes) -> str:
-    return f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
 
 
 def _token_view(log: RunLog) -> str:

@@ -1,31 +1,25 @@
-"""The look of the page: the colour scale of tokens and the style sheet, in light and dark."""
+"""The look of the page: the colour scale of tokens and the style sheet."""
 
-from sparrow.report.theme import DARK, LIGHT, Theme
+from sparrow.report import theme
 
 # Closer together towards 1, as acceptance is skewed.
 LEVELS = (0.999, 0.99, 0.97, 0.9, 0.8, 0.6, 0.3, 0.0)
 """Lower ends of the acceptance ranges that tokens are coloured by: one hue, ever further from the background."""
 
-_LIGHT_LEVELS = ("#ffffff", "#fff3e4", "#ffe2c2", "#fdc791", "#f7a35c", "#e67a2e", "#b4490a", "#742a02")
-_LIGHT_INKS = (*["#1f2328"] * 6, *["#ffffff"] * 2)
-_DARK_LEVELS = ("#16191d", "#2b2219", "#43301c", "#63411c", "#85520f", "#bd7217", "#eb9a3e", "#ffd2a1")
-_DARK_INKS = (*["#e6e8eb"] * 5, *["#0e1013"] * 3)
+LEVEL_COLORS = ("#ffffff", "#fff3e4", "#ffe2c2", "#fdc791", "#f7a35c", "#e67a2e", "#b4490a", "#742a02")
+LEVEL_INKS = (*["#1f2328"] * 6, *["#ffffff"] * 2)
 
 
 def style_sheet() -> str:
     """CSS of the page."""
-    levels = "".join(f".a{i} {{ background: var(--a{i}); color: var(--i{i}); }}\n" for i in range(len(LEVELS)))
-    return f"""
-:root {{ {_variables(LIGHT, _LIGHT_LEVELS, _LIGHT_INKS)} }}
-@media (prefers-color-scheme: dark) {{ :root {{ {_variables(DARK, _DARK_LEVELS, _DARK_INKS)} }} }}
-{_LAYOUT}{levels}"""
-
-
-def _variables(theme: Theme, levels: tuple[str, ...], inks: tuple[str, ...]) -> str:
-    colors = {"ink": theme.ink, "muted": theme.muted, "line": theme.grid, "page": theme.page, "card": theme.card}
-    colors |= {"below": theme.below, "above": theme.above}
-    colors |= {f"a{i}": color for i, color in enumerate(levels)} | {f"i{i}": color for i, color in enumerate(inks)}
-    return " ".join(f"--{name}: {color};" for name, color in colors.items())
+    colors = {"ink": theme.INK, "muted": theme.MUTED, "line": theme.GRID, "page": theme.PAGE, "card": theme.CARD}
+    colors |= {"below": theme.BELOW, "above": theme.ABOVE}
+    variables = " ".join(f"--{name}: {color};" for name, color in colors.items())
+    levels = "".join(
+        f".a{i} {{ background: {color}; color: {ink}; }}\n"
+        for i, (color, ink) in enumerate(zip(LEVEL_COLORS, LEVEL_INKS, strict=True))
+    )
+    return f":root {{ {variables} }}\n{_LAYOUT}{levels}"
 
 
 _LAYOUT = """

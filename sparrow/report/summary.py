@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import isfinite, isnan
+from math import isfinite
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import Literal
 
 from sparrow.mismatch import BinMismatch
 from sparrow.report.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]
-
-NOT_RECORDED = "not recorded"
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
@@ -29,37 +24,31 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """What was run: model, task, engine, schedule."""
-    train = log.config.get("train", {})
-    named = [
-        ("model", _name(train.get("model"))),
-        ("task", _name(train.get("task") or train.get("dataset"))),
-        ("engine", _name(train.get("engine"))),
-    ]
-    schedule = describe_schedule(log.schedule) if log.schedule else _name(train.get("schedule"))
-    if log.schedule and log.initial_schedule and log.schedule != log.initial_schedule:
-        schedule += f"; at the start {describe_schedule(log.initial_schedule)}"
-    return [*named, ("schedule", schedule)]
+    """What was run: model, task or datasets, engine, as far as a command line said; and the schedule."""
+    start, now = log.schedules[0], log.schedules[-1]
+    schedule = describe_schedule(now)
+    if now != start:
+        schedule += f"; at the start {describe_schedule(start)}"
+    named = {name: log.train.get(name) for name in ("model", "task", "dataset", "engine")}
+    texts = {name: value if isinstance(value, str) else ", ".join(value) for name, value in named.items() if value}
+    return [*texts.items(), ("schedule", schedule)]
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
     """Steps, reward before and after, tokens, what was kept of them, what was read of the cache."""
-    tokens = log.series("response", "tokens")
-    alarms = [int(step) for step, alarm in zip(log.steps, log.series("guard", "alarm"), strict=True) if alarm == 1]
-    guard = (
-        [("guard", f"acceptance too low, at {len(alarms)} of {len(log.steps)} steps, first at step {alarms[0]}")]
-        if alarms
-        else []
-    )
-    return [
-        ("steps", f"{log.steps[-1]}" + (f" of {log.planned_steps}" if log.planned_steps else "")),
+    alarms = log.steps[log.series("guard", "alarm") == 1]
+    rows = [
+        ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
         ("reward", _rise(log, log.series("reward", "mean"))),
         *((f"reward, {name}", _rise(log, log.series("reward", "sources", name))) for name in log.sources()),
-        ("response tokens", f"{np.nansum(tokens):,.0f}" if np.isfinite(tokens).any() else NOT_RECORDED),
+        ("response tokens", f"{log.series('response', 'tokens').sum():,.0f}"),
         ("tokens kept", percent(log.tokens_kept())),
         ("KV read", percent(log.kv_read())),
-        *guard,
     ]
+    if alarms.size:
+        first = f"first at step {alarms[0]}"
+        rows.append(("guard", f"acceptance too low, at {alarms.size} of {log.steps.size} steps, {first}"))
+    return rows
 
 
 def _rise(log: RunLog, values: FloatArray) -> str:
@@ -71,8 +60,7 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 def tail_rows(log: RunLog) -> list[NamedValue]:
     """The tail of acceptance in each length bin at the last step, against tau."""
-    name = f"p{log.percentile:g} at"
-    return [(f"{name} {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
+    return [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
 
 
 def describe_tail(b: BinMismatch, tau: float) -> str:
@@ -80,8 +68,6 @@ def describe_tail(b: BinMismatch, tau: float) -> str:
     text = number(b.lower_bound)
     if isfinite(b.interval_low):
         text += f" [{number(b.interval_low)}, {number(b.interval_high)}]"
-    if isnan(tau):
-        return text
     found = verdict(b, tau)
     reach = f" (upper bound {number(b.upper_bound)})" if found == "undecided" else ""
     return f"{text}, {found}{' against' if reach else ''} tau {tau:g}{reach}"
@@ -125,18 +111,8 @@ def number(value: float) -> str:
 
 
 def percent(share: float) -> str:
-    return f"{100 * share:.4g} %" if isfinite(share) else NOT_RECORDED
+    return f"{100 * share:.4g} %" if isfinite(share) else "n/a"
 
 
 def plural(count: int, noun: str) -> str:
     return noun if count == 1 else f"{count} {noun}s"
-
-
-def _name(value: Any) -> str:
-    if value is None:
-        return NOT_RECORDED
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    return str(value)
