@@ -9,44 +9,37 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
+from rich.console import Console
+from rich.markup import escape
 
 from sparrow.errors import ConfigError, SparrowError
+from sparrow.schedule import SparsitySchedule
 from sparrow.terminal import (
     CalibrationProgress,
     Progress,
-    console,
-    escape,
     print_calibration,
     print_mismatch,
-    print_summary,
+    print_rows,
 )
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
     from sparrow.engines.base import Engine
     from sparrow.measure import SampledElsewhere
-    from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks import Problem, Task
-
-REASONER = "reasoner"
-HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
-Precision = Literal["fp32", "bf16"]
 
 
 @dataclass(frozen=True)
 class Train(TrainConfig):
     """Train a model with GRPO on sparse rollouts."""
 
-    model: str = REASONER
+    model: str = "reasoner"
     """A Hugging Face causal language model, by name or path; "reasoner" is the small one that comes with Sparrow."""
 
     task: str | None = None
@@ -80,11 +73,31 @@ class Demo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromPrompts:
-    """What measuring and calibrating have in common: a model and responses sampled from it."""
+class Sampled:
+    """What measuring, calibrating and evaluating have in common: a model and responses sampled from it."""
 
-    model: str = REASONER
+    model: str = "reasoner"
     """A Hugging Face causal language model, by name or path."""
+
+    max_new_tokens: int = 1024
+    """Responses are cut at this many tokens."""
+
+    temperature: float = 1.0
+    """Sampling temperature."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Weights are loaded, and forward passes run, in this precision."""
+
+    engine: str = "hf"
+    """What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port."""
+
+    seed: int = 0
+    """Seeds the samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromPrompts(Sampled):
+    """What measuring and calibrating have in common."""
 
     prompts: str | None = None
     """Prompts to sample from: a .jsonl file with a "prompt" field, or a text file with one prompt a line."""
@@ -94,21 +107,6 @@ class FromPrompts:
 
     count: int = 64
     """Responses to sample; prompts are repeated as needed."""
-
-    max_new_tokens: int = 1024
-    """Responses are cut at this many tokens."""
-
-    temperature: float = 1.0
-    """Sampling temperature."""
-
-    precision: Precision = "fp32"
-    """Weights are loaded, and forward passes run, in this precision."""
-
-    engine: str = "hf"
-    """What samples: hf, or vllm, with options if need be (vllm:gpu_memory_utilization=0.5); transformers score."""
-
-    seed: int = 0
-    """Seeds the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +146,8 @@ class Calibrate(FromPrompts):
     """A schedule to take page size, bin width and dense layers from."""
 
 
-@dataclass(frozen=True)
-class Eval:
+@dataclass(frozen=True, kw_only=True)
+class Eval(Sampled):
     """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by side."""
 
     benchmark: tuple[str, ...]
@@ -157,9 +155,6 @@ class Eval:
 
     out: str
     """Folder for the samples; a second call goes on from those it finds there."""
-
-    model: str = REASONER
-    """A Hugging Face causal language model, by name or path."""
 
     schedule: str | None = None
     """Evaluate the sparse actor under this schedule too, beside the dense model."""
@@ -169,21 +164,6 @@ class Eval:
 
     limit: int = 64
     """Problems per benchmark; a task has as many as are asked for."""
-
-    max_new_tokens: int = 1024
-    """Responses are cut at this many tokens."""
-
-    temperature: float = 1.0
-    """Sampling temperature."""
-
-    precision: Precision = "fp32"
-    """Weights are loaded, and forward passes run, in this precision."""
-
-    engine: str = "hf"
-    """What generates: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port."""
-
-    seed: int = 0
-    """Seeds the samples."""
 
 
 @dataclass(frozen=True)
@@ -238,28 +218,18 @@ class Report:
     """A run directory, or a schedule from sparrow calibrate."""
 
 
-Command = (
-    Annotated[Demo, tyro.conf.subcommand("demo")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Measure, tyro.conf.subcommand("measure")]
-    | Annotated[Calibrate, tyro.conf.subcommand("calibrate")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Cost, tyro.conf.subcommand("cost")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError, with 130 on Ctrl-C."""
     # Idle OpenMP threads must not spin: on a CPU shared with anything else that costs several times the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
-        _run(_parse(list(sys.argv[1:] if argv is None else argv)))
+        command = _parse(list(sys.argv[1:] if argv is None else argv))
+        COMMANDS[type(command)](command)
     except SparrowError as error:
-        console(stderr=True).print(f"[bold red]sparrow:[/] {escape(str(error))}")
+        Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(str(error))}")
         sys.exit(1)
     except KeyboardInterrupt:
-        console(stderr=True).print("[bold]sparrow:[/] interrupted; --resume goes on from the last checkpoint")
+        Console(stderr=True).print("[bold]sparrow:[/] interrupted; --resume goes on from the last checkpoint")
         sys.exit(130)
 
 
@@ -273,7 +243,7 @@ def _parse(argv: list[str]) -> Any:
         default = _read_config(Path(argv[at + 1]))
         argv = argv[:at] + argv[at + 2 :]
     return tyro.cli(
-        Command,
+        Demo | Train | Measure | Calibrate | Eval | Cost | Report,
         args=argv,
         default=default,
         prog="sparrow",
@@ -305,27 +275,8 @@ def _structure_strings(value: Any, _: Any) -> tuple[str, ...]:
     return tuple(values)
 
 
-def _run(command: Any) -> None:
-    match command:
-        case Demo():
-            demo(command)
-        case Train():
-            train(command)
-        case Measure():
-            measure(command)
-        case Calibrate():
-            calibrate(command)
-        case Eval():
-            evaluate(command)
-        case Cost():
-            cost(command)
-        case Report():
-            report(command)
-
-
 def demo(command: Demo) -> None:
     """``sparrow demo``"""
-    schedule = Path(str(_bundled(REASONER))) / "demo_schedule.json"
     train(
         Train(
             run_dir=command.run_dir,
@@ -333,7 +284,7 @@ def demo(command: Demo) -> None:
             steps=command.steps,
             save_every=command.steps,
             task="trace:lines=24",
-            schedule=str(schedule),
+            schedule=str(resources.files("sparrow") / "reasoner/demo_schedule.json"),
             tau=0.95,
             rollout=RolloutConfig(prompts=24, samples=8, max_new_tokens=300),
             optimizer=OptimizerConfig(learning_rate=1e-3, token_budget=16384),
@@ -346,7 +297,8 @@ def train(command: Train) -> None:
     """``sparrow train``"""
     from accelerate import PartialState
 
-    from sparrow.schedule import SparsitySchedule
+    from sparrow.loading import load_engine, load_model, load_problems
+    from sparrow.report import summary_rows
     from sparrow.train.ranks import asked_to_shard
     from sparrow.train.trainer import Trainer
 
@@ -356,12 +308,12 @@ def train(command: Train) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    model, tokenizer = _load_model(command.model)
-    task = _load_task(command.task, command.dataset, tokenizer)
+    model, tokenizer = load_model(command.model)
+    task = load_problems(command.task, command.dataset, tokenizer)
     # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
     own = command.distill.enabled or asked_to_shard()
     actor = copy.deepcopy(model) if own and command.engine == "hf" else model
-    engine = _load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
+    engine = load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
     main_process = PartialState().is_main_process
     with Progress(command.steps, shown=main_process) as progress:
         try:
@@ -370,19 +322,17 @@ def train(command: Train) -> None:
             engine.close()
     PartialState().destroy_process_group()
     if main_process:
-        print_summary(Path(command.run_dir))
+        print_rows(f"run {command.run_dir}", summary_rows(command.run_dir))
+        Console().print(f"figures: sparrow report {escape(command.run_dir)}")
 
 
 def measure(command: Measure) -> None:
     """``sparrow measure``"""
     from sparrow.engines.base import Sampling
     from sparrow.measure import measure, pool
-    from sparrow.schedule import SparsitySchedule
 
     schedule = SparsitySchedule.load(command.schedule)
-    model, tokenizer = _load_model(command.model, command.precision)
-    prompts = _encode_prompts(command, tokenizer)
-    engine = _load_sampler(command, model, tokenizer, schedule)
+    engine, prompts = _load_sampler(command, schedule)
     sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
     found = pool(measure(engine, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
@@ -399,12 +349,9 @@ def calibrate(command: Calibrate) -> None:
     from sparrow import __version__
     from sparrow.engines.base import Sampling
     from sparrow.measure import calibrate_engine
-    from sparrow.schedule import SparsitySchedule
 
     layout = SparsitySchedule.load(command.layout)
-    model, tokenizer = _load_model(command.model, command.precision)
-    prompts = _encode_prompts(command, tokenizer)
-    engine = _load_sampler(command, model, tokenizer, layout)
+    engine, prompts = _load_sampler(command, layout)
     out = Path(command.out)
     source = {"model": command.model, "prompts": command.prompts or command.task, "temperature": command.temperature}
     with CalibrationProgress() as progress:
@@ -430,18 +377,18 @@ def evaluate(command: Eval) -> None:
     """``sparrow eval``"""
     from sparrow.benchmark import markdown_table, run_benchmark
     from sparrow.engines.base import Sampling
-    from sparrow.schedule import SparsitySchedule
+    from sparrow.loading import load_benchmark, load_engine, load_model
 
     schedules = {"dense": SparsitySchedule.dense()}
     if command.schedule is not None:
         schedules[command.schedule] = SparsitySchedule.load(command.schedule)
-    model, tokenizer = _load_model(command.model, command.precision)
-    engine = _load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
+    model, tokenizer = load_model(command.model, command.precision)
+    engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
     sampling = Sampling(command.max_new_tokens, command.temperature, top_n=0, seed=command.seed)
     results = []
-    with console(stderr=True).status("starting") as status:
+    with Console(stderr=True).status("starting") as status:
         for name in command.benchmark:
-            problems = _load_benchmark(name, command.limit, tokenizer)
+            problems = load_benchmark(name, command.limit, tokenizer)
             for label, schedule in schedules.items():
                 status.update(f"{name}, {label}")
                 engine.set_schedule(schedule)
@@ -450,17 +397,14 @@ def evaluate(command: Eval) -> None:
     engine.close()
     table = markdown_table(results)
     Path(command.out, "results.md").write_text(table, encoding="utf-8")
-    console().print(escape(table))
+    Console().print(escape(table))
 
 
 def cost(command: Cost) -> None:
     """``sparrow cost``"""
-    from rich.table import Table
-
-    from sparrow.cluster import Cluster, plan
-    from sparrow.cluster import rows as plan_rows
-    from sparrow.cost import MACHINES, SHAPES, ModelShape, predict, response_lengths, rows
-    from sparrow.schedule import SparsitySchedule
+    from sparrow import cluster
+    from sparrow import cost as one_gpu
+    from sparrow.cost import MACHINES, SHAPES, ModelShape
 
     if command.model in SHAPES:
         shape = SHAPES[command.model]
@@ -470,33 +414,20 @@ def cost(command: Cost) -> None:
         from sparrow.engines.hf import load_config
 
         shape = ModelShape.from_config(load_config(command.model))
-    lengths = response_lengths(command.median, command.cutoff, command.responses)
+    lengths = one_gpu.response_lengths(command.median, command.cutoff, command.responses)
     schedule, machine = SparsitySchedule.load(command.schedule), MACHINES[command.gpu]
+    batching = (command.prompt, command.max_batch)
     if command.gpus > 1:
-        cluster = Cluster(machine, command.gpus, command.tensor_parallel)
-        whole = plan(shape, cluster, lengths, schedule, command.prompt, command.max_batch)
+        gpus = cluster.Cluster(machine, command.gpus, command.tensor_parallel)
+        whole = cluster.plan(shape, gpus, lengths, schedule, *batching)
         steps = None if command.examples is None else command.examples * command.samples // command.responses
-        lines = plan_rows(whole, steps)
+        rows = cluster.rows(whole, steps)
     else:
-        lines = rows(
-            predict(
-                shape,
-                machine,
-                lengths,
-                schedule,
-                command.prompt,
-                command.max_batch,
-                rollout_share=command.rollout_share,
-            )
-        )
-    title = (
-        f"{command.model} on {command.gpus} {command.gpu.upper()}, {command.responses} responses of "
-        f"{lengths.mean():,.0f} tokens"
-    )
-    table = Table(title=f"{title}, {command.schedule}", show_header=False)
-    for name, value in lines:
-        table.add_row(name, escape(value))
-    console().print(table)
+        share = command.rollout_share
+        rows = one_gpu.rows(one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=share))
+    machines = f"{command.gpus} {command.gpu.upper()}"
+    responses = f"{command.responses} responses of {lengths.mean():,.0f} tokens"
+    print_rows(f"{command.model} on {machines}, {responses}, {command.schedule}", rows)
 
 
 def report(command: Report) -> None:
@@ -504,164 +435,35 @@ def report(command: Report) -> None:
     from sparrow.report import draw_calibration, write_report
 
     drawn = draw_calibration(command.path) if command.path.is_file() else write_report(command.path)
-    console().print(f"wrote {escape(str(drawn))}")
-
-
-def _bundled(name: str) -> Any:
-    from importlib import resources
-
-    return resources.files("sparrow").joinpath(name)
-
-
-def _load_model(name: str, precision: Precision = "fp32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    import logging
-
-    from accelerate import PartialState
-    from accelerate.utils import parse_flag_from_env
-    from transformers.utils.logging import disable_progress_bar
-
-    from sparrow.engines.hf import load_model
-
-    disable_progress_bar()  # Sparrow shows its own
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as they should
-
-    place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    return load_model(_model_path(name), precision, place.device)
-
-
-def _model_path(name: str) -> str:
-    return str(_bundled(REASONER)) if name == REASONER else name
-
-
-def _load_benchmark(spec: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
-    """The first ``limit`` problems: of a task's held-out stream, or of a dataset in the order of its rows."""
-    from itertools import islice
-
-    from sparrow.tasks.registry import TASKS
-
-    if spec.partition(":")[0] in TASKS:
-        task = _load_task(spec, (), tokenizer)
-        return [task.problem(i, HELD_OUT) for i in range(limit)]
-    dataset: Any = _load_task(None, (spec,), tokenizer)
-    return list(islice(dataset, limit))
-
-
-def _load_task(task: str | None, datasets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Task:
-    from sparrow.tasks import Mixture, load_task
-
-    if (task is None) == (not datasets):
-        raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
-    if task is not None:
-        name, options = _parse_spec(task)
-        return load_task(name, **options)
-    specs: list[tuple[str, dict[str, Any]]] = [
-        ("qa", {"path": d}) if Path(d).is_file() else _parse_spec(d) for d in datasets
-    ]
-    weights: list[Any] = [options.pop("weight", 1) for _, options in specs]
-    tasks = [_load_dataset(name, options, tokenizer) for name, options in specs]
-    return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
-
-
-def _load_dataset(name: str, options: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Task:
-    from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
-    from sparrow.tasks import load_dataset_task
-
-    def chat(prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    render = chat if tokenizer.chat_template else str
-    isolation: Any = options.pop("isolation", "auto")
-    verifiers: dict[str, Any] = {"math": verify_math, "code": partial(verify_code, isolation=isolation)}
-    extractors = {"math": extract_answer, "code": extract_code}
-    return load_dataset_task(name, verifiers, extractors=extractors, render=render, **options)
-
-
-def _parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """``name:key=value,key=value`` to the name and its options; values are JSON where they can be."""
-    name, _, text = spec.partition(":")
-    options: dict[str, Any] = {}
-    for option in filter(None, re.split(r",(?=\w+=)", text)):
-        key, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24")
-        try:
-            options[key] = json.loads(value)
-        except json.JSONDecodeError:
-            options[key] = value
-    return name, options
-
-
-def _load_engine(
-    spec: str,
-    name: str,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    schedule: SparsitySchedule,
-    precision: Precision,
-) -> Engine:
-    """``hf``, ``vllm`` with options of ``vllm.LLM``, or the address of a vLLM server."""
-    if spec.startswith(("http://", "https://")):
-        from accelerate import PartialState
-
-        from sparrow.engines.vllm import VLLMServer
-
-        rank, urls = PartialState().process_index, spec.split(",")
-        if len(urls) > PartialState().num_processes:
-            raise ConfigError(f"{len(urls)} vLLM servers for {PartialState().num_processes} processes; give one each")
-        return VLLMServer(urls[rank % len(urls)], schedule, leads=rank < len(urls))
-    kind, options = _parse_spec(spec)
-    if kind == "vllm":
-        from sparrow.engines.vllm import VLLMEngine
-
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-        return VLLMEngine(_model_path(name), schedule, dtype=dtype, **options)
-    if kind != "hf" or options:
-        raise ConfigError(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port")
-    import torch
-
-    from sparrow.engines.hf import HFEngine, eos_ids
-
-    autocast = torch.bfloat16 if precision == "bf16" else None
-    return HFEngine(model, schedule, eos_ids(model, tokenizer), autocast=autocast)
+    Console().print(f"wrote {escape(str(drawn))}")
 
 
 def _load_sampler(
-    command: FromPrompts, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, schedule: SparsitySchedule
-) -> Engine | SampledElsewhere:
-    """An engine that samples as the command says, and scores with transformers."""
+    command: FromPrompts, schedule: SparsitySchedule
+) -> tuple[Engine | SampledElsewhere, list[list[int]]]:
+    """An engine that samples as the command says and scores with transformers; and the prompts, as token ids."""
+    from sparrow.loading import load_engine, load_model, load_prompts
     from sparrow.measure import SampledElsewhere
 
-    scorer = _load_engine("hf", command.model, model, tokenizer, schedule, command.precision)
-    if command.engine == "hf":
-        return scorer
-    sampler = _load_engine(command.engine, command.model, model, tokenizer, schedule, command.precision)
-    return SampledElsewhere(sampler, scorer)
+    model, tokenizer = load_model(command.model, command.precision)
+    prompts = load_prompts(command.prompts, command.task, command.count, command.seed, tokenizer)
+
+    def load(spec: str) -> Engine:
+        return load_engine(spec, command.model, model, tokenizer, schedule, command.precision)
+
+    scorer = load("hf")
+    return scorer if command.engine == "hf" else SampledElsewhere(load(command.engine), scorer), prompts
 
 
-def _encode_prompts(command: FromPrompts, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if (command.prompts is None) == (command.task is None):
-        raise ConfigError("say where prompts come from: either --prompts FILE or --task NAME")
-    if command.task:
-        task = _load_task(command.task, (), tokenizer)
-        texts = [task.problem(i, command.seed).prompt for i in range(command.count)]
-    else:
-        texts = _read_prompts(Path(command.prompts or ""))
-        texts = [texts[i % len(texts)] for i in range(command.count)]
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-
-
-def _read_prompts(path: Path) -> list[str]:
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f'{path}: every line must be a JSON object with a "prompt" field ({error!r})') from error
-    if not prompts:
-        raise ConfigError(f"{path} holds no prompts")
-    return prompts
+COMMANDS: dict[type, Callable[[Any], None]] = {
+    Demo: demo,
+    Train: train,
+    Measure: measure,
+    Calibrate: calibrate,
+    Eval: evaluate,
+    Cost: cost,
+    Report: report,
+}
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import tiny_model
 
-from sparrow.cli import _parse_spec, main
+from sparrow.cli import main
+from sparrow.loading import parse_spec
 from sparrow.tasks import build_tokenizer
 
 
@@ -122,8 +123,8 @@ def test_help_is_quick_and_light():
 def test_options_of_an_engine_may_be_json():
     spec = 'vllm:compilation_config={"mode": 0, "cudagraph_mode": "FULL"},max_model_len=1024,attention_backend=CUSTOM'
     config = {"mode": 0, "cudagraph_mode": "FULL"}
-    assert _parse_spec(spec) == (
+    assert parse_spec(spec) == (
         "vllm",
         {"compilation_config": config, "max_model_len": 1024, "attention_backend": "CUSTOM"},
     )
-    assert _parse_spec("hf") == ("hf", {})
+    assert parse_spec("hf") == ("hf", {})

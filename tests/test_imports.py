@@ -42,10 +42,11 @@ ALLOWED = {
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "tasks"],
     "report": ["mismatch", "schedule"],
-    "terminal": ["report", "schedule"],
+    "terminal": ["calibrate", "mismatch", "schedule"],
     "train": ["engines.base", "measure", "mismatch", "rewards", "schedule", "scoring", "tasks", "train.distill"],
     "train.distill": ["actor", "measure", "mismatch", "schedule", "scoring", "train"],
     "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],
+    "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "tasks"],
     "cli": EVERYTHING,
 }  # fmt: skip
 PURE = [
