@@ -7,7 +7,7 @@ from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from rich import progress
+from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -80,7 +80,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD)  # borders would not leave 80 columns enough room
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
