@@ -80,7 +80,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = Table(title=title, box=box.SIMPLE_HEAD)  # borders would not leave 80 columns enough room
+    table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     for heading in headings:
         table.add_column(heading, justify="right")
     for row in rows:
