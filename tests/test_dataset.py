@@ -19,7 +19,7 @@ from pyarrow import parquet
 from sparrow.errors import ConfigError
 from sparrow.tasks import dataset
 from sparrow.tasks.dataset import DatasetTask, load_dataset_task, load_rows
-from sparrow.tasks.formats import FORMATS, Format, Question, register_format
+from sparrow.tasks.formats import FORMATS
 
 DATA = Path(__file__).parent / "data"
 
@@ -38,7 +38,7 @@ def task(rows=ROWS, **options) -> DatasetTask:
 
 def facts(problem):
     """All of a problem; two partial objects are equal only if they are one."""
-    return problem.id, problem.prompt, problem.verify.func, problem.verify.keywords, problem.solution, problem.meta
+    return problem.id, problem.prompt, problem.verify.func, problem.verify.keywords, problem.solution
 
 
 def write(path: Path, rows) -> Path:
@@ -96,12 +96,12 @@ def test_rows_in_order_for_evaluation():
 
 def test_duplicates_and_long_prompts_are_dropped_and_counted():
     rows = [*ROWS, {"question": " what IS  3+0?", "answer": "3"}, {"question": "Why? " * 100, "answer": "1"}]
-    kept = task(rows, max_length=20, length=lambda prompt: len(prompt.split()))
+    kept = task(rows, max_length=100)
     assert kept.dropped == {"duplicate": 1, "long": 1, "unusable": 0} and len(kept) == 10
-    # 3 words of question and 12 of instruction
-    assert len(task(rows, max_length=15, length=lambda prompt: len(prompt.split()))) == 10
+    longest = max(len(p.prompt) for p in kept)
+    assert len(task(rows, max_length=longest)) == 10
     with pytest.raises(ConfigError, match="leaves no problem of 12 rows; raise max_length"):
-        task(rows, max_length=14, length=lambda prompt: len(prompt.split()))
+        task(rows, max_length=longest - 1)
 
 
 def test_an_id_names_the_row_whatever_was_dropped_before_it():
@@ -217,19 +217,6 @@ def test_names_and_verifiers_that_are_not_there():
         load_dataset_task("gsm8k", {"code": same}, path=DATA / "gsm8k.jsonl")
 
 
-def test_a_format_of_one_s_own(monkeypatch, tmp_path):
-    monkeypatch.setattr("sparrow.tasks.formats.FORMATS", dict(FORMATS))
-    monkeypatch.setattr(dataset, "FORMATS", sys.modules["sparrow.tasks.formats"].FORMATS)
-    read = Format(None, lambda row: Question(row["q"], row["a"], meta={"level": 3}), template="{question}")
-    register_format("mine", read)
-    problem = next(
-        iter(load_dataset_task("mine", VERIFIERS, path=write(tmp_path / "x.jsonl", [{"q": "1?", "a": "1"}])))
-    )
-    assert (problem.prompt, problem.meta, problem.verify("1")) == ("1?", {"level": 3}, 1.0)
-    with pytest.raises(ConfigError, match="'mine' is taken"):
-        register_format("mine", read)
-
-
 def test_the_reference_solutions_earn_full_reward():
     from sparrow.rewards import verify_math
 
@@ -258,24 +245,23 @@ def read(name: str, file: str | None = None, kind: str = "math"):
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "start", "answers", "meta"),
+    ("name", "file", "start", "answers"),
     [
-        ("math", None, "What is the degree", ["4", "17", r"\frac{1}{2}"], {"level": "Level 3", "type": "Algebra"}),
-        ("math500", None, "Convert the point", [r"\left( 3, \frac{\pi}{2} \right)"], {"subject": "Precalculus"}),
-        ("deepscaler", None, r"The operation $\otimes$", [r"-\frac{2}{3}"], {}),
-        ("polaris", None, "Six equilateral triangles", [r"12\sqrt{3}"], {"difficulty": "5/8"}),
-        ("dapo-math", None, "In triangle $ABC$", ["34"], {}),
-        ("aime24", "aime24_hub", "Every morning Aya", ["204"], {}),
-        ("aime25", "aime24", "Every morning Aya", ["204", "113", "371"], {}),
-        ("amc22-24", "amc23", "Cities $A$ and $B$", ["27", "36", "45"], {}),
+        ("math", None, "What is the degree", ["4", "17", r"\frac{1}{2}"]),
+        ("math500", None, "Convert the point", [r"\left( 3, \frac{\pi}{2} \right)"]),
+        ("deepscaler", None, r"The operation $\otimes$", [r"-\frac{2}{3}"]),
+        ("polaris", None, "Six equilateral triangles", [r"12\sqrt{3}"]),
+        ("dapo-math", None, "In triangle $ABC$", ["34"]),
+        ("aime24", "aime24_hub", "Every morning Aya", ["204"]),
+        ("aime25", "aime24", "Every morning Aya", ["204", "113", "371"]),
+        ("amc22-24", "amc23", "Cities $A$ and $B$", ["27", "36", "45"]),
     ],
 )  # fmt: skip
-def test_math_formats(name, file, start, answers, meta):
+def test_math_formats(name, file, start, answers):
     problems = read(name, file)
     assert [p.verify.keywords["answer"] for p in problems] == answers
     assert problems[0].prompt.startswith(start)
     assert problems[0].prompt.endswith("\n\nPlease reason step by step, and put your final answer within \\boxed{}.")
-    assert meta.items() <= problems[0].meta.items()
 
 
 def test_dapo_s_own_instructions_and_copies_are_dropped():
@@ -322,7 +308,7 @@ def test_taco_rows():
     assert call.prompt.endswith("in one ```python code block.") and "standard input" not in call.prompt
     tests = stdin.verify.keywords["answer"]
     assert tests == {"inputs": ["3 4\n", "10 -2\n", "7 7"], "outputs": ["7\n-1\n", "8\n12\n", "14\n0"]}
-    assert "reads standard input" in stdin.prompt and stdin.meta["difficulty"] == "EASY"
+    assert "reads standard input" in stdin.prompt
     assert stdin.solution.startswith("```python\na, b = ")
 
 

@@ -81,7 +81,6 @@ def test_difficulty_reaches_thousands_of_tokens(task: Trace | Chase) -> None:
     assert problem.solution is not None
     assert len(build_tokenizer()(problem.solution)["input_ids"]) > 2500
     assert problem.verify(problem.solution) == 1.0
-    assert problem.meta["difficulty"] == 300
 
 
 def test_long_programs_reuse_names_only_once_read() -> None:

@@ -21,7 +21,7 @@ def check_answer(response: str, expected: int) -> float:
     return float(stated_answer(response) == str(expected))
 
 
-def answered(id: str, prompt: str, solution: str, answer: int, difficulty: int) -> Problem:
+def answered(id: str, prompt: str, solution: str, answer: int) -> Problem:
     """A problem judged by its final digit."""
     verify = partial(check_answer, expected=answer)
-    return Problem(id, prompt, verify, stated_answer, id.split("-")[0], solution, {"difficulty": difficulty})
+    return Problem(id, prompt, verify, stated_answer, id.split("-")[0], solution)

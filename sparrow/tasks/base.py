@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,6 @@ class Problem:
         extract: the answer that a response states, right or wrong, None if it states none; may be left out.
         source: the task or dataset it comes from, by which rewards are reported.
         solution: a reference response where one is known.
-        meta: facts about the problem; synthetic tasks give ``difficulty``.
     """
 
     id: str
@@ -27,7 +26,6 @@ class Problem:
     extract: Callable[[str], str | None] | None = None
     source: str = ""
     solution: str | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 class Task(Protocol):

@@ -66,5 +66,4 @@ class Chase:
             + f"ask: {first} {second}\nwalk: {nodes[0]}\n",
             solution="".join(walk) + f" {first} {total[first]}, {second} {total[second]}\nanswer: {answer}",
             answer=answer,
-            difficulty=self.steps,
         )

@@ -47,8 +47,7 @@ class DatasetTask:
         extractors: extractor by kind, for ``Problem.extract``.
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
         render: prompt -> text for the tokenizer, e.g. a chat template.
-        max_length: drop rows whose rendered prompt is longer than this.
-        length: what ``max_length`` counts, e.g. tokens; characters by default.
+        max_length: drop rows whose rendered prompt has more characters than this.
         source: where the rows come from, for error messages.
 
     Rows that repeat an earlier question, up to spaces and case, are dropped.
@@ -71,7 +70,6 @@ class DatasetTask:
         template: str | None = None,
         render: Callable[[str], str] = str,
         max_length: int | None = None,
-        length: Callable[[str], int] = len,
         source: str = "the dataset",
     ) -> None:
         if format.kind not in verifiers:
@@ -96,7 +94,7 @@ class DatasetTask:
             key = " ".join(question.text.casefold().split())
             if key in seen:
                 self.dropped["duplicate"] += 1
-            elif max_length is not None and length(self._prompt(question)) > max_length:
+            elif max_length is not None and len(self._prompt(question)) > max_length:
                 self.dropped["long"] += 1
             else:
                 self._kept.append(i)
@@ -126,7 +124,6 @@ class DatasetTask:
             extract=self._extract,
             source=self.name,
             solution=question.solution,
-            meta=question.meta,
         )
 
     def _prompt(self, question: Question) -> str:
@@ -142,19 +139,6 @@ class DatasetTask:
                 f"row {row + 1} of {self._source} {wrong}; its fields are {', '.join(fields) or 'none'}; "
                 "fix or remove the row, or choose the format that fits"
             ) from error
-
-
-class _Table(Sequence[Row]):
-    """Rows of an Arrow table, made one at a time: tests of code problems are large."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._table.slice(index, 1).to_pylist()[0]
 
 
 def load_rows(path: str | Path) -> Sequence[Row]:
@@ -175,9 +159,10 @@ def load_rows(path: str | Path) -> Sequence[Row]:
             case ".json":
                 rows = _json(path.read_text(encoding="utf-8"), "the file")
             case ".parquet":
+                import datasets
                 from pyarrow import parquet
 
-                return _Table(parquet.read_table(path))
+                return datasets.Dataset(parquet.read_table(path))  # its rows are made when asked for
             case other:
                 raise ValueError(f"files named {other or 'without a suffix'!r} are not read")
     except (ValueError, OSError) as error:
@@ -231,7 +216,7 @@ def load_dataset_task(
         verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
         path: a local file to read in place of the hub.
         split: a split of the hub's dataset; the format's usual one by default.
-        options: passed to ``DatasetTask``: extractors, template, render, max_length, length.
+        options: passed to ``DatasetTask``: extractors, template, render, max_length.
 
     Raises:
         ConfigError: no such format, or rows that cannot be loaded or used.

@@ -15,10 +15,8 @@ import pickle
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-
-from sparrow.errors import ConfigError
 
 Row = Mapping[str, Any]
 
@@ -32,7 +30,6 @@ IMPORTS = "".join(
 )  # fmt: skip
 """What the sites of call-based problems have imported: solutions name ``List`` or ``deque`` as if it were built in."""
 
-_ABOUT = ("difficulty", "level", "subject", "type", "source", "url", "platform", "contest_date", "task_id")
 _DAPO_HEAD = re.compile(r"\ASolve the following math problem step by step\..*?\n\n", re.DOTALL)
 _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after "Answer:"\.?\s*\Z')
 
@@ -45,13 +42,11 @@ class Question:
         text: the question as it is put to the model.
         answer: what the verifier compares with: text for mathematics, tests for code.
         solution: a reference response, where the dataset has one.
-        meta: further facts of the row worth keeping, e.g. its difficulty.
     """
 
     text: str
     answer: Any
     solution: str | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -93,10 +88,6 @@ def text_of(row: Row, *names: str) -> str:
     raise KeyError(" or ".join(names))
 
 
-def _about(row: Row) -> dict[str, Any]:
-    return {name: row[name] for name in _ABOUT if row.get(name) not in (None, "")}
-
-
 def _last_boxed(solution: str) -> str:
     r"""Content of the last ``\boxed{...}`` of a reference solution, or what follows the last ``\boxed``."""
     _, mark, rest = solution.rpartition("\\boxed")
@@ -129,7 +120,7 @@ def question_answer(row: Row) -> Question:
         if solution is None:
             raise
         answer = _last_boxed(solution)
-    return Question(question, answer, solution, _about(row))
+    return Question(question, answer, solution)
 
 
 def gsm8k(row: Row) -> Question:
@@ -147,7 +138,7 @@ def dapo_math(row: Row) -> Question:
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")
     text = _DAPO_TAIL.sub("", _DAPO_HEAD.sub("", content)).strip()
-    return Question(text, text_of(row.get("reward_model") or {}, "ground_truth"), meta=_about(row))
+    return Question(text, text_of(row.get("reward_model") or {}, "ground_truth"))
 
 
 def _with_starter(question: str, starter: str | None, reads: bool) -> str:
@@ -178,7 +169,7 @@ def taco(row: Row) -> Question | None:
     text = _with_starter(question, row.get("starter_code"), reads=not name)
     solutions = row.get("solutions")
     solutions = json.loads(solutions) if isinstance(solutions, str) and solutions else solutions or []
-    return Question(text, answer, f"```python\n{solutions[0]}\n```" if solutions else None, _about(row))
+    return Question(text, answer, f"```python\n{solutions[0]}\n```" if solutions else None)
 
 
 def _lines(value: Any) -> str:
@@ -217,7 +208,7 @@ def livecodebench(row: Row) -> Question:
         answer["outputs"] = [json.loads(case["output"]) for case in cases]
     else:
         answer |= {"inputs": [case["input"] for case in cases], "outputs": [case["output"] for case in cases]}
-    return Question(_with_starter(question, row.get("starter_code"), reads=not name), answer, None, _about(row))
+    return Question(_with_starter(question, row.get("starter_code"), reads=not name), answer)
 
 
 def humaneval(row: Row) -> Question:
@@ -229,7 +220,7 @@ def humaneval(row: Row) -> Question:
     answer = {"prelude": start, "setup": start, "test": text_of(row, "test"), "entry_point": entry_point}
     body = row.get("canonical_solution")
     solution = f"```python\n{start}{body}\n```" if body else None
-    return Question(f"Complete this function:\n```python\n{start.strip()}\n```", answer, solution, _about(row))
+    return Question(f"Complete this function:\n```python\n{start.strip()}\n```", answer, solution)
 
 
 def mbpp(row: Row) -> Question:
@@ -242,7 +233,7 @@ def mbpp(row: Row) -> Question:
     answer = {"setup": setup, "test": row.get("test") or "\n".join(shown)}
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(shown)}\n```"
     code = row.get("code")
-    return Question(text, answer, f"```python\n{code}\n```" if code else None, _about(row))
+    return Question(text, answer, f"```python\n{code}\n```" if code else None)
 
 
 FORMATS: dict[str, Format] = {
@@ -269,14 +260,3 @@ FORMATS: dict[str, Format] = {
     "mbpp": Format("google-research-datasets/mbpp", mbpp, "code", PYTHON, config="sanitized", split="test"),
     "mbpp+": Format("evalplus/mbppplus", mbpp, "code", PYTHON, split="test"),
 }
-
-
-def register_format(name: str, format: Format) -> None:
-    """Make ``load_dataset_task(name, ...)`` read rows with ``format``.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
-    if name in FORMATS:
-        raise ConfigError(f"the dataset name {name!r} is taken; choose a name other than {', '.join(sorted(FORMATS))}")
-    FORMATS[name] = format

@@ -94,7 +94,6 @@ class Trace:
             prompt="program:\n" + "".join(program) + "trace:\n",
             solution="".join(trace) + f"answer: {written[name]}",
             answer=true[name],
-            difficulty=self.lines,
         )
 
 
