@@ -15,17 +15,7 @@ from hypothesis import strategies as st
 
 from sparrow.errors import ConfigError
 from sparrow.train.config import CorrectionConfig
-from sparrow.train.corrections import (
-    Correction,
-    compute_correction,
-    icepop,
-    m2po,
-    none,
-    obrs,
-    sequence_tis,
-    sparse_rl,
-    token_tis,
-)
+from sparrow.train.corrections import Correction, compute_correction
 
 KINDS = ["none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
 
@@ -44,14 +34,26 @@ def batch(*ratios: list[float]) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
 EXAMPLE = batch([1, 4, 0.5], [0.25, 0.125])
 
 
+def correct(kind: str, log_p, log_q, mask, z_BT=None, uniform_BT=None, **options) -> Correction:
+    generator = torch.Generator().manual_seed(0)
+    z, uniform = (torch.rand(mask.shape, generator=generator) for _ in range(2))
+    return compute_correction(
+        CorrectionConfig(kind, **options), log_p, log_q, mask,
+        z_BT=z if z_BT is None else z_BT, uniform_BT=uniform if uniform_BT is None else uniform_BT,
+    )  # fmt: skip
+
+
 def assert_correction(actual: Correction, weights: list[list[float]], kept: list[list[int]]):
     assert actual.weight_BT.dtype == torch.float32
     torch.testing.assert_close(actual.weight_BT, torch.tensor(weights, dtype=torch.float32))
     assert actual.mask_BT.tolist() == [[bool(k) for k in row] for row in kept]
 
 
+UNCAPPED = 1e9
+
+
 def test_none_by_hand():
-    correction = none(*EXAMPLE)
+    correction = correct("none", *EXAMPLE)
     assert_correction(correction, [[1, 1, 1], [1, 1, 0]], [[1, 1, 1], [1, 1, 0]])
     assert correction.metrics == pytest.approx(
         {
@@ -72,13 +74,13 @@ def test_none_by_hand():
 
 
 def test_empty_sequences_do_not_count():
-    empty = icepop(*batch([1, 4, 0.5], [], [0.25, 0.125]))
-    assert empty.metrics == icepop(*EXAMPLE).metrics
+    empty = correct("icepop", *batch([1, 4, 0.5], [], [0.25, 0.125]))
+    assert empty.metrics == correct("icepop", *EXAMPLE).metrics
     assert empty.weight_BT[1].tolist() == [0, 0, 0]
 
 
 def test_token_tis_by_hand():
-    correction = token_tis(*EXAMPLE)
+    correction = correct("token_tis", *EXAMPLE)
     assert_correction(correction, [[1, 2, 0.5], [0.25, 0.125, 0]], [[1, 1, 1], [1, 1, 0]])
     metrics = correction.metrics
     assert metrics["clipped_fraction"] == pytest.approx(1 / 5)
@@ -91,32 +93,35 @@ def test_token_tis_by_hand():
 
 
 def test_sequence_tis_by_hand():
-    product = sequence_tis(*EXAMPLE, cap=1.5)
+    product = correct("sequence_tis", *EXAMPLE, cap=1.5)
     assert_correction(product, [[1.5] * 3, [1 / 32, 1 / 32, 0]], [[1, 1, 1], [1, 1, 0]])
     assert product.metrics["clipped_fraction"] == pytest.approx(3 / 5)
 
-    geometric = sequence_tis(*EXAMPLE, cap=1.5, geometric=True)
+    geometric = correct("geometric_tis", *EXAMPLE, cap=1.5)
     mean = 2 ** (1 / 3)  # of 1, 4, 1/2; of 1/4, 1/8 it is 2^-2.5
     assert_correction(geometric, [[mean] * 3, [2**-2.5, 2**-2.5, 0]], [[1, 1, 1], [1, 1, 0]])
     assert geometric.metrics["clipped_fraction"] == 0.0
 
 
 def test_icepop_by_hand():
-    correction = icepop(*EXAMPLE)  # 0.5 is in the band of 0.5 to 5, its ends included; 1/4 and 1/8 are not
+    correction = correct("icepop", *EXAMPLE)  # 0.5 is in the band of 0.5 to 5, its ends included; 1/4 and 1/8 are not
     assert_correction(correction, [[1, 4, 0.5], [0, 0, 0]], [[1, 1, 1], [0, 0, 0]])
     assert correction.metrics["masked_fraction"] == pytest.approx(2 / 5)
     assert correction.metrics["dropped_sequence_fraction"] == pytest.approx(1 / 2)
     assert correction.metrics["weight_mean"] == pytest.approx(5.5 / 5)
     assert correction.metrics["ess_sequence"] == pytest.approx(1 / 2)  # one sequence of two carries all weight
-    assert_correction(icepop(*batch([5, 5.001])), [[5, 0]], [[1, 0]])
+    assert_correction(correct("icepop", *batch([5, 5.001])), [[5, 0]], [[1, 0]])
+    assert_correction(correct("icepop", *EXAMPLE, band=(0.2, 3.0)), [[1, 0, 0.5], [0.25, 0, 0]], [[1, 0, 1], [1, 0, 0]])
 
 
 def test_sparse_rl_by_hand():
     # First: 4 and 1.6 leave the band of 0.5 to 1.5. Second: one ratio below 1e-4 takes the good tokens with it.
-    correction = sparse_rl(*batch([1, 4, 0.5, 1.6, 1.5], [1, 9e-5, 1], [1, 2e-4]))
+    correction = correct("sparse_rl", *batch([1, 4, 0.5, 1.6, 1.5], [1, 9e-5, 1], [1, 2e-4]))
     assert_correction(
         correction, [[1, 0, 0.5, 0, 1.5], [0] * 5, [1, 0, 0, 0, 0]], [[1, 0, 1, 0, 1], [0] * 5, [1, 0, 0, 0, 0]]
     )
+    assert correct("sparse_rl", *EXAMPLE, reject_below=0.2).mask_BT.tolist() == [[True, False, True], [False] * 3]
+    assert correct("sparse_rl", *EXAMPLE, band=(0.2, 4.0)).mask_BT.tolist() == [[True] * 3, [True, False, False]]
     assert correction.metrics["masked_fraction"] == pytest.approx(6 / 10)
     assert correction.metrics["dropped_sequence_fraction"] == pytest.approx(1 / 3)
 
@@ -125,68 +130,36 @@ def test_obrs_by_hand():
     z_BT = torch.tensor([[0.8, 0.6, 0.5], [0.9, 0.4, torch.nan]])
     uniform_BT = torch.tensor([[0.9, 0.9, 0.4], [0.3, 0.1, torch.nan]])
     # Acceptance min(1, r) is 1, 1, 1/2 | 1/4, 1/8: all but the fourth. Weight Z max(1, r).
-    correction = obrs(*EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT)
+    correction = correct("obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, cap=UNCAPPED)
     assert_correction(correction, [[0.8, 2.4, 0.5], [0, 0.4, 0]], [[1, 1, 1], [0, 1, 0]])
-    capped = obrs(*EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, cap=2.0)
+    capped = correct("obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, cap=2.0)
     assert_correction(capped, [[0.8, 2.0, 0.5], [0, 0.4, 0]], [[1, 1, 1], [0, 1, 0]])
     assert capped.metrics["clipped_fraction"] == pytest.approx(1 / 5)
     # lambda = 2 halves the acceptance, 1/2, 1, 1/4 | 1/8, 1/16, and weighs Z max(2, r).
     uniform_BT[0, 0] = 0.4
-    half = obrs(*EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, obrs_lambda=2.0)
+    half = correct("obrs", *EXAMPLE, z_BT=z_BT, uniform_BT=uniform_BT, obrs_lambda=2.0, cap=UNCAPPED)
     assert_correction(half, [[1.6, 2.4, 0], [0, 0, 0]], [[1, 1, 0], [0, 0, 0]])
 
 
 def test_obrs_allows_for_a_rounded_normalizer():
-    assert obrs(*EXAMPLE, z_BT=torch.full((2, 3), 1 + 1e-6), uniform_BT=torch.zeros(2, 3)).mask_BT.sum() == 5
+    assert correct("obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1 + 1e-6), uniform_BT=torch.zeros(2, 3)).mask_BT.sum() == 5
 
 
 def test_m2po_by_hand():
     # log r: 0.5 0.1 | -0.2 0.3, squares 0.25 0.01 | 0.04 0.09; means of the smallest 0.01 0.025 0.0467 0.0975
     example = batch([math.exp(0.5), math.exp(0.1)], [math.exp(-0.2), math.exp(0.3)])
     two = [[0, math.exp(0.1)], [math.exp(-0.2), 0]]
-    assert_correction(m2po(*example), two, [[0, 1], [1, 0]])
-    assert_correction(m2po(*example, m2_bound=0.05), [two[0], [two[1][0], math.exp(0.3)]], [[0, 1], [1, 1]])
-    nothing = m2po(*example, m2_bound=0.005)
+    assert_correction(correct("m2po", *example), two, [[0, 1], [1, 0]])
+    assert_correction(correct("m2po", *example, m2_bound=0.05), [two[0], [two[1][0], math.exp(0.3)]], [[0, 1], [1, 1]])
+    nothing = correct("m2po", *example, m2_bound=0.005)
     assert_correction(nothing, [[0, 0], [0, 0]], [[0, 0], [0, 0]])
     assert nothing.metrics["ess_token"] == nothing.metrics["ess_sequence"] == 0.0
     assert nothing.metrics["masked_fraction"] == nothing.metrics["dropped_sequence_fraction"] == 1.0
 
 
-def correct(kind: str, log_p, log_q, mask, seed: int = 0, **options) -> Correction:
-    generator = torch.Generator().manual_seed(seed)
-    z, uniform = (torch.rand(mask.shape, generator=generator) for _ in range(2))
-    return compute_correction(CorrectionConfig(kind=kind, **options), log_p, log_q, mask, z_BT=z, uniform_BT=uniform)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "direct"),
-    [
-        ("none", {}, none(*EXAMPLE)),
-        ("token_tis", {"cap": 3.0}, token_tis(*EXAMPLE, cap=3.0)),
-        ("sequence_tis", {"cap": 1.5}, sequence_tis(*EXAMPLE, cap=1.5)),
-        ("geometric_tis", {"cap": 1.2}, sequence_tis(*EXAMPLE, cap=1.2, geometric=True)),
-        ("icepop", {}, icepop(*EXAMPLE)),
-        ("icepop", {"band": (0.2, 3.0)}, icepop(*EXAMPLE, band=(0.2, 3.0))),
-        ("sparse_rl", {}, sparse_rl(*EXAMPLE)),
-        ("sparse_rl", {"band": (0.1, 4.0)}, sparse_rl(*EXAMPLE, band=(0.1, 4.0))),
-        ("sparse_rl", {"reject_below": 0.6}, sparse_rl(*EXAMPLE, reject_below=0.6)),
-        ("m2po", {"m2_bound": 0.5}, m2po(*EXAMPLE, m2_bound=0.5)),
-    ],
-)
-def test_dispatch_passes_the_settings_on(kind, options, direct):
-    through_config = correct(kind, *EXAMPLE, **options)
-    assert torch.equal(through_config.weight_BT, direct.weight_BT)
-    assert torch.equal(through_config.mask_BT, direct.mask_BT)
-    assert through_config.metrics == direct.metrics
-
-
-def test_dispatch_obrs():
-    config = CorrectionConfig(kind="obrs", obrs_lambda=2.0, cap=1.5)
-    tensors = dict(z_BT=torch.full((2, 3), 0.6), uniform_BT=torch.full((2, 3), 0.4))
-    # Acceptance 1/2, 1, 1/4 | 1/8, 1/16; weights 0.6 * 2 and 0.6 * 4, the latter cut to 1.5
-    assert_correction(compute_correction(config, *EXAMPLE, **tensors), [[1.2, 1.5, 0], [0] * 3], [[1, 1, 0], [0] * 3])
+def test_obrs_needs_its_draws():
     with pytest.raises(ValueError, match="pass z_BT and uniform_BT"):
-        compute_correction(config, *EXAMPLE)
+        compute_correction(CorrectionConfig("obrs"), *EXAMPLE)
 
 
 log_ratios = st.one_of(st.floats(-0.5, 0.5), st.floats(-20, 20), st.just(0.0))
@@ -253,7 +226,7 @@ def test_no_mismatch_is_left_alone(kind, lengths):
 @given(sequences, st.floats(1e-3, 2.0))
 def test_m2po_keeps_the_bound_and_no_fewer_tokens_than_it_must(rows, bound):
     log_p, log_q, mask = padded(rows)
-    kept = m2po(log_p, log_q, mask, m2_bound=bound).mask_BT
+    kept = correct("m2po", log_p, log_q, mask, m2_bound=bound).mask_BT
     m2 = (log_p - log_q).square()
     dropped = sorted(m2[mask & ~kept].tolist())
     if kept.any():
@@ -275,10 +248,12 @@ def test_obrs_expectation_is_the_target(p_V, q_V, obrs_lambda):
     log_p, log_q = p_V.log()[None], q_V.log()[None]
     z = torch.minimum(q_V, p_V / obrs_lambda).sum()
     accept_V = (p_V / (obrs_lambda * q_V)).clamp(max=1.0)
-    options = dict(z_BT=z.expand(1, 5), obrs_lambda=obrs_lambda)
+    options = dict(z_BT=z.expand(1, 5), obrs_lambda=obrs_lambda, cap=UNCAPPED)
     mask = torch.ones(1, 5, dtype=torch.bool)
-    below = obrs(log_p, log_q, mask, uniform_BT=(accept_V * (1 - 1e-9))[None], **options)
-    above = obrs(log_p, log_q, mask, uniform_BT=(accept_V * (1 + 1e-9)).clamp(max=1 - 1e-12)[None], **options)
+    below = correct("obrs", log_p, log_q, mask, uniform_BT=(accept_V * (1 - 1e-9))[None], **options)
+    above = correct(
+        "obrs", log_p, log_q, mask, uniform_BT=(accept_V * (1 + 1e-9)).clamp(max=1 - 1e-12)[None], **options
+    )
     assert below.mask_BT.all()
     assert torch.equal(above.mask_BT[0], accept_V == 1)
     torch.testing.assert_close(q_V * accept_V * below.weight_BT[0].double(), z * p_V, rtol=1e-5, atol=1e-8)
@@ -291,7 +266,7 @@ def test_obrs_acceptance_over_a_grid_of_draws():
     uniform = ((torch.arange(n).double() + 0.5) / n)[:, None].expand(n, 4)
     log_p, log_q, mask = p_V.log().expand(n, 4), q_V.log().expand(n, 4), torch.ones(n, 4, dtype=torch.bool)
     z = torch.full((n, 4), 0.1 + 0.3 + 0.15 + 0.05).double()
-    correction = obrs(log_p, log_q, mask, z_BT=z, uniform_BT=uniform)
+    correction = correct("obrs", log_p, log_q, mask, z_BT=z, uniform_BT=uniform, cap=UNCAPPED)
     torch.testing.assert_close(q_V * correction.weight_BT.double().mean(0), 0.6 * p_V, rtol=0, atol=1e-4)
     # Dividing by the accepted share instead of all draws removes Z: the estimate of E_p itself.
     accepted = (q_V * correction.mask_BT.double().mean(0)).sum().item()
@@ -315,7 +290,7 @@ def test_32k_tokens_neither_overflow_nor_underflow(kind, dtype):
 
 def test_32k_tokens_keep_the_digits_of_the_product():
     log_q = torch.full((1, 32_768), -0.7, dtype=torch.float64)
-    correction = sequence_tis(log_q + 1e-5, log_q, torch.ones(1, 32_768, dtype=torch.bool))
+    correction = correct("sequence_tis", log_q + 1e-5, log_q, torch.ones(1, 32_768, dtype=torch.bool))
     assert correction.weight_BT[0, 0].item() == pytest.approx(math.exp(0.32768), rel=1e-6)
 
 
@@ -328,15 +303,15 @@ def test_gradients_stop(kind):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: none(EXAMPLE[0], EXAMPLE[1][:1], EXAMPLE[2]), r"one shape \[B, T\]"),
-        (lambda: none(EXAMPLE[0], EXAMPLE[1], EXAMPLE[2].float()), "pass a bool tensor"),
-        (lambda: none(EXAMPLE[0], EXAMPLE[1], EXAMPLE[2] & False), "no response token"),
-        (lambda: none(EXAMPLE[0], EXAMPLE[1] - math.inf, EXAMPLE[2]), "token 0 of sequence 0 .* log q -inf"),
+        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1][:1], EXAMPLE[2]), r"one shape \[B, T\]"),
+        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2].float()), "pass a bool tensor"),
+        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2] & False), "no response token"),
+        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1] - math.inf, EXAMPLE[2]), "token 0 of sequence 0 .* log q -inf"),
         (
-            lambda: obrs(*EXAMPLE, z_BT=torch.ones(2, 3), uniform_BT=torch.full((2, 3), 1.5)),
+            lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2, 3), uniform_BT=torch.full((2, 3), 1.5)),
             r"uniform_BT leaves \[0, 1\]",
         ),
-        (lambda: obrs(*EXAMPLE, z_BT=torch.ones(2), uniform_BT=torch.ones(2, 3)), r"z_BT has shape \(2,\)"),
+        (lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2), uniform_BT=torch.ones(2, 3)), r"z_BT has shape \(2,\)"),
     ],
 )
 def test_errors(call, message):

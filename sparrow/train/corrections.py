@@ -2,14 +2,10 @@
 
 Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
-Every correction takes
-  log_p_BT  log-probs of the sampled tokens under p as it was at rollout time
-  log_q_BT  log-probs of the same tokens under q as it sampled them, at the same temperature and over the full softmax
-  mask_BT   bool, true on response tokens; padding may hold anything
-and returns a `Correction`: what to multiply the token losses with. It carries no gradient (the stop-gradient of the
-objective in Sparrow, arXiv 2606.08446). ValueError is raised if shapes disagree, if there is no response token, or if
-one has a log-prob that is not finite. Arithmetic is float64 and in log space, so the product of 32K ratios neither
-overflows nor loses its digits.
+Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask of response tokens
+and the settings. `compute_correction` checks what it is given, and makes of the parts a `Correction`: what to multiply
+the token losses with. It carries no gradient (the stop-gradient of the objective in Sparrow, arXiv 2606.08446).
+Arithmetic is float64 and in log space, so the product of 32K ratios neither overflows nor loses its digits.
 
 Kept tokens and the loss: masked-out tokens have weight 0, so the loss may keep dividing by all response tokens. That
 is what IcePop, Sparse-RL and M2PO write, and it leaves each remaining token's share of the gradient unchanged.
@@ -29,8 +25,8 @@ Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) an
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import assert_never
 
 import torch
 from torch import Tensor
@@ -83,9 +79,143 @@ def _effective_sample_size(log_w: Tensor) -> Tensor:
     return ((2 * log_w.logsumexp(0) - (2 * log_w).logsumexp(0)).exp() / len(log_w)).nan_to_num(0.0)
 
 
-def _correction(
-    log_r_BT: Tensor, mask_BT: Tensor, weight_BT: Tensor, kept_BT: Tensor, clipped_BT: Tensor | None = None
+Parts = tuple[Tensor, Tensor, Tensor | None]
+"""[B, T] each: weights, which count only where kept; the tokens kept; where a weight was cut to the cap."""
+
+
+def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
+    log_cap = math.log(cap)
+    return log_weight_BT.clamp(max=log_cap).exp(), mask_BT, log_weight_BT > log_cap
+
+
+def none(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """Weight 1 everywhere: train as if p had sampled. The metrics still say how wrong that is."""
+    return torch.ones_like(log_r_BT), mask_BT, None
+
+
+def token_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """Truncated importance sampling, token by token: weight min(p/q, cap).
+
+    Sparrow, arXiv 2606.08446 (C = 2); Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
+    Training".
+    """
+    return _truncated(log_r_BT, mask_BT, config.cap)
+
+
+def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """Truncated importance sampling with one weight per sequence: min(product of p/q, cap) on each of its tokens.
+
+    The product is unbiased but spreads exponentially with length: at 32K tokens nearly every weight is 0 or the cap.
+    Liu, Li et al. 2025, "When Speed Kills Stability".
+    """
+    return _truncated(log_r_BT.sum(1, keepdim=True).expand_as(log_r_BT), mask_BT, config.cap)
+
+
+def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """As `sequence_tis`, but of the geometric mean of the sequence's ratios, which stays near 1 at any length.
+
+    GSPO, arXiv 2507.18071, section 4.1.
+    """
+    mean_B1 = log_r_BT.sum(1, keepdim=True) / mask_BT.sum(1, keepdim=True).clamp(min=1)
+    return _truncated(mean_B1.expand_as(log_r_BT), mask_BT, config.cap)
+
+
+def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """Masked importance sampling: weight p/q inside the band, its ends included; tokens outside are masked out.
+
+    IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, with its band of 0.5 to 5.
+    """
+    return log_r_BT.exp(), mask_BT & _inside(log_r_BT, config.band or ICEPOP_BAND), None
+
+
+def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """Sequences with any ratio xi = p/q below reject_below are dropped: the actor wrote what the policy never would.
+    In the others, tokens outside the band are masked out, and the rest weigh xi, which is then no more than its end.
+
+    Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
+    """
+    anomalous_B1 = (log_r_BT < _log(config.reject_below)).any(1, keepdim=True)  # padding has log ratio 0
+    kept_BT = mask_BT & ~anomalous_B1 & _inside(log_r_BT, config.band or SPARSE_RL_BAND)
+    return log_r_BT.exp(), kept_BT, None
+
+
+def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
+    """Masks out the tokens with the largest (log p/q)^2, as few as bring its mean over the kept ones to m2_bound or
+    below; kept tokens weigh p/q. The bound holds the batch's average, so a lone extreme weight may stay.
+
+    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is that of a stale policy.
+    """
+    m2, order = log_r_BT[mask_BT].square().sort(stable=True)
+    mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)  # never falls: m2 is sorted
+    kept = torch.zeros_like(order, dtype=torch.bool)
+    kept[order[: int((mean_of_smallest <= config.m2_bound).sum())]] = True
+    kept_BT = mask_BT.clone()
+    kept_BT[mask_BT] = kept
+    return log_r_BT.exp(), kept_BT, None
+
+
+def obrs(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tensor, uniform_BT: Tensor) -> Parts:
+    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda q)), weight
+    min(Z max(lambda, p/q), cap) if accepted, where Z = sum_v min(q, p / lambda) is the position's acceptance rate.
+
+    z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures. uniform_BT [B, T] are
+    draws from [0, 1), one per token, which make the result a function of its arguments.
+    Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens (Correction.mask_BT as its mask)
+    estimates E_p[f], and one that divides by response tokens scales each position by its Z.
+    Jackpot, arXiv 2602.06107; its objective truncates the weight, as cap does.
+    Raises ValueError if z_BT or uniform_BT has another shape or leaves [0, 1].
+    """
+    for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
+        if value_BT.shape != mask_BT.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(value_BT.shape)}; it must be that of mask, {tuple(mask_BT.shape)}."
+            )
+        if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[mask_BT].all():  # a sum over a float32 softmax may pass 1
+            raise ValueError(f"{name} leaves [0, 1] on a response token; pass a probability for each.")
+    log_lambda = math.log(config.obrs_lambda)
+    accepted_BT = mask_BT & (uniform_BT.double() < (log_r_BT - log_lambda).exp())
+    weight_BT = torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
+    return weight_BT.clamp(max=config.cap), accepted_BT, weight_BT > config.cap
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor, CorrectionConfig], Parts]] = {
+    "none": none,
+    "token_tis": token_tis,
+    "sequence_tis": sequence_tis,
+    "geometric_tis": geometric_tis,
+    "icepop": icepop,
+    "sparse_rl": sparse_rl,
+    "m2po": m2po,
+}
+
+
+def compute_correction(
+    config: CorrectionConfig,
+    log_p_BT: Tensor,
+    log_q_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    z_BT: Tensor | None = None,
+    uniform_BT: Tensor | None = None,
 ) -> Correction:
+    """The correction that the config names. z_BT and uniform_BT are read by `obrs` alone, which needs both.
+
+    Args:
+        log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
+        log_q_BT: log-probs of the same tokens under q as it sampled them, at the same temperature and over the full
+            softmax.
+        mask_BT: bool, true on response tokens; padding may hold anything.
+
+    Raises:
+        ValueError: shapes disagree, there is no response token, or one has a log-prob that is not finite.
+    """
+    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
+    if config.kind == "obrs":
+        if z_BT is None or uniform_BT is None:
+            raise ValueError("obrs needs the normaliser Z and uniform draws; pass z_BT and uniform_BT.")
+        weight_BT, kept_BT, clipped_BT = obrs(log_r_BT, mask_BT, config, z_BT, uniform_BT)
+    else:
+        weight_BT, kept_BT, clipped_BT = KINDS[config.kind](log_r_BT, mask_BT, config)
     weight_BT = torch.where(kept_BT, weight_BT, 0.0)
     clipped_BT = torch.zeros_like(kept_BT) if clipped_BT is None else clipped_BT & kept_BT
     length_B = mask_BT.sum(1)
@@ -106,153 +236,3 @@ def _correction(
     }
     values = torch.stack(list(metrics.values())).tolist()  # one transfer from the device
     return Correction(weight_BT.float(), kept_BT, dict(zip(metrics, values, strict=True)))
-
-
-def none(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Correction:
-    """Weight 1 everywhere: train as if p had sampled. The metrics still say how wrong that is."""
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    return _correction(log_r_BT, mask_BT, torch.ones_like(log_r_BT), mask_BT)
-
-
-def token_tis(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor, *, cap: float = 2.0) -> Correction:
-    """Truncated importance sampling, token by token: weight min(p/q, cap).
-
-    Sparrow, arXiv 2606.08446 (C = 2); Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL
-    Training".
-    """
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    log_cap = math.log(cap)
-    return _correction(log_r_BT, mask_BT, log_r_BT.clamp(max=log_cap).exp(), mask_BT, log_r_BT > log_cap)
-
-
-def sequence_tis(
-    log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor, *, cap: float = 2.0, geometric: bool = False
-) -> Correction:
-    """Truncated importance sampling with one weight per sequence: min(product of p/q, cap) on each of its tokens.
-
-    The product is unbiased but spreads exponentially with length: at 32K tokens nearly every weight is 0 or the cap.
-    geometric=True takes the geometric mean of the sequence's ratios instead, which stays near 1 at any length.
-    Liu, Li et al. 2025, "When Speed Kills Stability", for the product; GSPO, arXiv 2507.18071, section 4.1, for the
-    mean.
-    """
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    log_weight_B1 = log_r_BT.sum(1, keepdim=True)
-    if geometric:
-        log_weight_B1 = log_weight_B1 / mask_BT.sum(1, keepdim=True).clamp(min=1)
-    log_weight_BT = log_weight_B1.expand_as(log_r_BT)
-    log_cap = math.log(cap)
-    return _correction(log_r_BT, mask_BT, log_weight_BT.clamp(max=log_cap).exp(), mask_BT, log_weight_BT > log_cap)
-
-
-def icepop(
-    log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor, *, band: tuple[float, float] = ICEPOP_BAND
-) -> Correction:
-    """Masked importance sampling: weight p/q inside the band, its ends included; tokens outside are masked out.
-
-    IcePop, in Ring-1T, "Every Step Evolves", arXiv 2510.18855, with its band of 0.5 to 5.
-    """
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    return _correction(log_r_BT, mask_BT, log_r_BT.exp(), mask_BT & _inside(log_r_BT, band))
-
-
-def sparse_rl(
-    log_p_BT: Tensor,
-    log_q_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    band: tuple[float, float] = SPARSE_RL_BAND,
-    reject_below: float = 1e-4,
-) -> Correction:
-    """Sequences with any ratio xi = p/q below reject_below are dropped: the actor wrote what the policy never would.
-    In the others, tokens outside the band are masked out, and the rest weigh xi, which is then no more than its end.
-
-    Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
-    """
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    anomalous_B1 = (log_r_BT < _log(reject_below)).any(1, keepdim=True)  # padding has log ratio 0
-    kept_BT = mask_BT & ~anomalous_B1 & _inside(log_r_BT, band)
-    return _correction(log_r_BT, mask_BT, log_r_BT.exp(), kept_BT)
-
-
-def obrs(
-    log_p_BT: Tensor,
-    log_q_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    z_BT: Tensor,
-    uniform_BT: Tensor,
-    obrs_lambda: float = 1.0,
-    cap: float = math.inf,
-) -> Correction:
-    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda q)), weight
-    min(Z max(lambda, p/q), cap) if accepted, where Z = sum_v min(q, p / lambda) is the position's acceptance rate.
-
-    z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures.
-    uniform_BT [B, T] are draws from [0, 1), one per token, which make the result a function of its arguments.
-    Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens (Correction.mask_BT as its mask)
-    estimates E_p[f], and one that divides by response tokens scales each position by its Z.
-    Jackpot, arXiv 2602.06107; its objective truncates the weight, as cap does.
-    Raises ValueError if z_BT or uniform_BT has another shape or leaves [0, 1].
-    """
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
-        if value_BT.shape != mask_BT.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value_BT.shape)}; it must be that of mask, {tuple(mask_BT.shape)}."
-            )
-        if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[mask_BT].all():  # a sum over a float32 softmax may pass 1
-            raise ValueError(f"{name} leaves [0, 1] on a response token; pass a probability for each.")
-    log_lambda = math.log(obrs_lambda)
-    accepted_BT = mask_BT & (uniform_BT.double() < (log_r_BT - log_lambda).exp())
-    weight_BT = torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
-    return _correction(log_r_BT, mask_BT, weight_BT.clamp(max=cap), accepted_BT, weight_BT > cap)
-
-
-def m2po(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor, *, m2_bound: float = 0.04) -> Correction:
-    """Masks out the tokens with the largest (log p/q)^2, as few as bring its mean over the kept ones to m2_bound or
-    below; kept tokens weigh p/q. The bound holds the batch's average, so a lone extreme weight may stay.
-
-    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is that of a stale policy.
-    """
-    log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
-    m2, order = log_r_BT[mask_BT].square().sort(stable=True)
-    mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)  # never falls: m2 is sorted
-    kept = torch.zeros_like(order, dtype=torch.bool)
-    kept[order[: int((mean_of_smallest <= m2_bound).sum())]] = True
-    kept_BT = mask_BT.clone()
-    kept_BT[mask_BT] = kept
-    return _correction(log_r_BT, mask_BT, log_r_BT.exp(), kept_BT)
-
-
-def compute_correction(
-    config: CorrectionConfig,
-    log_p_BT: Tensor,
-    log_q_BT: Tensor,
-    mask_BT: Tensor,
-    *,
-    z_BT: Tensor | None = None,
-    uniform_BT: Tensor | None = None,
-) -> Correction:
-    """The correction that the config names. z_BT and uniform_BT are read by `obrs` alone, which needs both."""
-    tensors = log_p_BT, log_q_BT, mask_BT
-    match config.kind:
-        case "none":
-            return none(*tensors)
-        case "token_tis":
-            return token_tis(*tensors, cap=config.cap)
-        case "sequence_tis":
-            return sequence_tis(*tensors, cap=config.cap)
-        case "geometric_tis":
-            return sequence_tis(*tensors, cap=config.cap, geometric=True)
-        case "icepop":
-            return icepop(*tensors, band=config.band or ICEPOP_BAND)
-        case "sparse_rl":
-            return sparse_rl(*tensors, band=config.band or SPARSE_RL_BAND, reject_below=config.reject_below)
-        case "obrs":
-            if z_BT is None or uniform_BT is None:
-                raise ValueError("obrs needs the normaliser Z and uniform draws; pass z_BT and uniform_BT.")
-            return obrs(*tensors, z_BT=z_BT, uniform_BT=uniform_BT, obrs_lambda=config.obrs_lambda, cap=config.cap)
-        case "m2po":
-            return m2po(*tensors, m2_bound=config.m2_bound)
-        case _:
-            assert_never(config.kind)
