@@ -73,37 +73,35 @@ class Collector:
         problems = [self._task.problem(i, config.seed) for i in indices]
         prompts = [self._tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
 
-        def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, str, dict[str, float]]]:
+        def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
             rollouts = self._engine.generate([prompts[row // each] for row in rows], sampling)
-            texts = [self._text(r) for r in rollouts]
-            parts = self._verify([problems[row // each] for row in rows], rollouts, texts)
-            return list(zip(rollouts, texts, parts, strict=True))
+            parts = self._verify([problems[row // each] for row in rows], rollouts)
+            return list(zip(rollouts, parts, strict=True))
 
-        def sample(rows: Sequence[int]) -> list[tuple[Rollout, str, dict[str, float]]]:
+        def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
             # A seed belongs to its response, wherever and beside whatever it is sampled.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             return respond(rows, n, Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds))
 
         def greedy(rows: Sequence[int]) -> list[float]:
-            return [sum(parts.values()) for _, _, parts in respond(rows, 1, Sampling(limit, 0.0, 0))]
+            return [sum(parts.values()) for _, parts in respond(rows, 1, Sampling(limit, 0.0, 0))]
 
         baselines: list[float | None] = [None] * len(problems)
         if config.advantage == "remax":
             baselines = [*self._ranks.spread("rollout", len(prompts), greedy)]
         responses = self._ranks.spread("rollout", n * len(prompts), sample)
         return [
-            Group(problem, list(rollouts), list(texts), list(parts), baselines[i])
+            Group(problem, list(rollouts), list(parts), baselines[i])
             for i, problem in enumerate(problems)
-            for rollouts, texts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
+            for rollouts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
         ]
 
-    def _verify(
-        self, problems: Sequence[Problem], rollouts: Sequence[Rollout], texts: Sequence[str]
-    ) -> list[dict[str, float]]:
+    def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         """The parts of every response's reward."""
         limit, config = self._config.rollout.max_new_tokens, self._config.reward
+        texts = [str(self._tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
         with ThreadPoolExecutor(VERIFYING) as threads:
             correct = list(threads.map(verify, problems, texts))
         stated = [
@@ -111,6 +109,3 @@ class Collector:
         ]
         rows = zip(correct, stated, rollouts, strict=True)
         return [reward_parts(c, s, len(r), limit, config) for c, s, r in rows]
-
-    def _text(self, rollout: Rollout) -> str:
-        return str(self._tokenizer.decode(rollout.response_ids, skip_special_tokens=True))

@@ -25,13 +25,12 @@ class Group:
 
     Attributes:
         problem: what was asked.
-        rollouts, texts, parts: per response; ``parts`` are those of its reward, by name.
+        rollouts, parts: per response; ``parts`` are those of its reward, by name.
         baseline: reward of the greedy response, or None.
     """
 
     problem: Problem
     rollouts: list[Rollout]
-    texts: list[str]
     parts: list[dict[str, float]]
     baseline: float | None
 
@@ -45,7 +44,7 @@ class Experience:
     """What one step is trained on; the rows of the fields up to ``baseline`` belong together.
 
     Attributes:
-        problems, rollouts, texts: per response.
+        problems, rollouts: per response.
         rewards: float64 ``[B]``.
         groups: int64 ``[B]``, equal for responses to one prompt.
         baseline: float64 ``[B]``, reward of the greedy response to the prompt, or None.
@@ -55,7 +54,6 @@ class Experience:
 
     problems: list[Problem]
     rollouts: list[Rollout]
-    texts: list[str]
     rewards: np.ndarray
     groups: np.ndarray
     baseline: np.ndarray | None
@@ -69,7 +67,6 @@ class Experience:
         return cls(
             problems=[group.problem for group in groups for _ in group.rollouts],
             rollouts=[r for group in groups for r in group.rollouts],
-            texts=[text for group in groups for text in group.texts],
             rewards=np.array([reward for group in groups for reward in group.rewards]),
             groups=np.repeat(np.arange(len(groups)), sizes),
             baseline=None if groups[0].baseline is None else np.repeat([group.baseline for group in groups], sizes),
