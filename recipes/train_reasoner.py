@@ -218,7 +218,7 @@ def evaluate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config
             "page_size": schedule.page_size,
             "dense_layers": schedule.dense_layers,
             "top_k": schedule.top_k[0],
-            "tokens": schedule.tokens_read(2**20),
+            "tokens": int(schedule.tokens_read(2**20)),
             **acceptance_report(model, rollouts),
             "accuracy_sampled": round(float(rewards[config.budget_lines].mean()), 4),
         }

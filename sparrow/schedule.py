@@ -14,7 +14,7 @@ from functools import cache
 from importlib import resources
 from operator import index
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -79,29 +79,19 @@ class SparsitySchedule:
         if any(i < 0 for i in self.dense_layers):
             raise ConfigError(f"dense_layers must be layer indices from 0, got {self.dense_layers}")
 
-    @overload
-    def pages(self, length: int) -> int: ...
-    @overload
-    def pages(self, length: ArrayLike) -> NDArray[np.int64]: ...
-    def pages(self, length: ArrayLike) -> int | NDArray[np.int64]:
+    def pages(self, length: ArrayLike) -> NDArray[np.int64]:
         """Top-k pages at ``length`` tokens (any shape), without the sink and recent pages."""
         bins = self.page_end(length) // self.bin_tokens
-        pages = np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, len(self.top_k) - 1)]
-        return int(pages) if pages.ndim == 0 else pages
+        return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, len(self.top_k) - 1)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
         """Tokens up to the end of the page being written at ``length``: what decides the length's bin."""
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
-    @overload
-    def tokens_read(self, length: int) -> int: ...
-    @overload
-    def tokens_read(self, length: ArrayLike) -> NDArray[np.int64]: ...
-    def tokens_read(self, length: ArrayLike) -> int | NDArray[np.int64]:
+    def tokens_read(self, length: ArrayLike) -> NDArray[np.int64]:
         """Cached tokens a sparse layer reads at ``length``: its KV budget, or all of them where that is fewer."""
         kept = self.pages(length) + self.sink_pages + self.recent_pages
-        read = np.minimum(np.asarray(length, dtype=np.int64), kept * self.page_size)
-        return int(read) if read.ndim == 0 else read
+        return np.minimum(np.asarray(length, dtype=np.int64), kept * self.page_size)
 
     @property
     def is_dense(self) -> bool:
