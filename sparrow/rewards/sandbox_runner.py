@@ -307,7 +307,7 @@ class ProgramError(Exception):
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests, every function that only the program defines being a call to it."""
+    """Mode ``judge``: run the tests; a name that neither they nor their setup define is a call of the program's."""
 
     def remote(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -326,16 +326,9 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
     try:
         namespace = execute("tests", request["setup"])
         tree = ast.parse(request["test"])
-        names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-        bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(namespace) | set(dir(builtins))
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                bound.add(node.name)
-            elif isinstance(node, ast.arg):
-                bound.add(node.arg)
-            elif isinstance(node, ast.alias):
-                bound.add((node.asname or node.name).partition(".")[0])
-        wanted = {node.id for node in names} - bound | {request["entry_point"]} - {None}
+        # What the tests define themselves takes the place of a call once they have run so far.
+        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        wanted = names - set(namespace) - set(dir(builtins)) | {request["entry_point"]} - {None}
         namespace.update({name: remote(name) for name in wanted})
         exec(compile(tree, "tests.py", "exec", dont_inherit=True), namespace)
         if request["entry_point"] and "check" in namespace:
