@@ -197,15 +197,3 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
 """
     assert fresh(code) == []
-
-
-@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
-def test_help_loads_nothing_heavy(arguments):
-    command = [sys.executable, "-X", "importtime", "-m", "sparrow.cli", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "usage:" in done.stdout.lower() and "train" in done.stdout
-    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
-    assert "sparrow.errors" in imported
-    heavy = {"torch", "transformers", "triton", "vllm"}
-    assert not [name for name in imported if name.partition(".")[0] in heavy]

@@ -211,7 +211,8 @@ def test_a_damaged_line_is_refused(tmp_path):
     path = write_run(tmp_path, [step_row(1)])
     text = (path / "metrics.jsonl").read_text()
     for damage, message in (("{oops\n", "line 1 of .*metrics.jsonl is not valid JSON"), ("[1]\n", "holds a list"),
-                            ('{"loss": 1}\n', "line 1 of .* names no step")):  # fmt: skip
+                            ('{"loss": 1}\n', "line 1 of .* names no step"),
+                            ('{"step": 1}\n', "step 1 of .*metrics.jsonl lacks 'correction'")):  # fmt: skip
         (path / "metrics.jsonl").write_text(damage + text)
         with pytest.raises(ConfigError, match=message):
             RunLog.load(path)

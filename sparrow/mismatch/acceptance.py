@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+from sparrow.mismatch.tail import FloatArray, IntArray
 
 # How far a probability, or the mass of a list, may exceed 1 before it cannot be rounding: bfloat16 log-probs of a
 # broad distribution still sum to 1 within this.

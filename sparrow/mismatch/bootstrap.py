@@ -18,19 +18,18 @@ from math import ceil, isnan, isqrt, nan
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 from sparrow.mismatch.tail import (
     DEFAULT_BIN_TOKENS,
     BetaTail,
+    FloatArray,
+    IntArray,
     beta_tail_fit,
     check_acceptance,
     check_percentile,
     split_by_bin,
 )
-
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
 
 Statistic = Callable[[FloatArray, IntArray, FloatArray], FloatArray]
 """(values [T], sequence of each token as 0..B-1 [T], weights [R, B]) -> the statistic in each resample [R]."""

@@ -20,13 +20,14 @@ from numpy.typing import NDArray
 
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, Histogram
+from sparrow.mismatch.tail import FloatArray
 from sparrow.schedule import SparsitySchedule
 
-FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 Row = Mapping[str, Any]
 
 CONFIG, METRICS, ROLLOUTS = "config.json", "metrics.jsonl", "rollouts.jsonl"
+RECORDED = {"reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # of every step
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class RunLog:
         metrics = tuple(_rows(path / METRICS))
         if not metrics:
             raise ConfigError(f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1")
+        for row in metrics:
+            if missing := RECORDED - set(row):
+                raise ConfigError(f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line")
         start = SparsitySchedule.from_dict(config["schedule"])
         tables = (SparsitySchedule.from_dict({**config["schedule"], **row["schedule"]}) for row in metrics)
         # A table that did not move keeps the name it started with.
