@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -170,53 +170,45 @@ class Sandbox:
     """
 
     def __init__(self, request: Mapping[str, Any], limits: Limits, isolation: Literal["bwrap", "session"]) -> None:
-        self._folder: str | None = None
         self._status: int | None = None
         self._status_code: int | None = None
-        instructions = program_filter()
-        if isolation == "bwrap":
-            self._status, writer = os.pipe()
-            command = _bwrap_command(limits)
-            command[1:1] = ["--json-status-fd", str(writer)]
-            inherited: tuple[int, ...] = (writer,)
-        else:
-            self._folder = tempfile.mkdtemp(prefix="sparrow-")
-            command, inherited = [sys.executable, "-s", "-P", str(_RUNNER)], ()
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                cwd=self._folder or "/",
-                env=_ENVIRONMENT,
-                pass_fds=inherited,
-                start_new_session=True,
-            )
-        except BaseException:
-            self._tidy()
-            raise
-        finally:
-            for fd in inherited:
-                os.close(fd)
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._input, self._output, self._errors = (
-            pipe.fileno() for pipe in (self._process.stdin, self._process.stdout, self._process.stderr)
-        )
-        os.set_blocking(self._input, False)
-        try:
+        with ExitStack() as stack:
+            if isolation == "bwrap":
+                self._status, writer = os.pipe()
+                stack.callback(os.close, self._status)
+                command, folder, inherited = _bwrap_command(limits), "/", [writer]
+                command[1:1] = ["--json-status-fd", str(writer)]
+            else:
+                command, inherited = [sys.executable, "-s", "-P", str(_RUNNER)], []
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparrow-", ignore_cleanup_errors=True))
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    bufsize=0,
+                    cwd=folder,
+                    env=_ENVIRONMENT,
+                    pass_fds=inherited,
+                    start_new_session=True,
+                )
+            finally:
+                for fd in inherited:
+                    os.close(fd)
+            pipes = self._process.stdin, self._process.stdout, self._process.stderr
+            self._input, self._output, self._errors = (stack.enter_context(pipe).fileno() for pipe in pipes if pipe)
+            stack.callback(self._kill)
+            os.set_blocking(self._input, False)
             whole = {"cpu_s": math.ceil(limits.cpu_s), "program_s": math.ceil(limits.program_s)}
-            self.send({**request, "limits": {**asdict(limits), **whole}, "filter": instructions})
-            self.receive(time.monotonic() + _START_S)
-        except (SandboxTimeoutError, SandboxEndedError) as error:
-            self.close()
-            raise RewardError(
-                f"a sandbox did not start ({isolation}): {error}; try again with fewer workers"
-            ) from error
-        except BaseException:
-            self.close()
-            raise
+            try:
+                self.send({**request, "limits": {**asdict(limits), **whole}, "filter": program_filter()})
+                self.receive(time.monotonic() + _START_S)
+            except (SandboxTimeoutError, SandboxEndedError) as error:
+                raise RewardError(
+                    f"a sandbox did not start ({isolation}): {error}; try again with fewer workers"
+                ) from error
+            self._undo = stack.pop_all()
 
     def send(self, header: Mapping[str, Any], body: bytes = b"", deadline: float | None = None) -> None:
         """Hand a frame over.
@@ -311,21 +303,9 @@ class Sandbox:
         said = [json.loads(line) for line in lines]
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
-    def _tidy(self) -> None:
-        if self._status is not None:
-            os.close(self._status)
-            self._status = None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-
     def close(self) -> None:
         """End every process inside and remove its files."""
-        self._kill()
-        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
-        self._tidy()
+        self._undo.close()
 
     def __enter__(self) -> Sandbox:
         return self
