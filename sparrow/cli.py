@@ -264,7 +264,8 @@ def _read_config(path: Path) -> Train:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     except cattrs.BaseValidationError as error:
-        raise ConfigError(f"{path}: {'; '.join(cattrs.transform_error(error, path='config'))}") from error
+        wrong = cattrs.transform_error(error, path="config", format_exception=lambda cause, _: str(cause))
+        raise ConfigError(f"{path}: {'; '.join(wrong)}") from error
 
 
 def _structure_strings(value: Any, _: Any) -> tuple[str, ...]:

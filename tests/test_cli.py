@@ -94,7 +94,11 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     config.write_text("learning_rat = 1\n")
     assert "learning_rat" in fails(capsys, "train", "--config", str(config))
     config.write_text("dataset = 7\n")
-    assert "expected tuple @ config.dataset" in fails(capsys, "train", "--config", str(config))
+    assert "expected text or a list of texts, got 7 @ config.dataset" in fails(capsys, "train", "--config", str(config))
+    config.write_text("[correction]\ncap = -1\n[loss]\nnormalization = 'mean'\nclip_low = 'a'\n")
+    refused = fails(capsys, "train", "--config", str(config))
+    assert "cap is -1.0, but must be a positive finite number; change cap. @ config.correction" in refused
+    assert "mean not in literal" in refused and "could not convert string to float: 'a'" in refused
     config.write_text(
         f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
     )
