@@ -42,11 +42,8 @@ class _Worker:
         try:
             self._read(START_LIMIT_S)
         except WorkerLostError as error:
-            self.process.kill()
-            assert self.process.stderr is not None
-            last = self.process.stderr.read().decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
-            self.kill()
-            raise RewardError(f"the worker {script.name} did not start: {last[0]}; install what is missing") from error
+            said = self.kill().decode(errors="replace").strip().splitlines() or [str(error)]
+            raise RewardError(f"the worker {script.name} did not start: {said[-1]}; install what is missing") from error
 
     def _read(self, limit_s: float) -> Any:
         assert self.process.stdout is not None
@@ -72,12 +69,10 @@ class _Worker:
             raise WorkerLostError("the worker died") from error
         return self._read(limit_s)
 
-    def kill(self) -> None:
+    def kill(self) -> bytes:
+        """End it; returns what it wrote to standard error."""
         self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
-            assert pipe is not None
-            pipe.close()
+        return self.process.communicate()[1]
 
 
 class WorkerPool:
