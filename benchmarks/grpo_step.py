@@ -1,7 +1,8 @@
-"""One whole GRPO step at Qwen3-1.7B's shape on one GPU, stock dense rollouts against Sparrow's.
+"""One whole GRPO step at Qwen3-1.7B's shape, stock dense rollouts against Sparrow's, on one GPU and on several.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
+    accelerate launch --num_processes 2 [--use_fsdp --fsdp_version 2] benchmarks/grpo_step.py --variant sparse --out ...
 
 Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient checkpointing), and the new
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from rollout import SHAPES
 from rollout_trace import CUTOFF, responses
 from torch import Tensor
@@ -103,6 +105,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
     arguments = parser.parse_args()
+    state = PartialState()
     scale = arguments.scale
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     lengths = [max(1, n // scale) for n in responses(PROMPTS * SAMPLES)]
@@ -125,7 +128,7 @@ def main() -> None:
         else:
             llm = VLLMEngine(folder, schedule, **options).llm
         torch.manual_seed(0)
-        with torch.device("cuda"):
+        with state.device:
             model = Qwen3ForCausalLM(shape)
         config = TrainConfig(
             run_dir=f"{folder}/run",
@@ -141,7 +144,10 @@ def main() -> None:
 
         def listen(event: str, metrics: dict[str, Any]) -> None:
             if event == "step":
+                if not state.is_main_process:
+                    raise Done
                 found.update({key: metrics[key] for key in ("seconds", "response", "entropy")})
+                found["imbalance"] = metrics["imbalance"]
                 found["acceptance"] = metrics["mismatch"]["mean"]
                 found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                 print(found, flush=True)
@@ -149,8 +155,11 @@ def main() -> None:
                 raise Done  # before a checkpoint is written
 
         tokenizer = AutoTokenizer.from_pretrained(str(Path(sparrow.__file__).parent / "reasoner"))
+        dealt = lengths[state.process_index :: state.num_processes]
+        trainer = Trainer(config, model, tokenizer, Coin(), Engine(llm, dealt), schedule, listener=listen)
+        found["gpus"], found["sharded"] = trainer.ranks.count, trainer.ranks.is_sharded
         with suppress(Done):
-            Trainer(config, model, tokenizer, Coin(), Engine(llm, lengths), schedule, listener=listen).train()
+            trainer.train()
 
 
 if __name__ == "__main__":

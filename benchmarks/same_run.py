@@ -1,0 +1,172 @@
+"""The same GRPO run on one GPU and on two; and runs that lose a process or their server.
+
+    python benchmarks/same_run.py --out benchmarks/results/same_run.json
+
+``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, on two GPUs, all runs side by side.
+How far DDP and FSDP2 are from one GPU stands beside how far two runs on one GPU are from each other: *again* has vLLM
+take fewer responses at a time, so bfloat16 is rounded otherwise; *seed* has other problems and samples.
+
+*killed* is DDP whose second process is killed after three steps; one GPU goes on from its checkpoint. *server* samples
+in a ``vllm serve`` on the other GPU, which is killed after two steps. The server finds the plugin where Sparrow is
+installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import psutil
+from vllm_train import ENGINE, SPARSE, read, rounded
+
+import sparrow
+
+TWO = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+RUNS: dict[str, tuple[str, list[str], list[str]]] = {
+    "one": ("0", [], []),
+    "ddp": ("0,1", TWO, []),
+    "fsdp2": ("0,1", [*TWO, "--use_fsdp", "--fsdp_version", "2"], []),
+    "again": ("1", [], ["--engine", ENGINE.replace("max_num_seqs=256", "max_num_seqs=64")]),
+    "seed": ("1", [], ["--seed", "1"]),
+}
+"""Name: GPUs, launcher, more options."""
+TOLD = re.compile(r"sparrow:|--resume|Signal 9")
+PATIENCE_S = 300.0
+
+
+class Bench:
+    """Starts processes whose output goes to files of a folder.
+
+    Args:
+        options: of every ``sparrow train``.
+    """
+
+    def __init__(self, folder: Path, options: Sequence[str]) -> None:
+        self.folder, self.options = folder, list(options)
+        (folder / "schedule.json").write_text(json.dumps(SPARSE))
+
+    def start(self, name: str, gpus: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1"}
+        with open(self.folder / f"{name}.log", "ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+
+    def train(self, name: str, gpus: str, launcher: Sequence[str] = (), more: Sequence[str] = ()) -> Any:
+        port = ["--main_process_port", str(free_port())] if launcher else []
+        command = [
+            *(launcher or [sys.executable]), *port, "-m", "sparrow.cli", "train", "--run-dir", str(self.folder / name),
+            "--engine", ENGINE, "--save-every", "2", "--task", "trace:lines=24",
+            "--schedule", str(self.folder / "schedule.json"), "--tau", "0.9", "--rollout.prompts", "24",
+            "--rollout.samples", "8", "--rollout.max-new-tokens", "300", "--optimizer.learning-rate", "5e-4",
+            "--optimizer.precision", "bf16", "--optimizer.token-budget", "65536", "--loss.normalization", "dapo",
+            *self.options, *more,
+        ]  # fmt: skip
+        return self.start(name, gpus, command)
+
+    def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+        """What there is to say of a run that ends by itself."""
+        code = process.wait(2 * PATIENCE_S)
+        lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
+        told = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
+        return {"exit": code, "told": told[-6:], "steps": read(self.folder / name)}
+
+    def until_step(self, name: str, steps: int, process: subprocess.Popen[bytes]) -> None:
+        wait_for(lambda: process.poll() is not None or len(read(self.folder / name)) >= steps)
+
+    def plain(self, name: str) -> dict[str, Any]:
+        gpus, launcher, more = RUNS[name]
+        return self.ended(name, self.train(name, gpus, launcher, more))
+
+    def killed(self) -> dict[str, Any]:
+        launcher = self.train("killed", "0,1", TWO)
+        self.until_step("killed", 3, launcher)
+        children = psutil.Process(launcher.pid).children(recursive=True)
+        victim = next(p for p in children if p.environ().get("LOCAL_RANK") == "1")
+        began = time.monotonic()
+        victim.kill()
+        stopped = self.ended("killed", launcher) | {"seconds": time.monotonic() - began}
+        resumed = self.ended("killed", self.train("killed", "0", more=["--resume"]))
+        return {"stopped": stopped, "resumed": resumed}
+
+    def server(self) -> dict[str, Any]:
+        port = free_port()
+        engine = [
+            flag for option in re.split(r",(?=\w+=)", ENGINE.removeprefix("vllm:"))
+            for flag in ("--" + option.split("=", 1)[0].replace("_", "-"), option.split("=", 1)[1])
+        ]  # fmt: skip
+        command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *engine,
+            "--model", str(Path(sparrow.__file__).parent / "reasoner"), "--attention-backend", "CUSTOM",
+            "--additional-config", json.dumps({"sparrow": SPARSE}), "--logprobs-mode", "processed_logprobs",
+            "--max-logprobs", "-1", "--enable-sleep-mode",
+        ]  # fmt: skip
+        server = self.start("serve", "1", command)
+        try:
+            wait_for(lambda: server.poll() is not None or answers(f"http://localhost:{port}/health"))
+            process = self.train("server", "0", more=["--engine", f"http://localhost:{port}"])
+            self.until_step("server", 2, process)
+        finally:
+            began = time.monotonic()
+            os.killpg(server.pid, signal.SIGKILL)
+        return self.ended("server", process) | {"seconds": time.monotonic() - began}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return int(free.getsockname()[1])
+
+
+def answers(url: str) -> bool:
+    try:
+        return bool(urlopen(url, timeout=2).status == 200)
+    except (URLError, OSError):
+        return False
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--runs", nargs="+", choices=[*RUNS, "killed", "server"], default=[*RUNS, "killed", "server"])
+    parser.add_argument("--logs", type=Path, help="keep the ends of the runs' output in this folder")
+    parser.add_argument(
+        "options", nargs="*", default=["--steps", "10"], help="after --: other options of sparrow train"
+    )
+    arguments = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(arguments.runs)) as pool:
+        bench = Bench(Path(name), arguments.options)
+        futures = {}
+        for run in arguments.runs:
+            work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
+            futures[pool.submit(work)] = run
+            time.sleep(3)  # vLLM takes stock of free memory as it starts
+        for future in as_completed(futures):
+            error = future.exception()
+            found[futures[future]] = {"error": repr(error)} if error else future.result()
+            arguments.out.write_text(json.dumps(rounded(found), indent=1) + "\n")
+            for log in bench.folder.glob("*.log") if arguments.logs else ():
+                (arguments.logs / log.name).write_text(log.read_text(errors="replace")[-20000:])
+
+
+if __name__ == "__main__":
+    main()
