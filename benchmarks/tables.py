@@ -1,4 +1,5 @@
-"""Write the tables of docs/performance.md, docs/cost.md and docs/vllm.md from the JSON files in benchmarks/results.
+"""Write the tables of docs/performance.md, cost.md, vllm.md, scaling.md and integrations.md
+from the JSON files in benchmarks/results.
 
     python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
 
@@ -19,12 +20,13 @@ import fit_roofline
 import numpy as np
 from rollout_trace import PROMPT, responses, simulate, states
 
+from sparrow.cluster import Cluster, plan
 from sparrow.cost import MACHINES, Overheads, decode_step
 from sparrow.cost import SHAPES as SHAPES_OF
 from sparrow.schedule import SparsitySchedule
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "cost", "vllm")]
+PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "cost", "vllm", "scaling", "integrations")]
 RESULTS = ROOT / "benchmarks" / "results"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 PUBLISHED = {"qwen3-1.7b": (2561, 5662), "qwen3-4b": (1369, 3308), "qwen3-8b": (1300, 2682), "qwen3-14b": (1544, 2289)}
@@ -195,24 +197,27 @@ def training_flops(shape: str, lengths: Sequence[int]) -> float:
     return float(8 * model.weights * tokens.sum() + attention)
 
 
+PHASES = {
+    "rollout": "rollout, top-20 log-probs",
+    "score": "dense log-probs, acceptance",
+    "update": "update",
+    "sync": "vLLM awake again, with the new weights",
+}
+
+
 def grpo_step() -> str:
-    """The scaled step as measured, and one at full length: the trace's rollout, training by its FLOPs."""
-    found = load("grpo_step_stock")
+    """The scaled steps as measured, and one at full length: the trace's rollout, training by its FLOPs."""
+    found, ours = load("grpo_step_stock"), load("grpo_step_sparse")
     shape, run, full = found["shape"], found["seconds"], np.array(responses(found["responses"]))
     flops = training_flops(shape, PROMPT + full) / training_flops(shape, 64 + full // found["scale"])
-    stock, ours = (trace_seconds(trace, str(found["responses"]), "top 20") for trace in measured()[shape])
     train = {"score": run["score"] * flops, "update": run["update"] * flops, "sync": run["sync"]}
-    names = {
-        "score": "dense log-probs, acceptance",
-        "update": "update",
-        "sync": "vLLM awake again, with the new weights",
-    }
-    rows = [["rollout, top-20 log-probs", f"{run['rollout']:.1f}", f"{stock:.0f}", f"{ours:.0f}"]]
-    rows += [[names[key], f"{run[key]:.1f}", *[f"{train[key]:.{1 if key == 'sync' else 0}f}"] * 2] for key in names]
-    whole = [t + sum(train.values()) for t in (stock, ours)]
-    rows.append(["whole step", f"{sum(run.values()):.1f}", *(f"{w:,.0f}" for w in whole)])
-    rows.append(["speed-up", "", "", f"{whole[0] / whole[1]:.2f}x"])
-    return table(["seconds", "lengths / 8, stock, measured", "full length, stock", "full length, Sparrow"], rows)
+    traces = [trace_seconds(trace, str(found["responses"]), "top 20") for trace in measured()[shape]]
+    steps = [run, ours["seconds"], *({"rollout": seconds, **train} for seconds in traces)]
+    rows = [[name, *(f"{step[key]:,.1f}" for step in steps)] for key, name in PHASES.items()]
+    whole = [sum(step.values()) for step in steps]
+    rows.append(["whole step", *(f"{seconds:,.1f}" for seconds in whole)])
+    rows.append(["speed-up", "", f"{whole[0] / whole[1]:.2f}x", "", f"{whole[2] / whole[3]:.2f}x"])
+    return table(["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows)
 
 
 def training() -> str:
@@ -249,6 +254,59 @@ def ragged() -> str:
     return table(["trace", "steps", "mean error", "range"], cells)
 
 
+def same_run() -> str:
+    names = {
+        "one": "one GPU", "again": "one GPU, other batches", "seed": "one GPU, other seed",
+        "ddp": "two GPUs, DDP", "fsdp2": "two GPUs, FSDP2",
+    }  # fmt: skip
+    formats = {"reward": ".3f", "entropy": ".4f", "p5_mean": ".4f", "acceptance": ".5f", "kl": ".1e"}
+    runs = {run: found["steps"] for run, found in load("same_run").items() if run in names}
+    rows = []
+    for run, name in names.items():
+        cells = []
+        for key, form in formats.items():
+            values, one = (np.array([step[key] for step in runs[r]]) for r in (run, "one"))
+            off = "" if run == "one" else f" ({np.sqrt(((values - one) ** 2).mean()):.1e})"
+            cells.append(f"{values.mean():{form}}{off}")
+        rows.append([name, len(runs[run]), *cells])
+    return table(["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows)
+
+
+WAYS = {"": "one GPU", "_ddp": "two, DDP", "_fsdp2": "two, FSDP2"}
+"""Files of grpo_step.py's sparse steps, and how they were run."""
+
+
+def scaling() -> str:
+    """A whole sparse step on one GPU and on two, and the seconds of one over twice those of two."""
+    runs = [load(f"grpo_step_sparse{way}") for way in WAYS]
+    seconds = [{**run["seconds"], "step": sum(run["seconds"].values())} for run in runs]
+    rows = [
+        [name, *(f"{s[key]:.1f}" for s in seconds), *(f"{seconds[0][key] / 2 / s[key]:.0%}" for s in seconds[1:])]
+        for key, name in {**PHASES, "step": "whole step"}.items()
+    ]
+    for phase in ("rollout", "score"):
+        cells = [f"{run['imbalance'][phase]:.2f}" for run in runs]
+        rows.append([f"slowest process over the mean, {phase}", *cells, "", ""])
+    return table(["seconds", *WAYS.values(), "efficiency, DDP", "FSDP2"], rows)
+
+
+def planned() -> str:
+    """What ``sparrow.cluster`` says of the steps of ``scaling``."""
+    rows = []
+    for way, name in WAYS.items():
+        run = load(f"grpo_step_sparse{way}")
+        scale, schedule = run["scale"], SparsitySchedule.preset(run["shape"])
+        schedule = schedule.replace(top_k=tuple(run["schedule"]), bin_tokens=schedule.bin_tokens // scale)
+        lengths = [max(1, n // scale) for n in responses(run["responses"])]
+        cluster = Cluster(MACHINES["h200"], run["gpus"])
+        step = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, run["responses"], 65536).sparse
+        cells = []
+        for key in PHASES:
+            cells.append(f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}")
+        rows.append([name, *cells, f"{sum(run['seconds'].values()):.1f} / {step.seconds:.1f}"])
+    return table(["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode steps": decode_steps,
     "rollouts with top 20": lambda: rollouts("top 20"),
@@ -263,6 +321,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "roofline": roofline,
     "ragged": ragged,
+    "same run": same_run,
+    "scaling": scaling,
+    "planned": planned,
 }
 
 
