@@ -61,7 +61,7 @@ class Bench:
 
     def start(self, name: str, gpus: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "VLLM_SERVER_DEV_MODE": "1"}
-        with open(self.folder / f"{name}.log", "ab") as log:
+        with open(self.folder / f"{name}.log", "wb") as log:
             return subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
 
     def train(self, name: str, gpus: str, launcher: Sequence[str] = (), more: Sequence[str] = ()) -> Any:

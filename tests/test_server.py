@@ -36,6 +36,7 @@ class Pretender(BaseHTTPRequestHandler):
         if self.path != "/inference/v1/generate":
             self.answer({"success": True, "results": results.get(body.get("method"))})
         elif state["generate"] == "die":
+            state["wait"].wait(0.3 * (state["calls"].count(self.path) > 3))
             self.connection.close()
         elif state["generate"] == "refuse":
             self.answer("EngineDeadError", status=500)
@@ -64,6 +65,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
     threading.Thread(target=made.serve_forever, daemon=True).start()
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)
+    monkeypatch.setattr(server, "FAREWELL_S", 2.0)
     yield f"http://localhost:{made.server_port}", made.state
     made.state["wait"].set()
     made.shutdown()
@@ -84,7 +86,10 @@ def test_a_server_that_fails_is_one_sentence(pretender, generate, message):
     assert [r.response_ids.tolist() for r in client.generate([[1], [2]], SAMPLING)] == [[3], [3]]
     state["generate"] = generate
     with pytest.raises(EngineError, match=message):
-        client.generate([[1], [2]] * 200, SAMPLING)
+        client.generate([[1], [2]] * 4, SAMPLING)
+    if generate == "die":
+        ours = [thread for thread in threading.enumerate() if thread.name.endswith("(work)")]
+        assert not ours, "what still runs as Python ends can abort it"
 
 
 def test_a_slow_server_that_makes_progress_is_waited_for(pretender):

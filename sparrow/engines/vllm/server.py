@@ -31,6 +31,8 @@ ANSWER_S = 600.0
 """Longest wait for an answer to anything but a prompt."""
 CHECK_S, STALL_S = 15.0, 300.0
 """How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none."""
+FAREWELL_S = 5.0
+"""Longest wait, after an error, for requests under way to notice that the server is gone."""
 
 
 class VLLMServer(Client):
@@ -93,30 +95,36 @@ class VLLMServer(Client):
                 except BaseException as error:
                     answers.put((i, error))
 
-        for _ in range(min(CONNECTIONS, count)):
-            # A server that hangs must not keep this process from ending.
-            threading.Thread(target=work, daemon=True).start()
-        tokens, since = -1, time.monotonic()
-        for _ in range(count):
-            while True:
-                try:
-                    i, answer = answers.get(timeout=CHECK_S)
-                    break
-                except queue.Empty:
-                    now = self._generated()
-                    if now != tokens:
-                        tokens, since = now, time.monotonic()
-                    elif time.monotonic() - since > STALL_S:
-                        waiting.clear()
-                        raise EngineError(
-                            f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
-                            "again and go on with --resume"
-                        ) from None
-            if isinstance(answer, BaseException):
-                waiting.clear()
-                raise answer
+        # A server that hangs must not keep this process from ending.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(CONNECTIONS, count))]
+        for thread in threads:
+            thread.start()
+        try:
             tokens, since = -1, time.monotonic()
-            yield i, answer
+            for _ in range(count):
+                while True:
+                    try:
+                        i, answer = answers.get(timeout=CHECK_S)
+                        break
+                    except queue.Empty:
+                        now = self._generated()
+                        if now != tokens:
+                            tokens, since = now, time.monotonic()
+                        elif time.monotonic() - since > STALL_S:
+                            raise EngineError(
+                                f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
+                                "again and go on with --resume"
+                            ) from None
+                if isinstance(answer, BaseException):
+                    raise answer
+                tokens, since = -1, time.monotonic()
+                yield i, answer
+        finally:
+            # A thread at work while Python ends can abort the process.
+            waiting.clear()
+            deadline = time.monotonic() + FAREWELL_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
 
     def _generated(self) -> int:
         """Tokens the server has read and written since it was started; -1 if it does not say."""
