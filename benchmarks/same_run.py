@@ -145,14 +145,14 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="keeps what it has of runs not asked for")
     parser.add_argument("--runs", nargs="+", choices=[*RUNS, "killed", "server"], default=[*RUNS, "killed", "server"])
     parser.add_argument("--logs", type=Path, help="keep the ends of the runs' output in this folder")
     parser.add_argument(
         "options", nargs="*", default=["--steps", "10"], help="after --: other options of sparrow train"
     )
     arguments = parser.parse_args()
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(arguments.runs)) as pool:
         bench = Bench(Path(name), arguments.options)
         futures = {}

@@ -100,7 +100,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lines", type=int, default=24, help="length of the programs that are traced")
-    parser.add_argument("--prompts", type=int, default=16, help="prompts a step, with 8 responses each")
+    parser.add_argument("--prompts", type=int, default=8, help="prompts a step, with 8 responses each")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
