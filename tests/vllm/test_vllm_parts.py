@@ -30,6 +30,12 @@ def lengths(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
+def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | None = None) -> torch.Tensor:
+    top_k_B = made.begin_step(len(length_B), is_prefilling)
+    made.look_up(length_B)
+    return top_k_B
+
+
 @pytest.mark.parametrize(
     "version, name",
     [("0.24.0", "v024"), ("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("0.33.1", "v032")],
@@ -82,31 +88,32 @@ def test_workers_that_would_not_find_the_plugin_are_refused(monkeypatch):
 def test_page_counts_of_a_step():
     made = runtime()
     # A length of 64 fills four pages and is in the second bin already, as the published edges are.
-    assert made.begin_step(lengths(0, 48, 49, 63, 64, 400), None).tolist() == [2, 2, 4, 4, 4, 4]
+    assert step(made, lengths(0, 48, 49, 63, 64, 400)).tolist() == [ALL_PAGES, 2, 4, 4, 4, 4]
     # Rows in prefill read everything; padding rows may be missing from the flags.
-    assert made.begin_step(lengths(48, 17, 0), torch.tensor([False, True])).tolist() == [2, ALL_PAGES, 2]
+    assert step(made, lengths(48, 17, 0), torch.tensor([False, True])).tolist() == [2, ALL_PAGES, ALL_PAGES]
+    assert step(made, lengths(48, 17, 0)).tolist() == [2, 2, ALL_PAGES]
     made.set_schedule(SparsitySchedule(top_k=(7, 8, 9), bin_tokens=100, dense_layers=(0,)))
-    assert made.begin_step(lengths(96, 97, 400), None).tolist() == [7, 8, 9]
+    assert step(made, lengths(96, 97, 400)).tolist() == [7, 8, 9]
     made.set_schedule(SparsitySchedule.dense(dense_layers=(5,), page_size=8))  # reads everything, so no layout matters
-    assert made.begin_step(lengths(1), None).tolist() == [ALL_PAGES]
+    assert step(made, lengths(1)).tolist() == [ALL_PAGES]
     with pytest.raises(ConfigError, match=r"'page_size': 16.*'page_size': 8"):
         made.set_schedule(SCHEDULE.replace(page_size=8))
 
 
 def test_page_counts_stay_where_a_graph_captured_them():
     made = runtime()
-    first = made.begin_step(lengths(48, 64), None)
+    first = step(made, lengths(48, 64))
     made.set_schedule(SCHEDULE.replace(top_k=(1, 9)))
-    second = made.begin_step(lengths(64, 48), None)
+    second = step(made, lengths(64, 48))
     assert first.data_ptr() == second.data_ptr() and first.tolist() == [9, 1]
 
 
 def test_counters_by_hand():
     made = runtime(sparse=3, dense=1)
-    made.begin_step(lengths(100, 40, 0), None)  # 100: 4 + 3 pages of 7, dense; 40: 2 + 3 pages of 3, dense
-    made.begin_step(lengths(160, 33, 0), torch.tensor([False, True, False]))  # 160: 7 pages of 10
+    step(made, lengths(100, 40, 0))  # 100: 4 + 3 pages of 7, dense; 40: 2 + 3 pages of 3, dense
+    step(made, lengths(160, 33, 0), torch.tensor([False, True, False]))  # 160: 7 pages of 10
     made.set_schedule(SparsitySchedule.fixed(0, dense_layers=(0,)))
-    made.begin_step(lengths(160), None)  # 3 pages of 10
+    step(made, lengths(160))  # 3 pages of 10
     assert made.counters() == {
         "rows": 4,
         "tokens_held": 4 * (100 + 40 + 160 + 160),
@@ -118,7 +125,7 @@ def test_counters_by_hand():
     }
     assert not any(made.counters().values())
     made.set_schedule(SparsitySchedule.dense())
-    made.begin_step(lengths(160), None)
+    step(made, lengths(160))
     assert made.counters()["dense_rows_schedule"] == 1
 
 
@@ -127,8 +134,8 @@ def test_counters_by_hand():
 def test_counters_add_up_over_any_steps(steps, bin_pages):
     schedule = SCHEDULE.replace(bin_tokens=16 * bin_pages, top_k=(1, 2, 5))
     made = runtime(schedule, sparse=2, dense=2)
-    for step in steps:
-        made.begin_step(lengths(*step), None)
+    for each in steps:
+        step(made, lengths(*each))
     every = np.array([n for step in steps for n in step if n], dtype=np.int64)
     counts = made.counters()
     assert counts["rows"] == len(every)

@@ -38,7 +38,8 @@ class Step:
     Attributes:
         rows: sequences with one query token.
         lengths: int32 ``[B]``, cached tokens of these rows, 0 in the padding rows of a CUDA graph.
-        top_k: int32 ``[B]``, pages kept by score, ``ALL_PAGES`` for rows that are still in prefill.
+        top_k: int32 ``[B]``, pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by the
+            first attention layer.
         block_table: int32 ``[B, M]``.
         prefill: vLLM's own metadata of the remaining rows, None if there are none.
     """
@@ -51,7 +52,7 @@ class Step:
 
 
 class SparseBuilder(VLLMClass):
-    """Mixin over a vLLM metadata builder: splits a batch and looks up its page counts, once per step."""
+    """Mixin over a vLLM metadata builder: splits a batch, once per step."""
 
     is_prefilling: Tensor | None = None  # set by the adapter where vLLM itself does not pass it on
 
@@ -73,7 +74,6 @@ class SparseBuilder(VLLMClass):
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
         rows, prefills, tokens, prefill_tokens = split_decodes_and_prefills(common, decode_threshold=1)
-        length_B = common.seq_lens[:rows]
         prefill = None
         if prefills:
             # Without the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
@@ -81,8 +81,8 @@ class SparseBuilder(VLLMClass):
         is_prefilling = self.is_prefilling if common.is_prefilling is None else common.is_prefilling
         metadata.sparrow = Step(
             rows=rows,
-            lengths=length_B,
-            top_k=self.runtime.begin_step(length_B, is_prefilling),
+            lengths=common.seq_lens[:rows],
+            top_k=self.runtime.begin_step(rows, is_prefilling),
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
             prefill=prefill,
         )
@@ -111,6 +111,7 @@ class SparseImpl(VLLMClass):
     implementation: ClassVar[Implementation]
     runtime: Runtime | None = None
     is_sparse_layer = False
+    is_first_layer = False
 
     def __init__(
         self,
@@ -180,6 +181,9 @@ class SparseImpl(VLLMClass):
     ) -> Tensor:
         """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = getattr(attn_metadata, "sparrow", None)
+        if self.is_first_layer and step is not None:
+            assert self.runtime is not None
+            self.runtime.look_up(step.lengths)
         if step is None or not self.is_sparse_layer:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
@@ -228,6 +232,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
+        layer.impl.is_first_layer = True  # vLLM asks in the order of the model
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
     if layer.impl.runtime is None:

@@ -37,41 +37,52 @@ class Runtime:
         self.dense_layers: list[int] = []
         self.backend = ""
         self.workspace: Any = None
-        # The schedule at every length: a step looks its page counts up with one operation, and any bins fit.
+        # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._top_k_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # How often a row was decoded at each length. Everything that is counted follows from it and the
         # schedule, and a step pays for one addition on the device and no synchronisation.
         self._decoded = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
+        self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)  # 0 for rows in prefill
+        self._all_decode = True
         self._prefill_rows = 0
         self._counts = _no_counts()
         self._fill(schedule)
 
-    def begin_step(self, length_B: Tensor, is_prefilling: Tensor | None) -> Tensor:
-        """Page counts ``top_k_B`` (int32, in place) of the rows that have one query token in this step.
+    def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
+        """Where ``look_up`` will write the page counts ``top_k_B`` (int32) of the rows with one query token.
 
-        Rows still in prefill get all pages: a one-token chunk of a prompt replays the graphs of a decode
-        step, but its keys and values must be what dense prefill makes them.
+        Called on the host before the model runs, or a graph of it is replayed; a plain decode step costs nothing here.
+
+        Args:
+            rows: B, padding rows included.
+            is_prefilling: bool, on the host, possibly without the padding rows: rows that get all pages, since a
+                one-token chunk of a prompt replays the graphs of a decode step, but its keys and values must be what
+                dense prefill makes them.
+        """
+        flags = np.zeros(0, bool) if is_prefilling is None else is_prefilling.numpy()[:rows]
+        prefilling = int(np.count_nonzero(flags))
+        if prefilling:
+            decodes = torch.ones(len(self._decodes_B), dtype=torch.int32)
+            decodes[: len(flags)] -= torch.from_numpy(flags).int()
+            self._decodes_B.copy_(decodes, non_blocking=True)
+        elif not self._all_decode:
+            self._decodes_B.fill_(1)
+        self._all_decode = not prefilling
+        self._prefill_rows += prefilling
+        return self._top_k_B[:rows]
+
+    def look_up(self, length_B: Tensor) -> None:
+        """Write a step's page counts and count its rows; part of the model's graph, before its first attention layer.
 
         Args:
             length_B: int32, cached tokens of each row, the newest included.
-            is_prefilling: bool, on the host, possibly without the padding rows.
         """
         B = len(length_B)
-        top_k_B, count_B = self._top_k_B[:B], self._one_B[:B]
-        torch.index_select(self._top_k_at_length, 0, length_B, out=top_k_B)
-        prefilling = 0 if is_prefilling is None else int(is_prefilling[:B].sum())
-        if prefilling:
-            assert is_prefilling is not None
-            rows = torch.zeros(B, dtype=torch.bool)
-            rows[: len(is_prefilling)] = is_prefilling[:B]
-            rows = rows.to(length_B.device, non_blocking=True)
-            top_k_B.masked_fill_(rows, ALL_PAGES)
-            count_B = (~rows).long()
-            self._prefill_rows += prefilling
-        self._decoded.index_add_(0, length_B, count_B)
-        return top_k_B
+        place_B = length_B * self._decodes_B[:B]
+        torch.index_select(self._top_k_at_length, 0, place_B, out=self._top_k_B[:B])
+        self._decoded.index_add_(0, place_B, self._one_B[:B])
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
@@ -92,6 +103,7 @@ class Runtime:
     def _fill(self, schedule: SparsitySchedule) -> None:
         lengths = np.arange(len(self._top_k_at_length))
         self._top_k_at_length.copy_(torch.from_numpy(schedule.pages(lengths).astype(np.int32)))
+        self._top_k_at_length[0] = ALL_PAGES
         self.schedule = schedule
 
     def counters(self) -> dict[str, int]:
@@ -113,7 +125,7 @@ class Runtime:
         """Turn what was decoded under the present schedule into counts."""
         decoded = self._decoded.cpu().numpy().copy()
         self._decoded.zero_()
-        decoded[0] = 0  # padding rows
+        decoded[0] = 0  # padding rows, and rows in prefill
         length = np.flatnonzero(decoded)
         rows = decoded[length]
         schedule, sparse, dense = self.schedule, len(self.sparse_layers), len(self.dense_layers)
