@@ -18,6 +18,7 @@ HIGHEST = tl.constexpr(2**31 - 1)
 # Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an outlier
 # that stretches the range, ties) is finished on their bit patterns, in at most 21 further steps.
 FLOAT_STEPS = tl.constexpr(12)
+SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
 
 
 @triton.jit
@@ -281,14 +282,14 @@ def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, 
     tl.store(mark + d, mean.to(mark.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def rank_kernel(
-    q, k_cache, landmarks, table, length, top_k, rows, counters,
+    q, k_cache, landmarks, table, length, top_k, rows, counters, splits,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
-    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Several programs score the pages of an item; the last to finish selects."""
     if PDL:
@@ -302,7 +303,7 @@ def rank_kernel(
     q_D = _mean_query(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
     pages, ranked, budget, _ = _plan(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
-    used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), SPLITS)
+    used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), splits)
     table += b * stride_table
     row = rows + item.to(tl.int64) * stride_rows
     landmarks += head * stride_mark_head
@@ -329,23 +330,27 @@ def _find_part(
 ):  # fmt: skip
     """The row, head and part that program ``work`` attends to, the row's number of parts, and its first slot.
 
-    A row has a part more for each whole share in it, ``target`` parts more in all. A fused launch cuts only rows that
-    keep everything, which need no list, and leaves those not much longer than the mean whole. The first programs take
+    Parts are as small as ``target`` parts beyond the first of each row allow. A fused launch cuts only rows that keep
+    everything, which need no list, and leaves those not much longer than the mean whole. The first programs take
     the first part of each item, the next the further parts; what is left gets row ``count``.
     """
     r = tl.arange(0, ROWS)
     inside = r < count
     length_R = tl.load(length + r, mask=inside, other=0)
     _pages, ranked_R, budget_R, tokens_R = _plan(length_R, tl.load(top_k + r, mask=inside, other=0), P, SINK, RECENT)
-    share = MIN_PART
+    smallest = MIN_PART
     if FUSED:
-        share = tl.maximum(share, tl.sum(tokens_R) // count * 3 // 2)
+        smallest = tl.maximum(smallest, tl.sum(tokens_R) // count * 3 // 2)
         tokens_R = tl.where(budget_R < ranked_R, 0, tokens_R)
-    even = tl.sum(tokens_R) // target
-    more_R = tokens_R // tl.maximum(share, even - even // 32)  # less than even, or rows of almost one length get none
-    end_R = tl.minimum(tl.cumsum(more_R), target)
-    before_R = tl.minimum(tl.cumsum(more_R) - more_R, target)
-    more_R = end_R - before_R
+    total = tl.sum(tokens_R)
+    low = tl.maximum(smallest, total // (count + target))
+    high = tl.maximum(low, total // target + 1)  # needs at most ``target`` parts, whatever the lengths
+    size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
+    further_R = tl.maximum(tokens_R - 1, 0)
+    needed_S = tl.sum(further_R[:, None] // size_S[None, :], 0)
+    more_R = further_R // tl.min(tl.where(needed_S <= target, size_S, high))
+    end_R = tl.cumsum(more_R)
+    before_R = end_R - more_R
     b = work // K
     part = 0
     if b >= count:

@@ -141,8 +141,8 @@ class DecodeStep:
         w, c = self.workspace, self.config
         kernels.rank_kernel[(self.items, c.rank_splits)](
             self.q, self.caches[0], self.landmarks, self.table, *self.rows_B, w.rows, w.counters[0],
-            *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3], self.table.stride(0),
-            w.rows.stride(0), **self.shape, SPLITS=c.rank_splits, PDL=self.overlap, launch_pdl=self.overlap,
+            c.rank_splits, *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3], self.table.stride(0),
+            w.rows.stride(0), **self.shape, PDL=self.overlap, launch_pdl=self.overlap,
             num_warps=c.rank_warps,
         )  # fmt: skip
 
