@@ -31,11 +31,12 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import PageLayout
 from sparrow.attention.triton import DecodeWorkspace, LaunchConfig, update_landmarks
 from sparrow.attention.triton.launch import DecodeStep
-from sparrow.schedule import ALL_PAGES
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 K, LAYERS, TOKENS, MAX_TOKENS = 8, 3, 960_512, 40_960
 CASES = [
@@ -55,6 +56,8 @@ CASES = [
 ]
 # Batches that keep every page, against FlashAttention.
 DENSE = [(64, 15_000), (32, 30_000), (8, 30_000), (64, 4_096), (64, 1_024), (128, 300), (8, 1_024), (1, 1_024)]
+# Shape and query heads per kv head: batches of the rollout trace, whose rows differ in length, with its 0.86 table.
+RAGGED = [("qwen3-1.7b", 2), ("qwen3-4b", 4)]
 # Head dim, dtype of the cache, page size; the rest of the benchmark has the first. Same kept tokens everywhere.
 SHAPES = [
     (128, torch.bfloat16, 16), (64, torch.bfloat16, 16), (256, torch.bfloat16, 16), (80, torch.bfloat16, 16),
@@ -124,6 +127,7 @@ class Case:
         parts = B * K + 1024  # room for any configuration
         self.workspace.partial = torch.empty(parts, G, D, device="cuda")
         self.workspace.stats = torch.empty(parts, 2, G, device="cuda")
+        self.workspace.plan = torch.empty(parts // K, 4, dtype=torch.int32, device="cuda")
 
     def bytes(self, top_k: torch.Tensor) -> int:
         """What a layer reads: landmarks of the rows that leave pages out, keys and values of the pages kept."""
@@ -135,11 +139,13 @@ class Case:
         return int((scored + 2 * tokens).sum()) * K * self.pool.D * self.pool.k[0].element_size()
 
     def step(self, config: LaunchConfig | None, layer: int, top_k: torch.Tensor | None = None) -> DecodeStep:
-        return DecodeStep(
+        step = DecodeStep(
             self.q, self.pool.k[layer], self.pool.v[layer], self.pool.marks[layer], self.table, self.length,
             self.top_k if top_k is None else top_k, self.pool.layout, self.pool.D**-0.5, 1.0, 1.0,
             self.out, self.workspace, config,
         )  # fmt: skip
+        step.plan()  # once per step of a model, not per layer
+        return step
 
     def time(self, config: LaunchConfig | None, what: str, top_k: torch.Tensor | None = None) -> dict[str, float]:
         """Time per layer of ``what``: ``rank``, ``attend`` or the whole ``step``."""
@@ -202,6 +208,24 @@ def machine() -> dict[str, str]:
     )  # fmt: skip
 
 
+def ragged(pool: Pool, limit: float, config: LaunchConfig | None = None) -> list[dict[str, Any]]:
+    rows = []
+    for shape, G in RAGGED:
+        for step, lengths in states(simulate([PROMPT] * 240, responses(240), SLOTS[shape]), 12):
+            case = Case(pool, len(lengths), int(lengths.max()), G, 0)
+            case.length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+            case.top_k = torch.tensor(SparsitySchedule.preset(shape).pages(lengths), dtype=torch.int32, device="cuda")
+            row = dict(shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum()), **case.time(config, "step"))
+            row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
+            rows.append(row)
+            print(
+                f"{shape} {len(lengths)} rows of {int(lengths.sum())} tokens: {row['us']:.1f} us, "
+                f"{row['limit_us'] / row['us']:.0%} of limit",
+                flush=True,
+            )
+    return rows
+
+
 def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
     limit, pool, rows = read_limit(), Pool(TOKENS, LAYERS), []
     print(f"{machine()}\nread limit {limit / 1e12:.2f} TB/s")
@@ -243,6 +267,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         dense_rows.append(row)
         flash = f"{row['flash']['us']:.1f} us" if row["flash"] else "not installed"
         print(f"all of {B} x {L}: {row['ours']['us']:.1f} us, limit {row['limit_us']:.1f}, FlashAttention {flash}")
+    batches = ragged(pool, limit)
     landmarks, P, blocks = {}, pool.layout.page_size, pool.k[0].shape[0]
     for name, slots in {
         "64 pages completed": torch.randperm(blocks, device="cuda")[:64] * P + P - 1,
@@ -269,7 +294,10 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
             flush=True,
         )
         del case
-    return dict(machine=machine(), read_limit=limit, cases=rows, dense=dense_rows, landmarks=landmarks, shapes=shapes)
+    return dict(
+        machine=machine(), read_limit=limit, cases=rows, dense=dense_rows, ragged=batches, landmarks=landmarks,
+        shapes=shapes,
+    )  # fmt: skip
 
 
 # Tokens in a tile, warps, stages, programs that are to fit side by side.

@@ -27,9 +27,6 @@ if INTERPRETED:
 else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-import triton  # noqa: E402
-import triton.language as tl  # noqa: E402
-
 from sparrow.attention import PageLayout, paged_decode, reference, update_landmarks  # noqa: E402
 from sparrow.attention import triton as sparrow_triton  # noqa: E402
 from sparrow.attention.pages import select_pages  # noqa: E402
@@ -143,6 +140,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     # Room for any configuration a test asks for.
     workspace.partial = torch.empty(B * K + 500, H // K, D, device=DEVICE)
     workspace.stats = torch.empty(B * K + 500, 2, H // K, device=DEVICE)
+    workspace.plan = torch.empty(B + 500, 4, dtype=torch.int32, device=DEVICE)
     for buffer in (workspace.rows, workspace.partial, workspace.stats):
         buffer.fill_(float("nan"))
     return workspace
@@ -303,38 +301,34 @@ def test_a_full_budget_is_the_dense_result_bit_for_bit():
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_shared_out(config, top_k):
-    """A dense row far longer than the mean, and more work than the programs of a launch."""
+    """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
     case = make_case([700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2)
     check(case, replace(config, part_tokens=32))
     check(case, replace(config, part_tokens=32, shares=4))
-
-
-@triton.jit
-def parts_kernel(length, top_k, found, count, target, FUSED: tl.constexpr):
-    part = kernels._find_part(tl.program_id(0), length, top_k, count, target, 2, 16, 1, 2, 64, 16, FUSED)
-    for i in tl.static_range(4):
-        tl.store(found + tl.program_id(0) * 4 + i, part[i])
+    case = make_case([700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5)
+    check(case, replace(config, part_tokens=32))
 
 
 @pytest.mark.parametrize("target", [5, 6, 20])
 @pytest.mark.parametrize(
     "lengths", [[900] * 5, [900, 880, 860, 840, 820], [3000, 700, 2000, 60, 1200], [5000, 1, 0, 16, 17]]
 )
-def test_parts_cover_every_item_and_are_nearly_as_small_as_can_be(lengths, target):
-    K, tokens = 2, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target):
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
-    found = torch.empty(K * (len(lengths) + target), 4, dtype=torch.int32, device=DEVICE)
-    parts_kernel[(len(found),)](tokens, everything, found, len(lengths), target, False)
-    rows, slots, largest = found.tolist(), set(), 0.0
-    for item in range(K * len(lengths)):
-        parts = [(part, of, slot) for w, (b, part, of, slot) in enumerate(rows) if b * K + w % K == item]
-        assert sorted(part for part, _, _ in parts) == list(range(parts[0][1]))
+    plan = torch.full((len(lengths) + target, 4), -1, dtype=torch.int32, device=DEVICE)
+    kernels.plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 16, 1, 2, 64, 16, False)
+    entries, slots, largest = [entry for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
+    first = [lengths[b] for b, part, _, _ in entries if part == 0]
+    assert first == sorted(lengths, reverse=True)
+    assert all(part > 0 for _, part, _, _ in entries[len(lengths) :])
+    for row, length in enumerate(lengths):
+        parts = [entry[1:] for entry in entries if entry[0] == row]
         of, slot = parts[0][1:]
-        assert all(part[1:] == (of, slot) for part in parts)
-        slots |= {slot + i * K for i in range(of)}
-        largest = max(largest, lengths[item // K] / of)
-    working = [b < len(lengths) for b, *_ in rows]
-    assert len(slots) == sum(working)  # nobody writes to another's slot
+        assert parts == [[part, of, slot] for part in range(of)]
+        slots |= set(range(slot, slot + of))
+        largest = max(largest, length / of)
+    assert slots == set(range(len(entries)))  # nobody writes to another's slot
     best = next(s for s in range(64, 10_000) if sum(max(n - 1, 0) // s for n in lengths) <= target)
     assert largest <= 1.1 * best
 

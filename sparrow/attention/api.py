@@ -68,6 +68,7 @@ def paged_decode(
     v_scale: float = 1.0,
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
+    planned: bool = False,
 ) -> Tensor:
     """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
@@ -92,6 +93,8 @@ def paged_decode(
         k_scale, v_scale: what a stored key, landmark or value is to be multiplied by.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for ``triton``, shared by all layers.
+        planned: the workspace's last call had the same lengths and budgets, as in a layer before this one: ``triton``
+            divides the work as it did then.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -112,7 +115,7 @@ def paged_decode(
         raise ValueError("implementation='triton' needs a workspace; make one DecodeWorkspace for all layers")
     from sparrow.attention import triton
 
-    return triton.paged_decode(q_BHD, *caches, *rows, layout, scale, k_scale, v_scale, out, workspace)
+    return triton.paged_decode(q_BHD, *caches, *rows, layout, scale, k_scale, v_scale, out, workspace, planned=planned)
 
 
 def update_landmarks(

@@ -322,78 +322,85 @@ def rank_kernel(
         )  # fmt: skip
 
 
-@triton.jit
-def _find_part(
-    work, length, top_k, count, target,
-    K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr,
-    ROWS: tl.constexpr, FUSED: tl.constexpr,
+@triton.jit(do_not_specialize=["count", "target"])
+def plan_kernel(
+    length, top_k, plan, count, target,
+    P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
 ):  # fmt: skip
-    """The row, head and part that program ``work`` attends to, the row's number of parts, and its first slot.
+    """Divides a batch among the programs of ``attend_kernel``: each entry of ``plan`` is a row, a part of it, the row's
+    number of parts and the first of their slots; K programs share an entry.
 
-    Parts are as small as ``target`` parts beyond the first of each row allow. A fused launch cuts only rows that keep
-    everything, which need no list, and leaves those not much longer than the mean whole. The first programs take
-    the first part of each item, the next the further parts; what is left gets row ``count``.
+    A row has one part or more, ``target`` more in all, as small as that allows; a fused launch leaves rows not much
+    longer than the mean whole. First come the first parts, longest rows first, then the further parts; what is
+    left gets row ``count``.
     """
     r = tl.arange(0, ROWS)
-    inside = r < count
-    length_R = tl.load(length + r, mask=inside, other=0)
-    _pages, ranked_R, budget_R, tokens_R = _plan(length_R, tl.load(top_k + r, mask=inside, other=0), P, SINK, RECENT)
+    tokens_R = _kept_tokens(length, top_k, r, count, P, SINK, RECENT)
+    total = tl.sum(tokens_R)
     smallest = MIN_PART
     if FUSED:
-        smallest = tl.maximum(smallest, tl.sum(tokens_R) // count * 3 // 2)
-        tokens_R = tl.where(budget_R < ranked_R, 0, tokens_R)
-    total = tl.sum(tokens_R)
+        smallest = tl.maximum(smallest, total // count * 3 // 2)
     low = tl.maximum(smallest, total // (count + target))
     high = tl.maximum(low, total // target + 1)  # needs at most ``target`` parts, whatever the lengths
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     further_R = tl.maximum(tokens_R - 1, 0)
     needed_S = tl.sum(further_R[:, None] // size_S[None, :], 0)
     more_R = further_R // tl.min(tl.where(needed_S <= target, size_S, high))
-    end_R = tl.cumsum(more_R)
-    before_R = end_R - more_R
-    b = work // K
-    part = 0
-    if b >= count:
-        part = 1 + b - count
-        b = tl.where(part > tl.max(end_R), count, tl.sum(((before_R < part) & inside).to(tl.int32)) - 1)
-        part -= tl.sum(tl.where(r == b, before_R, 0))
-    parts = 1 + tl.sum(tl.where(r == b, more_R, 0))
-    slot = b + tl.sum(tl.where(r == b, before_R, 0))
-    return b, part, parts, slot * K + work % K
+    used = tl.sum(more_R)
+    before_R = tl.cumsum(more_R) - more_R
+    place_R = tl.zeros((ROWS,), tl.int32)
+    for first in range(0, count, SIZES):
+        other_S = first + tl.arange(0, SIZES)
+        tokens_S = _kept_tokens(length, top_k, other_S, count, P, SINK, RECENT)
+        earlier = (tokens_S[None, :] == tokens_R[:, None]) & (other_S[None, :] < r[:, None])
+        place_R += tl.sum(((tokens_S[None, :] > tokens_R[:, None]) | earlier).to(tl.int32), 1)
+    for part in range(tl.max(more_R) + 1):
+        entry_R = plan + tl.where(part == 0, place_R, count + before_R + part - 1) * 4
+        mine = (r < count) & (part <= more_R)
+        tl.store(entry_R, r, mask=mine)
+        tl.store(entry_R + 1, part, mask=mine)
+        tl.store(entry_R + 2, more_R + 1, mask=mine)
+        tl.store(entry_R + 3, r + before_R, mask=mine)
+    for first in range(used, target, ROWS):
+        tl.store(plan + (count + first + r) * 4, count, mask=first + r < target)
 
 
-@triton.jit(do_not_specialize=["count", "target"])
+@triton.jit
+def _kept_tokens(length, top_k, r, count, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+    length_R = tl.load(length + r, mask=r < count, other=0)
+    _pages, _ranked, _budget, tokens_R = _plan(
+        length_R, tl.load(top_k + r, mask=r < count, other=0), P, SINK, RECENT
+    )  # fmt: skip
+    return tokens_R
+
+
+@triton.jit(do_not_specialize=["count"])
 def attend_kernel(
-    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows, partial, stats, counters, count, target,
+    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows, partial, stats, ready, counters, plan, count,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_out_row, stride_out_head, stride_rows,
     scale_log2, v_scale,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
-    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, TILE: tl.constexpr, MIN_PART: tl.constexpr,
-    ROWS: tl.constexpr, FUSED: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
+    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, TILE: tl.constexpr, FUSED: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program attends to one part of an item's kept tokens; ``FUSED``, it ranks the item's pages before.
+    """Each program attends to one part of an item's kept tokens; ``FUSED``, the first part's ranks the item's pages
+    before, and the others wait for its list.
 
+    They do not wait forever: first parts wait for nobody, start first, and those that wait leave places free.
     Whoever finishes an item's last part adds its parts in order: the result does not depend on timing.
     """
     if PDL and FUSED:
         tl.extra.cuda.gdc_wait()
     work = tl.program_id(0)
-    b = work // K
-    part = 0
-    parts = 1
-    slot = work
-    whole = b < 0
+    entry = plan + work // K * 4
+    b = tl.load(entry)
     if b < count:
-        pages, ranked, budget, tokens = _plan(tl.load(length + b), tl.load(top_k + b), P, SINK, RECENT)
-        # A list that this program makes itself, or too little to share.
-        whole = (FUSED & (budget < ranked)) | (tokens < MIN_PART)
-    if not whole:
-        b, part, parts, slot = _find_part(
-            work, length, top_k, count, target, K, P, SINK, RECENT, MIN_PART, ROWS, FUSED
-        )  # fmt: skip
-    if b < count:
+        part = tl.load(entry + 1)
+        parts = tl.load(entry + 2)
+        slot = tl.load(entry + 3) * K + work % K
         at = b.to(tl.int64)
         head = (work % K).to(tl.int64)
         item = at * K + head
@@ -409,14 +416,21 @@ def attend_kernel(
         if PDL and not FUSED:
             tl.extra.cuda.gdc_wait()
         if listed & FUSED:
-            if budget > 0:
-                _score(
-                    _mean_query(q, stride_q_head, G, D, DP), landmarks, table, row, SINK, SINK + ranked,
-                    stride_mark_block, stride_mark_page, D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
-                )  # fmt: skip
+            if part == 0:
+                if budget > 0:
+                    _score(
+                        _mean_query(q, stride_q_head, G, D, DP), landmarks, table, row, SINK, SINK + ranked,
+                        stride_mark_block, stride_mark_page, D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
+                    )  # fmt: skip
+                    tl.debug_barrier()
+                _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
                 tl.debug_barrier()
-            _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
-            tl.debug_barrier()
+                if parts > 1:
+                    tl.atomic_xchg(ready + item, 1, sem="release", scope="gpu")
+            else:
+                while tl.atomic_add(ready + item, 0, sem="acquire", scope="gpu") == 0:
+                    pass
+                tl.debug_barrier()
         size = ((tokens + parts - 1) // parts + P - 1) // P * P
         begin = part * size
         acc, total, maximum = _attend(
@@ -437,6 +451,8 @@ def attend_kernel(
             tl.store(stats + mine * 2 * G + g, maximum, mask=g < G)
             tl.store(stats + mine * 2 * G + G + g, total, mask=g < G)
             if _arrives_last(counters + item, parts):
+                if FUSED:
+                    tl.store(ready + item, 0)
                 maximum = tl.full((GP,), -1e30, tl.float32)
                 total = tl.zeros((GP,), tl.float32)
                 acc = tl.zeros((GP, DP), tl.float32)

@@ -56,13 +56,14 @@ class DecodeWorkspace:
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
+        self.plan = torch.empty(parts // kv_heads, 4, dtype=torch.int32, device=device)
         # Programs that have arrived at an item, for ranking and for attention; every launch leaves zeros.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
     def nbytes(self) -> int:
         """Device memory held, in bytes."""
-        return sum(x.nbytes for x in (self.rows, self.partial, self.stats, self.counters))
+        return sum(x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters))
 
 
 def paged_decode(
@@ -80,16 +81,20 @@ def paged_decode(
     out_BHD: Tensor,
     workspace: DecodeWorkspace,
     config: LaunchConfig | None = None,
+    planned: bool = False,
 ) -> Tensor:
     """One sparse decode step over a paged cache; see ``sparrow.attention.paged_decode``.
 
     Args:
         config: tiles to use in place of the table's; for benchmarks.
+        planned: the call before had the same lengths, budgets and config: divide the work as it did.
     """
     step = DecodeStep(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
         out_BHD, workspace, config,
     )  # fmt: skip
+    if not planned:
+        step.plan()
     if not step.config.fused:
         step.rank()
     step.attend()
@@ -136,8 +141,17 @@ class DecodeStep:
             SCORE_TILE=self.config.score_pages, SCORE_STAGES=self.config.score_stages + 1,
         )  # fmt: skip
 
+    def plan(self) -> None:
+        """Divides the batch among the programs that attend; good for every layer with these lengths and budgets."""
+        w, c, shape, count = self.workspace, self.config, self.shape, len(self.table)
+        kernels.plan_kernel[(1,)](
+            *self.rows_B, w.plan, count, c.shares // shape["K"],
+            **{name: shape[name] for name in ("P", "SINK", "RECENT")}, MIN_PART=c.part_tokens,
+            ROWS=max(128, triton.next_power_of_2(count)), FUSED=c.fused, num_warps=4,
+        )  # fmt: skip
+
     def rank(self) -> None:
-        """The first of two launches: fills the workspace's lists of kept pages."""
+        """Before the attention, unless it is fused: fills the workspace's lists of kept pages."""
         w, c = self.workspace, self.config
         kernels.rank_kernel[(self.items, c.rank_splits)](
             self.q, self.caches[0], self.landmarks, self.table, *self.rows_B, w.rows, w.counters[0],
@@ -147,15 +161,14 @@ class DecodeStep:
         )  # fmt: skip
 
     def attend(self) -> None:
-        """The second of two launches, or the only one."""
+        """Attention over the kept pages, which a fused launch ranks itself."""
         w, c = self.workspace, self.config
-        K, count = self.shape["K"], len(self.table)
         kernels.attend_kernel[(self.items + c.shares,)](
             self.q, *self.caches, self.landmarks, self.table, *self.rows_B, self.out, w.rows, w.partial, w.stats,
-            w.counters[1], count, c.shares // K, *self.q.stride()[:2], *self.kv_strides,
+            *w.counters, w.plan, len(self.table), *self.q.stride()[:2], *self.kv_strides,
             *self.landmarks.stride()[:3], self.table.stride(0), *self.out.stride()[:2], w.rows.stride(0), *self.scales,
-            **self.shape, TILE=c.attend_tokens, MIN_PART=c.part_tokens, ROWS=max(128, triton.next_power_of_2(count)),
-            FUSED=c.fused, FP8=self.caches[0].dtype == torch.float8_e4m3fn, PDL=self.overlap, launch_pdl=self.overlap,
+            **self.shape, TILE=c.attend_tokens, FUSED=c.fused, FP8=self.caches[0].dtype == torch.float8_e4m3fn,
+            PDL=self.overlap, launch_pdl=self.overlap,
             num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
             maxnreg=c.registers,
         )  # fmt: skip

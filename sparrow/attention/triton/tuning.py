@@ -100,14 +100,15 @@ def _row(filled: float) -> _Row:
 
 
 def share_count(items: int, kv_heads: int, limits: DeviceLimits) -> int:
-    """Programs for further parts: as many as the items leave room for, two per multiprocessor where they leave none.
+    """Programs for further parts: as many as the items leave room for, up to two per multiprocessor where they leave
+    none, but never so many that they fill the device: they may wait for others to start.
 
     A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
     """
     row = _row(items / limits.multiprocessors)
     room = row.resident * limits.multiprocessors - items
     if room < kv_heads:
-        room = 2 * limits.multiprocessors
+        room = min(2, row.resident) * limits.multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
 
 

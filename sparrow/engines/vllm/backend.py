@@ -111,7 +111,8 @@ class SparseImpl(VLLMClass):
     implementation: ClassVar[Implementation]
     runtime: Runtime | None = None
     is_sparse_layer = False
-    is_first_layer = False
+    begins_step = False
+    begins_decode = False
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class SparseImpl(VLLMClass):
     ) -> Tensor:
         """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = getattr(attn_metadata, "sparrow", None)
-        if self.is_first_layer and step is not None:
+        if self.begins_step and step is not None:
             assert self.runtime is not None
             self.runtime.look_up(step.lengths)
         if step is None or not self.is_sparse_layer:
@@ -200,7 +201,7 @@ class SparseImpl(VLLMClass):
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, step.top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.implementation,
-                workspace=self.runtime.workspace,
+                workspace=self.runtime.workspace, planned=not self.begins_decode,
             )  # fmt: skip
         return output
 
@@ -232,12 +233,13 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
-        layer.impl.is_first_layer = True  # vLLM asks in the order of the model
+        layer.impl.begins_step = True  # vLLM asks in the order of the model
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(index)
+        layer.impl.begins_decode = runtime.sparse_layers == [index]
     marks = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     return replace(spec, page_size_padded=spec.page_size_bytes + marks)
 
