@@ -1,7 +1,7 @@
 """Launch configurations: they fit the device, cover every batch, and depend on shapes alone. Nothing is launched."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +52,15 @@ def test_small_batches_are_split_and_large_ones_fused(items, fused, splits, shar
     assert (config.fused, config.rank_splits, config.shares) == (fused, splits, shares)
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
+def test_the_batches_vllm_captures_compile_what_any_batch_needs(kv_heads):
+    def compiled(rows):  # of a configuration, what a kernel is compiled for
+        return replace(choose(rows * kv_heads, kv_heads, 256, H200), shares=0, rank_splits=0)
+
+    captured = {compiled(rows) for rows in (1, 2, 4, *range(8, 257, 8))}
+    assert captured == {compiled(rows) for rows in range(1, 257)}
+
+
 @pytest.mark.parametrize("items, stages", [(400, 1), (512, 1), (768, 2), (1024, 1), (1056, 1), (1188, 2)])
 def test_the_fuller_last_wave_decides_the_tile(items, stages):
     # 512 items fill 4 x 132 places to 97 % and two rounds of 3 x 132 to 65 %; 768 fill them to 73 % and 97 %.
@@ -71,7 +80,7 @@ def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads)
         assert batch * kv_heads + share_count(batch * kv_heads, kv_heads, H200) <= workspace.partial.shape[0]
     assert workspace.rows.shape == (max_batch * kv_heads, 112)
     assert not workspace.counters.any()
-    parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4
+    parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4 + workspace.partial.shape[0] // kv_heads * 4 * 4
     assert workspace.nbytes == max_batch * kv_heads * (112 + 2) * 4 + parts
 
 

@@ -474,7 +474,7 @@ def attend_kernel(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def landmark_kernel(
     k_cache, landmarks, slots, count,
     stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
