@@ -68,8 +68,9 @@ def arms() -> dict[str, Arm]:
     """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
     found = {"dense": Arm()}
     found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
-    found |= {f"auto{n}": Arm(f"auto:{n}") for n in (86, 92, 95)}
-    found["auto92-fault"] = Arm("auto:92", actor="halved:25")
+    for n in (86, 92, 95, 97, 98):
+        found[f"auto{n}"] = Arm(f"auto:{n}")
+        found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
     for s in ("dense", "p80", "p86", "p89", "p92", "p95", "p97"):
         found |= {f"{s}-lr{lr:g}": Arm(s, learning_rate=lr) for lr in (2.5e-4, 1e-3)}
     found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
@@ -258,22 +259,19 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
     arm, seed = arms()[arm_name], int(number)
     model, tokenizer = load(device)
     schedule = find_schedule(arm, options.out / "schedules.json")
-    length = longest(max(options.lines, options.held_out_lines))
-    engine = make_engine(arm, model, schedule, eos_ids(model, tokenizer), options.prompts * arm.samples, length)
+    eos, batch_size = eos_ids(model, tokenizer), options.prompts * arm.samples
+    engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines))
     dense = SparsitySchedule.dense(**LAYOUT)
-    policy = GraphEngine(model, dense, eos_ids(model, tokenizer), options.held_out, length)
+    policy = GraphEngine(model, dense, eos, options.held_out, longest(options.held_out_lines))
     longer = Trace(options.held_out_lines)
     problems = [longer.problem(i, HELD_OUT + 1) for i in range(options.held_out)]
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     sampling = Sampling(response(options.held_out_lines), 1.0, 0)
 
-    def accuracy(engine: Any) -> float:
-        texts = tokenizer.batch_decode([r.response_ids for r in engine.generate(prompts, sampling)])
-        engine.counters()
-        return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
-
     def held_out() -> dict[str, float]:
-        return {"policy": accuracy(policy)}
+        texts = tokenizer.batch_decode([r.response_ids for r in policy.generate(prompts, sampling)])
+        policy.counters()
+        return {"policy": float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))}
 
     def listener(event: str, metrics: dict[str, Any]) -> None:
         if event != "step":

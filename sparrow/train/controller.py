@@ -2,10 +2,14 @@
 
 Every step measures p5 of acceptance by length bin for nothing, because the dense log-probs are computed anyway. What
 decides is the lower limit of p5's interval, as in calibration: a bin must hold tau surely, and a bin with few
-responses has a wide interval and stays dearer. Budgets are moved in proportion to the rejected share 1 - p5: between
-the published tables for p5 0.75 to 0.92 the pages read grow as (1 - p5)^-a with a = 1.5 (median), on the bundled
-reasoner with a = 0.7, so a proportional step goes most of the way and the next ones the rest. While a bin is dense its
-p5 is 1 and says nothing of the sparse actor; the bound on a step is what makes going down from there safe.
+responses has a wide interval and stays dearer. While a bin is dense its p5 is 1 and says nothing of the sparse actor;
+the bound on a step is what makes going down from there safe.
+
+Budgets are raised in proportion to the rejected share 1 - p5 and lowered with its cube root, for it falls with the
+pages read as their power -0.7 (the published tables for p5 0.75 to 0.92, median) to -4 (the bundled reasoner near p5
+0.97): a raise must suffice where it is slow, a cut must not go too far where it is steep. A budget that left no room
+is the bin's floor from then on. So every bin settles, whatever the noise; and the loop does not take back the pages
+that come free as the policy grows surer, which would hold p5 and lose the reward (docs/stability.md).
 """
 
 from __future__ import annotations
@@ -40,18 +44,21 @@ class Control(NamedTuple):
     Attributes:
         schedule: for the next rollouts.
         calm: per length bin, the steps in a row that it had room.
+        floor: per length bin, the top-k below which it is not lowered any more.
     """
 
     schedule: SparsitySchedule
     calm: tuple[int, ...] = ()
+    floor: tuple[int, ...] = ()
 
 
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
     """One turn of the closed loop.
 
-    A bin is raised at once, in proportion to how much too much it rejects; one with room is lowered half the way,
-    after ``PATIENCE`` steps. Bins that hold no more than prompts follow the first that can be judged; lengths not seen
-    yet keep what they have. A raised bin raises the longer ones with it where they would otherwise read less.
+    A bin is raised at once, in proportion to how much too much it rejects; one with room is lowered a third of the
+    way, after ``PATIENCE`` steps, but not to a budget that has failed, nor below one that left no room. Bins that hold
+    no more than prompts follow the first that can be judged; lengths not seen yet keep what they have. A raised bin
+    raises the longer ones with it where they would otherwise read less.
 
     Args:
         control: the schedule that the rollouts were sampled under, and the memory.
@@ -64,27 +71,31 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     schedule, always = control.schedule, control.schedule.sink_pages + control.schedule.recent_pages
     # The last entry of the table is for all longer lengths; only those before it are moved.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
-    calm = [*control.calm, *[0] * count][:count]
+    calm, floor = ([*memory, *[0] * count][:count] for memory in (control.calm, control.floor))
     table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
     judged = set()
     for b in bins:
         enough = b.n_sequences >= MIN_SEQUENCES
         rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
-        pages, had_room = table[b.bin] + always, calm[b.bin]
-        calm[b.bin] = 0
+        i, k, had_room = b.bin, table[b.bin], calm[b.bin]
+        calm[i] = 0
         if rejected > 1:
-            table[b.bin] = min(_raised(pages, rejected) - always, _whole(schedule, b.bin))
-        elif enough and rejected <= ROOM:
-            calm[b.bin] = had_room + 1
-            if calm[b.bin] == PATIENCE:
-                table[b.bin] = max(0, math.floor(pages * max(STEP_DOWN, math.sqrt(rejected))) - always)
-                calm[b.bin] = 0
+            floor[i] = max(floor[i], k + 1)
+            table[i] = min(max(_raised(k + always, rejected) - always, floor[i]), _whole(schedule, i))
+        elif enough and rejected > ROOM:
+            floor[i] = max(floor[i], k)
+        elif enough:
+            calm[i] = had_room + 1
+            if calm[i] == PATIENCE:
+                lowered = math.floor((k + always) * max(STEP_DOWN, math.cbrt(rejected))) - always
+                table[i] = min(k, max(lowered, floor[i], 0))
+                calm[i] = 0
         if enough or rejected > 1:
-            judged.add(b.bin)
+            judged.add(i)
     for i in reversed(range(max(judged, default=0))):
         if i not in judged:
             table[i] = min(table[i], table[i + 1])
-    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(calm))
+    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(calm), tuple(floor))
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:

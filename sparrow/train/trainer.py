@@ -93,7 +93,7 @@ class Trainer:
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
         self.closed_loop = closed_loop
-        self.calm: tuple[int, ...] = ()
+        self.control = Control(schedule)
         self.guarded_steps = 0
         self.best_p1 = 0.0
         if closed_loop and config.distill.step_down:
@@ -360,7 +360,8 @@ class Trainer:
         fallen = lowest < FALLEN * self.best_p1
         self.guarded_steps = self.guarded_steps + 1 if failing or fallen else 0
         if self.closed_loop:
-            schedule, self.calm = next_schedule(Control(schedule, self.calm), report.bins, self.config.tau)
+            self.control = next_schedule(self.control._replace(schedule=schedule), report.bins, self.config.tau)
+            schedule = self.control.schedule
         elif self._alarmed() and guard.action == "raise":
             schedule = raise_bins(schedule, failing or report.bins)
         if self.guarded_steps == guard.patience and self.ranks.is_main:
@@ -442,7 +443,7 @@ class Trainer:
                     "step": self.step,
                     "cursor": self.cursor,
                     "schedule": self.schedule.to_dict(),
-                    "calm": self.calm,
+                    "control": self.control[1:],
                     "guarded_steps": self.guarded_steps,
                     "best_p1": self.best_p1,
                 }
@@ -463,7 +464,8 @@ class Trainer:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.cursor = state["cursor"]
         self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
-        self.calm, self.guarded_steps = tuple(state["calm"]), state["guarded_steps"]
+        self.control = Control(self.schedule, *map(tuple, state["control"]))
+        self.guarded_steps = state["guarded_steps"]
         self.best_p1 = state["best_p1"]
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
 
