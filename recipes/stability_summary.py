@@ -3,6 +3,8 @@
     python recipes/stability_summary.py --runs runs/stability
     python recipes/stability_summary.py
 
+Runs from logs join those in the JSON file, in the place of a run of the same arm and seed.
+
 The outcome of a run is the policy's accuracy on held-out, longer programs, decoded densely, the mean of the last two
 evaluations: what the run has made of the policy, whatever its actor was. A run has collapsed if that is below half of
 what the policy started with.
@@ -19,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import tyro
-from scipy.stats import spearmanr
+from scipy.stats import spearmanr, t
 
 from sparrow.report import theme
 from sparrow.train.controller import FALLEN
@@ -29,6 +31,8 @@ STATISTICS = ("p1", "p5", "p10", "mean", "KL", "ESS", "reward")
 SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
 PAGES = ("fixed4", "p75", "p80", "p86", "p89", "p92", "p95", "p97", "dense")
 RESAMPLES = 2000
+LAST = 10
+"""Steps at the end over which the reward is averaged."""
 FEWEST_STEPS = 25
 """A run that the clock has cut off counts if it came this far."""
 
@@ -38,10 +42,13 @@ class Options:
     """Where from and where to."""
 
     runs: tuple[Path, ...] = ()
-    """Folders with the logs of runs; without one, the JSON file is read as it is."""
+    """Folders with the logs of runs that join the JSON file; without one, it is read as it is."""
 
     json: Path = Path("benchmarks/results/stability/study.json")
     """The runs in short."""
+
+    first_rule: Path = Path("benchmarks/results/stability/first_rule.json")
+    """Runs of the closed loop under its first rule, which had no floor."""
 
     figures: Path = Path("docs/figures")
     """Where the figures go."""
@@ -52,13 +59,16 @@ class Options:
 
 def main(options: Options) -> None:
     """Shorten the logs if there are any, then draw and tabulate."""
+    runs = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else []
     if options.runs:
         logs = sorted(path for folder in options.runs for path in folder.glob("*.jsonl"))
-        found = [run for run in map(shortened, logs) if run is not None]
+        found = {(run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]}
+        runs = [found[key] for key in sorted(found)]
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        rows = ",\n".join(json.dumps(run) for run in found)
+        rows = ",\n".join(json.dumps(run) for run in runs)
         options.json.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
-    runs = json.loads(options.json.read_text(encoding="utf-8"))
+    first = json.loads(options.first_rule.read_text(encoding="utf-8"))
+    runs += [run | {"arm": f"{run['arm']} (first rule)"} for run in first]
     for run in runs:
         run["step 1"], run["steps 2 to 5"] = statistics(run, slice(0, 1)), statistics(run, slice(1, 5))
     options.figures.mkdir(parents=True, exist_ok=True)
@@ -106,9 +116,31 @@ def statistics(run: dict[str, Any], when: slice) -> dict[str, float]:
     return {"p1": p1, "p5": p5, "p10": p10, "mean": mean, "KL": -kl, "ESS": ess, "reward": reward}
 
 
-def outcome(run: dict[str, Any]) -> float:
-    """Held-out accuracy of the policy at the end."""
-    return (run["held_out"][-2][1] + run["held_out"][-1][1]) / 2
+def outcome(run: dict[str, Any], steps: int | None = None) -> float:
+    """Held-out accuracy of the policy at the end, or after so many steps: the mean of the last two evaluations."""
+    seen = [accuracy for step, accuracy in run["held_out"] if steps is None or step <= steps]
+    return float(np.mean(seen[-2:]))
+
+
+def last_reward(run: dict[str, Any], steps: int | None = None) -> float:
+    """Reward of the actor in the last steps, or in those up to a step."""
+    return float(np.mean(run["reward"][:steps][-LAST:]))
+
+
+def against_dense(
+    some: Sequence[dict[str, Any]], runs: Sequence[dict[str, Any]], value: Callable[..., float]
+) -> tuple[float, float]:
+    """A run's value minus that of the dense run of its seed after as many steps: the mean over seeds, and the half
+    width of its 95 % t-interval (nan for a single seed)."""
+    dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
+    pairs = [(run, dense[run["seed"]]) for run in some if run["seed"] in dense]
+    differences = []
+    for pair in pairs:
+        steps = min(len(run["reward"]) for run in pair)
+        differences.append(value(pair[0], steps) - value(pair[1], steps))
+    n = len(differences)
+    half = t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    return float(np.mean(differences)) if n else np.nan, float(half)
 
 
 def collapsed(run: dict[str, Any]) -> bool:
@@ -130,12 +162,17 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
     return float(np.mean(edges[wrong == wrong.min()]))
 
 
+def by_arm(runs: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Runs by arm, in the order in which arms first come."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        groups.setdefault(run["arm"], []).append(run)
+    return groups
+
+
 def over_arms(runs: list[dict[str, Any]], statistic: Callable[[list[dict[str, Any]]], float]) -> tuple[float, ...]:
     """A statistic of runs and its 95 % interval, resampling arms and with them all their seeds."""
-    by_arm: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        by_arm.setdefault(run["arm"], []).append(run)
-    groups = list(by_arm.values())
+    groups = list(by_arm(runs).values())
     rng = np.random.default_rng(0)
     drawn = []
     for _ in range(RESAMPLES):
@@ -212,8 +249,7 @@ def arm_table(runs: list[dict[str, Any]]) -> str:
         "| collapsed |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for arm in dict.fromkeys(run["arm"] for run in runs):
-        some = [run for run in runs if run["arm"] == arm]
+    for arm, some in by_arm(runs).items():
         steps = sorted({len(run["reward"]) for run in some})
         cells = (
             arm, len(some), f"{steps[0]}-{steps[-1]}" if len(steps) > 1 else steps[0],
@@ -228,28 +264,60 @@ def arm_table(runs: list[dict[str, Any]]) -> str:
     return "Every arm; means over seeds, and in brackets the range\n\n" + "\n".join(lines)
 
 
+def arrival(run: dict[str, Any]) -> tuple[int | None, np.ndarray, np.ndarray]:
+    """The first step, from 0, with 9 of 10 bins within 0.02 of tau; the share of such bins, and of bins not below."""
+    tau = float(f"0.{run['schedule'][5:]}")
+    near = np.array([np.mean([abs(b[1] - tau) <= 0.02 for b in bins]) for bins in run["bins"]])
+    holds = np.array([np.mean([b[1] >= tau - 0.02 for b in bins]) for bins in run["bins"]])
+    return next((i for i, share in enumerate(near) if share >= 0.9), None), near, holds
+
+
 def loop_table(runs: list[dict[str, Any]]) -> str:
     """The closed loop: when it is there, how well it stays, what it costs."""
     lines = [
-        "| arm | seed | 9 of 10 bins within 0.02 at step | bins at tau - 0.02 or above from then on "
-        "| bins within 0.02, last half | KV read, last half | held-out accuracy |",
-        "|---|---|---|---|---|---|---|",
+        "| arm | seed | 9 of 10 bins within 0.02 at step | bins within 0.02 from then on | bins at tau - 0.02 or above "
+        "| changes of the schedule, last half | KV read, last half | last reward | held-out accuracy |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         if not run["schedule"].startswith("auto"):
             continue
-        tau = float(f"0.{run['schedule'][5:]}")
-        holds = [np.mean([b[1] >= tau - 0.02 for b in bins]) for bins in run["bins"]]
-        near = [np.mean([abs(b[1] - tau) <= 0.02 for b in bins]) for bins in run["bins"]]
-        arrived = next((i for i, share in enumerate(near) if share >= 0.9), None)
+        arrived, near, holds = arrival(run)
         half = len(near) // 2
-        after = f"{np.mean(holds[arrived:]):.0%}" if arrived is not None else ""
+        shares = ("", "") if arrived is None else (f"{np.mean(x[arrived:]):.0%}" for x in (near, holds))
+        moves = sum(a != b for a, b in zip(run["tables"][half:], run["tables"][half + 1 :], strict=False))
         cells = (
-            run["arm"], run["seed"], "never" if arrived is None else arrived + 1, after,
-            f"{np.mean(near[half:]):.0%}", f"{np.mean(run['read'][half:]):.2f}", f"{outcome(run):.2f}",
+            run["arm"], run["seed"], "never" if arrived is None else arrived + 1, *shares, moves,
+            f"{np.mean(run['read'][half:]):.2f}", f"{last_reward(run):.2f}", f"{outcome(run):.2f}",
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "The closed loop\n\n" + "\n".join(lines)
+
+
+def price_table(runs: list[dict[str, Any]]) -> str:
+    """What fewer pages cost: every arm of two seeds or more against the dense runs of its seeds."""
+    lines = [
+        "| arm | seeds | KV read, last half | reward of the actor | minus dense | held-out accuracy | minus dense |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows = []
+    for some in by_arm(runs).values():
+        if len(some) < 2 or not (some[0]["actor"] in ("", "evict") or some[0]["schedule"].startswith("auto")):
+            continue
+        cells = [some[0]["arm"], str(len(some)), f"{late_read(some):.2f}"]
+        for value in (last_reward, outcome):
+            difference, half = against_dense(some, runs, value)
+            cells += [interval([value(run) for run in some]), f"{difference:+.3f} ± {half:.3f}"]
+        rows.append((late_read(some), "| " + " | ".join(cells) + " |"))
+    return (
+        f"What fewer pages cost: reward over the last {LAST} steps, held-out accuracy of the policy, and their mean "
+        "difference to the dense runs of the same seeds after as many steps, with its 95 % t-interval\n\n"
+        + "\n".join([*lines, *(row for _, row in sorted(rows))])
+    )
+
+
+def late_read(some: Sequence[dict[str, Any]]) -> float:
+    return float(np.mean([np.mean(run["read"][len(run["read"]) // 2 :]) for run in some]))
 
 
 def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
@@ -305,7 +373,7 @@ def drift_table(runs: list[dict[str, Any]]) -> str:
     return "p5 and the training step\n\n" + "\n".join(lines)
 
 
-TABLES = (threshold_table, rank_table, guard_table, drift_table, loop_table, arm_table)
+TABLES = (threshold_table, rank_table, guard_table, drift_table, loop_table, price_table, arm_table)
 
 
 # --- figures ---
@@ -374,11 +442,10 @@ def draw_collapse(figure: Any, runs: list[dict[str, Any]]) -> None:
 
 
 def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
-    arms = list(dict.fromkeys(r["arm"] for r in runs if r["schedule"].startswith("auto")))
-    axes = figure.subplots(3, max(len(arms), 1), sharex="col", squeeze=False)
+    loops = by_arm([r for r in runs if r["schedule"].startswith("auto")])
+    axes = figure.subplots(3, max(len(loops), 1), sharex="col", squeeze=False)
     dense = [r for r in runs if r["arm"] == "dense"]
-    for column, arm in zip(axes.T, arms, strict=False):
-        some = [r for r in runs if r["arm"] == arm]
+    for column, (arm, some) in zip(axes.T, loops.items(), strict=False):
         tau = float(f"0.{some[0]['schedule'][5:]}")
         for run in some:
             for n in sorted({b[0] for bins in run["bins"] for b in bins}):
@@ -396,8 +463,30 @@ def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
         column[2].set_xlabel("step")
     for ax, label in zip(axes[:, 0], ("p5 by length bin", "KV read, %", "reward"), strict=True):
         ax.set_ylabel(label)
-    if arms:
+    if loops:
         axes[2, 0].legend()
+
+
+def draw_price(figure: Any, runs: list[dict[str, Any]]) -> None:
+    """Reward and accuracy at the end, run by run, against what was read."""
+    left, right = figure.subplots(1, 2, sharey=True)
+    loops = [r for r in runs if r["schedule"].startswith("auto")]
+    groups = {
+        "fixed schedule": [r for r in runs if is_page_arm(r) and r["correction"] == "token_tis"],
+        "fixed schedule, other corrections": [r for r in runs if is_page_arm(r) and r["correction"] != "token_tis"],
+        "closed loop": [r for r in loops if r["arm"] == r["schedule"].replace(":", "")],
+        "closed loop, first rule": [r for r in loops if r["arm"].endswith("(first rule)")],
+    }
+    for (label, some), color in zip(groups.items(), LIGHT.series, strict=True):
+        for ax, value in ((left, last_reward), (right, outcome)):
+            read = [100 * late_read([r]) for r in some]
+            ax.plot(read, [value(r) for r in some], "o", ms=4, alpha=0.7, color=color, label=label)
+    left.set_ylabel("at the end")
+    left.set_title("reward of the actor")
+    right.set_title("held-out accuracy of the policy")
+    for ax in (left, right):
+        ax.set_xlabel("KV read in the last half, %")
+    right.legend(loc="lower right")
 
 
 FIGURES = {
@@ -405,6 +494,7 @@ FIGURES = {
     "training": draw_training,
     "collapse": draw_collapse,
     "closed-loop": draw_loop,
+    "price": draw_price,
 }
 SIZES = {"closed-loop": (11, 6.5)}
 

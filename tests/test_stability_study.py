@@ -13,7 +13,7 @@ from sparrow.schedule import SparsitySchedule
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 from graph_engine import GraphEngine
 from stability_study import quantized
-from stability_summary import threshold
+from stability_summary import against_dense, arrival, last_reward, outcome, threshold
 
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
 
@@ -79,3 +79,30 @@ def test_threshold_by_hand():
     assert threshold([0.7, 0.8, 0.9, 1.0], [True, True, False, False]) == pytest.approx(0.85)
     assert threshold([0.9, 0.8, 1.0, 0.7], [False, True, False, True]) == pytest.approx(0.85)
     assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx((0.65 + 0.85) / 2)
+
+
+def made_up_run(arm, seed, reward, held_out):
+    return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out, "schedule": "auto:92"}
+
+
+def test_difference_to_dense_by_hand():
+    """Runs are compared with the dense run of their seed, after as many steps."""
+    runs = [
+        made_up_run("dense", 0, [0.0] * 10 + [0.8] * 10 + [1.0] * 10, [[0, 0.1], [10, 0.5], [20, 0.7], [30, 0.9]]),
+        made_up_run("dense", 1, [0.5] * 20, [[10, 0.5], [20, 0.5]]),
+        made_up_run("a", 0, [0.0] * 10 + [0.7] * 10, [[0, 0.1], [10, 0.4], [20, 0.6]]),
+        made_up_run("a", 1, [0.0] * 10 + [0.6] * 10, [[10, 0.5], [20, 0.5]]),
+    ]
+    assert last_reward(runs[0]) == 1.0 and outcome(runs[0]) == pytest.approx(0.8)
+    # Differences of -0.1 and 0.1: their standard deviation over the root of 2 is 0.1; t(0.975, 1) is 12.706.
+    assert against_dense(runs[2:], runs, last_reward) == pytest.approx((0.0, 1.2706), abs=1e-4)
+    assert against_dense(runs[2:], runs, outcome) == pytest.approx((-0.05, 0.6353), abs=1e-4)
+    alone = against_dense(runs[2:3], runs, outcome)
+    assert alone[0] == pytest.approx(-0.1) and np.isnan(alone[1])
+
+
+def test_arrival_by_hand():
+    run = made_up_run("auto92", 0, [], [])
+    run["bins"] = [[[2, 1.0], [3, 0.93]], [[2, 0.935], [3, 0.91]], [[2, 0.95], [3, 0.89]]]
+    first, near, holds = arrival(run)
+    assert first == 1 and near.tolist() == [0.5, 1.0, 0.0] and holds.tolist() == [1.0, 1.0, 0.5]
