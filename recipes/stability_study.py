@@ -68,7 +68,7 @@ def arms() -> dict[str, Arm]:
     """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
     found = {"dense": Arm()}
     found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
-    for n in (86, 92, 95, 97, 98):
+    for n in (86, 92, 95, 97, 98, 99):
         found[f"auto{n}"] = Arm(f"auto:{n}")
         found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
     for s in ("dense", "p80", "p86", "p89", "p92", "p95", "p97"):
