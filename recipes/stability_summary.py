@@ -30,6 +30,8 @@ WHEN = ("step 1", "steps 2 to 5")
 STATISTICS = ("p1", "p5", "p10", "mean", "KL", "ESS", "reward")
 SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
 PAGES = ("fixed4", "p75", "p80", "p86", "p89", "p92", "p95", "p97", "dense")
+LOOPS = ("auto92 (first rule)", "auto95", "auto97", "auto98")
+"""Arms of the figure."""
 RESAMPLES = 2000
 LAST = 10
 """Steps at the end over which the reward is averaged."""
@@ -276,8 +278,9 @@ def loop_table(runs: list[dict[str, Any]]) -> str:
     """The closed loop: when it is there, how well it stays, what it costs."""
     lines = [
         "| arm | seed | 9 of 10 bins within 0.02 at step | bins within 0.02 from then on | bins at tau - 0.02 or above "
-        "| changes of the schedule, last half | KV read, last half | last reward | held-out accuracy |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| KV read within 0.05 of its last half's from step | KV read, last half | p5 by bin, last half | last reward "
+        "| held-out accuracy |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:
         if not run["schedule"].startswith("auto"):
@@ -285,13 +288,27 @@ def loop_table(runs: list[dict[str, Any]]) -> str:
         arrived, near, holds = arrival(run)
         half = len(near) // 2
         shares = ("", "") if arrived is None else (f"{np.mean(x[arrived:]):.0%}" for x in (near, holds))
-        moves = sum(a != b for a, b in zip(run["tables"][half:], run["tables"][half + 1 :], strict=False))
+        read = np.array(run["read"])
+        unsettled = np.flatnonzero(abs(read - read[half:].mean()) > 0.05)
+        p5 = [b[1] for bins in run["bins"][half:] for b in bins]
         cells = (
-            run["arm"], run["seed"], "never" if arrived is None else arrived + 1, *shares, moves,
-            f"{np.mean(run['read'][half:]):.2f}", f"{last_reward(run):.2f}", f"{outcome(run):.2f}",
+            run["arm"], run["seed"], "never" if arrived is None else arrived + 1, *shares,
+            "never" if unsettled[-1] == len(read) - 1 else unsettled[-1] + 2, f"{read[half:].mean():.2f}",
+            f"{min(p5):.3f}-{max(p5):.3f}", f"{last_reward(run):.2f}", f"{outcome(run):.2f}",
         )  # fmt: skip
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "The closed loop\n\n" + "\n".join(lines)
+
+
+def fault_table(runs: list[dict[str, Any]]) -> str:
+    """The schedule halved by hand: the lowest p5 of a bin in the last step before, and in the steps after."""
+    lines = ["| arm | seed | before | 1 step after | 2 | 3 | 4 |", "|---|---|---|---|---|---|---|"]
+    for run in runs:
+        kind, _, step = run["actor"].partition(":")
+        if kind == "halved":
+            p5 = run["lowest_p5"][int(step) - 1 : int(step) + 4]
+            lines.append(f"| {run['arm']} | {run['seed']} | " + " | ".join(f"{x:.3f}" for x in p5) + " |")
+    return "The schedule halved by hand: the lowest p5 of a bin\n\n" + "\n".join(lines)
 
 
 def price_table(runs: list[dict[str, Any]]) -> str:
@@ -373,7 +390,7 @@ def drift_table(runs: list[dict[str, Any]]) -> str:
     return "p5 and the training step\n\n" + "\n".join(lines)
 
 
-TABLES = (threshold_table, rank_table, guard_table, drift_table, loop_table, price_table, arm_table)
+TABLES = (threshold_table, rank_table, guard_table, drift_table, loop_table, fault_table, price_table, arm_table)
 
 
 # --- figures ---
@@ -442,10 +459,11 @@ def draw_collapse(figure: Any, runs: list[dict[str, Any]]) -> None:
 
 
 def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
-    loops = by_arm([r for r in runs if r["schedule"].startswith("auto")])
-    axes = figure.subplots(3, max(len(loops), 1), sharex="col", squeeze=False)
+    loops = by_arm([r for r in runs if r["arm"] in LOOPS])
+    axes = figure.subplots(3, len(LOOPS), sharex="col", sharey="row")
     dense = [r for r in runs if r["arm"] == "dense"]
-    for column, (arm, some) in zip(axes.T, loops.items(), strict=False):
+    for column, arm in zip(axes.T, LOOPS, strict=True):
+        some = loops[arm]
         tau = float(f"0.{some[0]['schedule'][5:]}")
         for run in some:
             for n in sorted({b[0] for bins in run["bins"] for b in bins}):
@@ -457,14 +475,13 @@ def draw_loop(figure: Any, runs: list[dict[str, Any]]) -> None:
         for run in dense:
             column[2].plot(run["reward"], color=theme.MUTED, lw=0.8, label="dense" if run is dense[0] else None)
         column[0].axhspan(tau - 0.02, tau + 0.02, color=theme.ABOVE, alpha=0.12)
-        column[0].set_ylim(tau - 0.15, 1.005)
+        column[0].set_ylim(0.795, 1.005)
         column[0].set_title(arm)
         column[1].set_ylim(0, 102)
         column[2].set_xlabel("step")
     for ax, label in zip(axes[:, 0], ("p5 by length bin", "KV read, %", "reward"), strict=True):
         ax.set_ylabel(label)
-    if loops:
-        axes[2, 0].legend()
+    axes[2, 1].legend()
 
 
 def draw_price(figure: Any, runs: list[dict[str, Any]]) -> None:
