@@ -75,7 +75,7 @@ def arms() -> dict[str, Arm]:
         found |= {f"{s}-lr{lr:g}": Arm(s, learning_rate=lr) for lr in (2.5e-4, 1e-3)}
     found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
     found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
-    found |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4)}
+    found |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4, 8)}
     found |= {f"noise-all-{n}": Arm(actor=f"noise:100:{n}") for n in (1, 3)}
     found |= {f"noise-rare-{n}": Arm(actor=f"noise:{n}:50") for n in (1, 3, 6)}
     for s in ("p80", "p86", "p92", "p95"):
