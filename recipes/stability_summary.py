@@ -494,7 +494,7 @@ def draw_price(figure: Any, runs: list[dict[str, Any]]) -> None:
         "closed loop": [r for r in loops if r["arm"] == r["schedule"].replace(":", "")],
         "closed loop, first rule": [r for r in loops if r["arm"].endswith("(first rule)")],
     }
-    for (label, some), color in zip(groups.items(), LIGHT.series, strict=True):
+    for (label, some), color in zip(groups.items(), theme.SERIES, strict=True):
         for ax, value in ((left, last_reward), (right, outcome)):
             read = [100 * late_read([r]) for r in some]
             ax.plot(read, [value(r) for r in some], "o", ms=4, alpha=0.7, color=color, label=label)
