@@ -128,7 +128,7 @@ def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
 
 @pytest.fixture
 def ctrl_c_interrupts():
-    """Python's own handler, which it does not install where the shell that started it in the background ignores Ctrl-C."""
+    """Python's own handler; it does not install it where a shell started it in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
