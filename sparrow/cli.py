@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 from rich.console import Console
@@ -226,11 +226,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         command = _parse(list(sys.argv[1:] if argv is None else argv))
         COMMANDS[type(command)](command)
     except SparrowError as error:
-        Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(str(error))}")
-        sys.exit(1)
+        _stop(error, code=1)
     except KeyboardInterrupt:
         Console(stderr=True).print("[bold]sparrow:[/] interrupted; --resume goes on from the last checkpoint")
         sys.exit(130)
+
+
+def _stop(error: SparrowError, code: int) -> NoReturn:
+    Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(str(error))}")
+    sys.exit(code)
 
 
 def _parse(argv: list[str]) -> Any:
@@ -242,14 +246,17 @@ def _parse(argv: list[str]) -> Any:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         default = _read_config(Path(argv[at + 1]))
         argv = argv[:at] + argv[at + 2 :]
-    return tyro.cli(
-        Demo | Train | Measure | Calibrate | Eval | Cost | Report,
-        args=argv,
-        default=default,
-        prog="sparrow",
-        description="RL rollouts with sparse attention, fast, without breaking the training.",
-        config=(tyro.conf.ConsolidateSubcommandArgs,),
-    )
+    try:
+        return tyro.cli(
+            Demo | Train | Measure | Calibrate | Eval | Cost | Report,
+            args=argv,
+            default=default,
+            prog="sparrow",
+            description="RL rollouts with sparse attention, fast, without breaking the training.",
+            config=(tyro.conf.ConsolidateSubcommandArgs,),
+        )
+    except ConfigError as error:  # an option out of range
+        _stop(error, code=2)
 
 
 def _read_config(path: Path) -> Train:

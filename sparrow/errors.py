@@ -5,7 +5,7 @@ class SparrowError(Exception):
     """Something the user can fix; the message gives the value, what was expected and the remedy."""
 
 
-class ConfigError(SparrowError, ValueError):
+class ConfigError(SparrowError):
     """A setting, schedule or file that cannot be used as it is."""
 
 

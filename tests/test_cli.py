@@ -103,7 +103,9 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
         f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
     )
     assert "no dataset file" in fails(capsys, "train", "--config", str(config))
-    assert "temperature is -1.0" in fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2)
+    assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (
+        "sparrow: temperature is -1.0, but must be a positive finite number; change temperature."
+    )
     assert "no such file" in fails(capsys, "measure", "--schedule", "dense", "--prompts", "/nowhere.txt").lower()
 
 
