@@ -97,14 +97,14 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     assert "expected text or a list of texts, got 7 @ config.dataset" in fails(capsys, "train", "--config", str(config))
     config.write_text("[correction]\ncap = -1\n[loss]\nnormalization = 'mean'\nclip_low = 'a'\n")
     refused = fails(capsys, "train", "--config", str(config))
-    assert "cap is -1.0, but must be a positive finite number; change cap. @ config.correction" in refused
+    assert "correction.cap is -1.0, but must be a positive finite number; change correction.cap. @ config" in refused
     assert "mean not in literal" in refused and "could not convert string to float: 'a'" in refused
     config.write_text(
         f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
     )
     assert "no dataset file" in fails(capsys, "train", "--config", str(config))
     assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (
-        "sparrow: temperature is -1.0, but must be a positive finite number; change temperature."
+        "sparrow: rollout.temperature is -1.0, but must be a positive finite number; change rollout.temperature."
     )
     assert "no such file" in fails(capsys, "measure", "--schedule", "dense", "--prompts", "/nowhere.txt").lower()
 

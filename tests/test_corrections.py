@@ -330,7 +330,7 @@ def test_errors(call, message):
 )
 def test_config_is_validated(options):
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"^{name} is .*, but must be .*; change {name}\.$"):
+    with pytest.raises(ConfigError, match=rf"^correction\.{name} is .*, but must be .*; change correction\.{name}\.$"):
         CorrectionConfig(**options)
 
 

@@ -217,5 +217,5 @@ def test_errors(call, message):
 )
 def test_config_is_validated(options):
     (name,) = options
-    with pytest.raises(ConfigError, match=rf"^{name} is .*, but must be .*; change {name}\.$"):
+    with pytest.raises(ConfigError, match=rf"^loss\.{name} is .*, but must be .*; change loss\.{name}\.$"):
         LossConfig(**options)

@@ -18,9 +18,16 @@ ICEPOP_BAND: Final = (0.5, 5.0)
 SPARSE_RL_BAND: Final = (0.5, 1.5)
 
 
-def _require(condition: bool, setting: str, value: object, expected: str) -> None:
-    if not condition:
-        raise ConfigError(f"{setting} is {value!r}, but must be {expected}; change {setting}.")
+POSITIVE: Final = "a positive finite number"
+NOT_NEGATIVE: Final = "a finite number of at least 0"
+
+
+def _require(config: object, name: str, holds: bool, expected: str) -> None:
+    """Refuse a setting by its name on the command line."""
+    if not holds:
+        section = type(config).__name__.removesuffix("Config").lower()
+        setting = name if section == "train" else f"{section}.{name}"
+        raise ConfigError(f"{setting} is {getattr(config, name)!r}, but must be {expected}; change {setting}.")
 
 
 @dataclass(frozen=True)
@@ -48,13 +55,13 @@ class CorrectionConfig:
     """Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po)."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.cap < math.inf, "cap", self.cap, "a positive finite number")
+        _require(self, "cap", 0 < self.cap < math.inf, POSITIVE)
         if self.band is not None:
             low, high = self.band
-            _require(0 <= low <= 1 <= high < math.inf, "band", self.band, "low high with 0 <= low <= 1 <= high")
-        _require(0 <= self.reject_below < 1, "reject_below", self.reject_below, "at least 0 and below 1")
-        _require(0 < self.obrs_lambda < math.inf, "obrs_lambda", self.obrs_lambda, "a positive finite number")
-        _require(0 < self.m2_bound < math.inf, "m2_bound", self.m2_bound, "a positive finite number")
+            _require(self, "band", 0 <= low <= 1 <= high < math.inf, "low high with 0 <= low <= 1 <= high")
+        _require(self, "reject_below", 0 <= self.reject_below < 1, "at least 0 and below 1")
+        _require(self, "obrs_lambda", 0 < self.obrs_lambda < math.inf, POSITIVE)
+        _require(self, "m2_bound", 0 < self.m2_bound < math.inf, POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,9 @@ class LossConfig:
     """Training stops if |log pi_theta - log p_old| of any token exceeds this."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.clip_low <= 1, "clip_low", self.clip_low, "above 0 and at most 1")
-        _require(0 < self.clip_high < math.inf, "clip_high", self.clip_high, "a positive finite number")
-        _require(0 < self.max_log_ratio < math.inf, "max_log_ratio", self.max_log_ratio, "a positive finite number")
+        _require(self, "clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1")
+        _require(self, "clip_high", 0 < self.clip_high < math.inf, POSITIVE)
+        _require(self, "max_log_ratio", 0 < self.max_log_ratio < math.inf, POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -104,10 +111,10 @@ class RolloutConfig:
     after the last round stay."""
 
     def __post_init__(self) -> None:
-        _require(self.resample >= 0, "resample", self.resample, "at least 0")
+        _require(self, "resample", self.resample >= 0, "at least 0")
         for name in ("prompts", "samples", "max_new_tokens", "top_n"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(0 < self.temperature < math.inf, "temperature", self.temperature, "a positive finite number")
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        _require(self, "temperature", 0 < self.temperature < math.inf, POSITIVE)
 
 
 @dataclass(frozen=True)
@@ -125,9 +132,9 @@ class RewardConfig:
     """Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.format < math.inf, "reward.format", self.format, "a finite number of at least 0")
+        _require(self, "format", 0 <= self.format < math.inf, NOT_NEGATIVE)
         window = self.overlong_window
-        _require(window is None or window >= 1, "reward.overlong_window", window, "at least 1")
+        _require(self, "overlong_window", window is None or window >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -159,12 +166,12 @@ class OptimizerConfig:
     """bf16 runs forward passes under autocast; weights and optimiser stay float32."""
 
     def __post_init__(self) -> None:
-        _require(0 < self.learning_rate < math.inf, "learning_rate", self.learning_rate, "a positive finite number")
-        _require(self.warmup_steps >= 0, "warmup_steps", self.warmup_steps, "at least 0")
-        _require(0 <= self.weight_decay < math.inf, "weight_decay", self.weight_decay, "a finite number of at least 0")
-        _require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "above 0")
-        _require(self.minibatches >= 1, "minibatches", self.minibatches, "at least 1")
-        _require(self.token_budget >= 1, "token_budget", self.token_budget, "at least 1")
+        _require(self, "learning_rate", 0 < self.learning_rate < math.inf, POSITIVE)
+        _require(self, "warmup_steps", self.warmup_steps >= 0, "at least 0")
+        _require(self, "weight_decay", 0 <= self.weight_decay < math.inf, NOT_NEGATIVE)
+        _require(self, "max_grad_norm", self.max_grad_norm > 0, "above 0")
+        for name in ("minibatches", "token_budget"):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -205,15 +212,15 @@ class DistillConfig:
     """A PEFT adapter folder to start from."""
 
     def __post_init__(self) -> None:
-        _require(self.rank >= 1, "distill.rank", self.rank, "at least 1")
-        _require(bool(self.target_modules), "distill.target_modules", self.target_modules, "at least one layer name")
-        _require(0 < self.learning_rate < math.inf, "distill.learning_rate", self.learning_rate, "positive and finite")
-        _require(0 <= self.kl_coef < math.inf, "distill.kl_coef", self.kl_coef, "a finite number of at least 0")
+        for name in ("rank", "step_down_every"):
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        _require(self, "target_modules", bool(self.target_modules), "at least one layer name")
+        _require(self, "learning_rate", 0 < self.learning_rate < math.inf, POSITIVE)
+        _require(self, "kl_coef", 0 <= self.kl_coef < math.inf, NOT_NEGATIVE)
         trains = self.policy_loss or self.kl_coef > 0
-        _require(trains, "distill.kl_coef", self.kl_coef, "above 0 without the policy loss")
-        _require(0 < self.positions <= 1, "distill.positions", self.positions, "above 0 and at most 1")
-        _require(0 < self.responses <= 1, "distill.responses", self.responses, "above 0 and at most 1")
-        _require(self.step_down_every >= 1, "distill.step_down_every", self.step_down_every, "at least 1")
+        _require(self, "kl_coef", trains, "above 0 without the policy loss")
+        _require(self, "positions", 0 < self.positions <= 1, "above 0 and at most 1")
+        _require(self, "responses", 0 < self.responses <= 1, "above 0 and at most 1")
 
 
 @dataclass(frozen=True)
@@ -231,8 +238,8 @@ class GuardConfig:
 
     def __post_init__(self) -> None:
         inside = self.threshold is None or 0 <= self.threshold < 1
-        _require(inside, "guard.threshold", self.threshold, "at least 0 and below 1")
-        _require(self.patience >= 1, "guard.patience", self.patience, "at least 1")
+        _require(self, "threshold", inside, "at least 0 and below 1")
+        _require(self, "patience", self.patience >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
@@ -282,16 +289,16 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name in ("steps", "save_every", "keep_checkpoints"):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
-        _require(0 < self.tau < 1, "tau", self.tau, "above 0 and below 1")
+            _require(self, name, getattr(self, name) >= 1, "at least 1")
+        _require(self, "tau", 0 < self.tau < 1, "above 0 and below 1")
+        _require(self, "logged_rollouts", self.logged_rollouts >= 0, "at least 0")
         guarded = self.guard.action != "raise" or not self.distill.step_down
-        _require(guarded, "guard.action", self.guard.action, "warn or stop where distill.step_down moves the schedule")
-        _require(self.logged_rollouts >= 0, "logged_rollouts", self.logged_rollouts, "at least 0")
-        limit = self.rollout.max_new_tokens
-        window = self.reward.overlong_window
-        expected = f"at most rollout.max_new_tokens, {limit}"
-        _require(window is None or window <= limit, "reward.overlong_window", window, expected)
-        fits = not (self.rollout.resample and self.advantage == "remax")
-        _require(fits, "rollout.resample", self.rollout.resample, "0 with remax, which learns from equal rewards too")
-        minibatches, batch = self.optimizer.minibatches, self.rollout.prompts * self.rollout.samples
-        _require(minibatches <= batch, "optimizer.minibatches", minibatches, f"at most the {batch} responses of a step")
+        _require(self.guard, "action", guarded, "warn or stop where distill.step_down moves the schedule")
+        rollout, window = self.rollout, self.reward.overlong_window
+        fits = window is None or window <= rollout.max_new_tokens
+        _require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")
+        learns = not (rollout.resample and self.advantage == "remax")
+        _require(rollout, "resample", learns, "0 with remax, which learns from equal rewards too")
+        batch = rollout.prompts * rollout.samples
+        enough = self.optimizer.minibatches <= batch
+        _require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")
