@@ -72,7 +72,9 @@ def main(options: Options) -> None:
     first = json.loads(options.first_rule.read_text(encoding="utf-8"))
     runs += [run | {"arm": f"{run['arm']} (first rule)"} for run in first]
     for run in runs:
-        run["step 1"], run["steps 2 to 5"] = statistics(run, slice(0, 1)), statistics(run, slice(1, 5))
+        # At the first step a stale actor is not stale yet.
+        first_seen = slice(1, 5) if run["actor"].startswith("stale") else slice(0, 1)
+        run["step 1"], run["steps 2 to 5"] = statistics(run, first_seen), statistics(run, slice(1, 5))
     options.figures.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         save(options.figures / f"stability-{name}.png", draw, runs)
@@ -442,8 +444,8 @@ def draw_training(figure: Any, runs: list[dict[str, Any]]) -> None:
 
 
 def draw_collapse(figure: Any, runs: list[dict[str, Any]]) -> None:
-    """A run that collapses while its p5 rises: the one whose reward halves latest."""
-    late = max((r for r in runs if collapsed(r)), key=lambda r: signs(r)[2] or 0)
+    """A run that collapses while its p5 rises."""
+    late = next(r for r in runs if (r["arm"], r["seed"]) == ("p86", 0))
     left, right = figure.subplots(1, 2)
     step = np.arange(1, len(late["reward"]) + 1)
     left.plot(step, late["reward"], color=theme.SERIES[1], label="reward of the actor")
