@@ -271,8 +271,9 @@ def arm_table(runs: list[dict[str, Any]]) -> str:
 def arrival(run: dict[str, Any]) -> tuple[int | None, np.ndarray, np.ndarray]:
     """The first step, from 0, with 9 of 10 bins within 0.02 of tau; the share of such bins, and of bins not below."""
     tau = float(f"0.{run['schedule'][5:]}")
-    near = np.array([np.mean([abs(b[1] - tau) <= 0.02 for b in bins]) for bins in run["bins"]])
-    holds = np.array([np.mean([b[1] >= tau - 0.02 for b in bins]) for bins in run["bins"]])
+    band = 0.02 + 1e-9
+    near = np.array([np.mean([abs(b[1] - tau) <= band for b in bins]) for bins in run["bins"]])
+    holds = np.array([np.mean([b[1] >= tau - band for b in bins]) for bins in run["bins"]])
     return next((i for i, share in enumerate(near) if share >= 0.9), None), near, holds
 
 
