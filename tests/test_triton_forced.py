@@ -110,11 +110,11 @@ def check(case: Case, dtype: torch.dtype) -> None:
 def kept(case: Case) -> torch.Tensor:
     """What the kernels select: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0, Tiles())
-    masks, lists, counts = call.select(case.prompt, case.top_k)
-    for mask, pages, count in zip(masks.flatten(0, 1), lists.flatten(0, 1), counts.flatten(), strict=True):
-        entries = pages[:count]
-        assert (entries & 0xFFFFFFFF).tolist() == mask.nonzero()[:, 0].tolist()
-        assert torch.equal((entries >> 32).int(), mask[mask != 0])
+    masks, lists, bits, counts = call.select(case.prompt, case.top_k)
+    tiles = (x.flatten(0, 1) for x in (masks, lists, bits))
+    for mask, pages, kept_by, count in zip(*tiles, counts.flatten(), strict=True):
+        assert pages[:count].tolist() == mask.nonzero()[:, 0].tolist()
+        assert torch.equal(kept_by[:count], mask[mask != 0])
     bits = (masks[:, :, None, :] >> torch.arange(call.BT, device=DEVICE)[:, None]) & 1
     B, T = case.top_k.shape
     return bits.flatten(1, 2)[:, :T].view(B, call.K, T, call.N).bool()
