@@ -39,6 +39,7 @@ REASONER = Path(__file__).parent.parent / "sparrow" / "reasoner"
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 LINES = 36
 FEWEST = 20  # sequences in a bin that is counted
+TRIALS = (0, 4, 8, 16, 32, 64)  # budgets of the command, the smallest possible among them
 BUDGETS = (8, 12, 16, 24, 32, 48)
 
 
@@ -69,7 +70,7 @@ def table(arguments: argparse.Namespace) -> None:
                 if not record.exists():
                     sparrow(
                         ["calibrate", "--out", str(schedule), "--layout", str(layout), "--target", str(target),
-                         "--budgets", "4", "8", "16", "32", "64", "--on-policy", str(rounds),
+                         "--budgets", *map(str, TRIALS), "--on-policy", str(rounds),
                          "--seed", str(seed), *common]
                     )  # fmt: skip
                     fresh = arguments.folder / f"fresh-{target}-{seed}-{rounds}.json"
@@ -90,7 +91,7 @@ def table(arguments: argparse.Namespace) -> None:
 def judge(schedule: SparsitySchedule, fresh: Sequence[dict[str, Any]], target: float) -> list[dict[str, Any]]:
     """Each bin that enough fresh responses reach: its p5, and what kept a bin that is too good from being cheaper."""
     evidence = schedule.provenance
-    fewest, first = min(map(int, evidence["curves"])), evidence["bins"][0]["start"]
+    first = evidence["bins"][0]["start"]
     found = []
     for b in fresh:
         i = b["start"] // schedule.bin_tokens
@@ -101,7 +102,7 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[dict[str, Any]], target: f
         found.append(
             {"start": b["start"], "top_k": "all" if top_k >= ALL_PAGES else top_k, "p5": b["lower_bound"],
              "low": b["interval_low"], "high": b["interval_high"], "n_sequences": b["n_sequences"],
-             "over_target": b["lower_bound"] - target, "held_up_by": "smallest budget" if top_k == fewest else held}
+             "over_target": b["lower_bound"] - target, "held_up_by": "smallest budget" if top_k == TRIALS[0] else held}
         )  # fmt: skip
     return found
 

@@ -134,10 +134,10 @@ class Calibrate(FromPrompts):
     """What the lower end of p5's 95 % interval must reach."""
 
     budgets: tuple[int, ...] = (5, 13, 29, 61, 125, 253, 509)
-    """Top-k pages to try before bisection."""
+    """Top-k pages to try first, at every length; no bin gets fewer than the smallest."""
 
     refine: int = 3
-    """Rounds of bisection between the budget that fails and the one that passes."""
+    """Passes after those, at most: each tries the next budget of every length bin that is not settled."""
 
     on_policy: int = 2
     """Rounds that sample under the schedule found so far and search again; only the last takes all prompts."""

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparrow.calibrate import Acceptance, Calibration, calibrate, ladder
+from sparrow.calibrate import AROUND, Acceptance, Calibration, around, calibrate
 from sparrow.engines.base import Engine, Rollout, Sampling, Scores
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PILOT = 24
 """Fewest responses that a round samples."""
@@ -125,43 +125,49 @@ def calibrate_engine(
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
-        budgets, target, layout, refine, provenance: see ``sparrow.calibrate.calibrate``.
+        budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
+        target, refine, provenance: see ``sparrow.calibrate.calibrate``.
+        layout: sampled under first; gives page size, bins and dense layers.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
     """
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
+    fewest = min(budgets)
 
     @contextmanager
     def step(phase: str, kind: str, responses: int, passes_left: int, rounds_left: int) -> Iterator[None]:
         ahead = {"sampling": responses * (kind == "sampling"), "scoring": passes_left * responses}
         ahead["sampling"] += rounds_left * len(prompts)
-        ahead["scoring"] += rounds_left * len(prompts) * len(budgets)
+        ahead["scoring"] += rounds_left * len(prompts) * len(AROUND)
         listener(phase, sum(n * slowest[k] for k, n in ahead.items()))
         began = time.monotonic()
         yield
         # What an earlier call has left on disk takes no time, and says nothing about what is ahead.
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
-    def search(number: int, behaviour: SparsitySchedule, budgets: Sequence[int]) -> Calibration:
+    def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
         some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 8)]
         again = replace(sampling, seed=sampling.seed + number)
-        left, later = count(len(budgets), -1), on_policy - number
+        left, later = count(len(trials), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
             trajectories = Trajectories(engine, some, again, folder, behaviour)
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
-            phase = f"round {number}: scoring with {schedule.top_k[0]} pages"
+            pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
+            phase = f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages"
             with step(phase, "scoring", len(some), max(next(left), 0) + 1, later):
-                lower, _, position, sequence = flatten(trajectories.acceptance(schedule))
+                # Of the schedule sampled under, the rollouts hold what a pass would compute.
+                found = trajectories.acceptance(None if schedule == behaviour else schedule)
+            lower, _, position, sequence = flatten(found)
             return Acceptance(lower, position, sequence)
 
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
-        return calibrate(scored, budgets, target, layout, refine, seed=again.seed, provenance={**provenance, **sampled})
+        return calibrate(scored, trials, target, fewest, refine, seed=again.seed, provenance={**provenance, **sampled})
 
-    found = search(0, layout, budgets)
+    found = search(0, layout, [layout.replace(top_k=(k,)) for k in sorted(set(budgets))])
     for number in range(1, on_policy + 1):
-        if around := ladder(found):
-            found = search(number, found.schedule, around)
+        if trials := around(found.schedule, fewest):
+            found = search(number, found.schedule, trials)
     return found
 
 

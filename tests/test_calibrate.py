@@ -1,12 +1,11 @@
 """The search, against worlds whose tail is known."""
 
 import math
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from sparrow.calibrate import Acceptance, calibrate, ladder
+from sparrow.calibrate import Acceptance, around, calibrate
 from sparrow.errors import ConfigError
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -29,68 +28,92 @@ def world(lengths, needed, calls=None, noise=0.0):
     return measure
 
 
+def fixed(*budgets):
+    return [LAYOUT.replace(top_k=(k,)) for k in budgets]
+
+
 def test_cheapest_budget_per_bin_by_bisection_and_interpolation():
     calls: list = []
     # p5 is 0.95 - 0.01 * shortfall: the target 0.90 allows a shortfall of 5 pages.
-    found = calibrate(world([640] * 30, lambda b: 10 + 8 * b, calls), [2, 40], 0.8999, LAYOUT, refine=6)
+    found = calibrate(world([640] * 30, lambda b: 10 + 8 * b, calls), fixed(2, 40), 0.8999, refine=6)
     assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
     assert [b.p5 for b in found.bins] == pytest.approx([0.90] * 4)
     assert not any(b.borrowed for b in found.bins)
-    assert len(calls) == len(set(calls)) < 12  # each budget once, not all 39; narrow brackets are not bisected
+    assert len(calls) == len(set(calls)) == 6  # every pass bisects all bins; narrow brackets are not bisected
     assert found.schedule.provenance["measured_up_to"] == 640 and found.schedule.dense_layers == (0,)
 
 
 def test_a_line_between_budgets_errs_towards_more_pages():
-    found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), [4, 12, 24], 0.8999, LAYOUT, refine=0)
+    found = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(4, 12, 24), 0.8999, refine=0)
     # 0.87 at 12 and 0.95 at 24 (from 20 on): 4.5 pages on where 3 would do.
     assert found.schedule.top_k == (17, 17, ALL_PAGES) and found.bins[0].p5 == pytest.approx(0.87 + 0.08 * 5 / 12)
-    assert calibrate(world([320] * 30, lambda b: 20 + 0 * b), [15, 24], 0.8999, LAYOUT).schedule.top_k[0] == 15
+    assert calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(15, 24), 0.8999).schedule.top_k[0] == 15
 
 
 def test_larger_budgets_follow_where_none_will_do():
     calls: list = []
-    found = calibrate(world([640] * 30, lambda b: 30 + 0 * b, calls), [2], 0.8999, LAYOUT, refine=6)
-    assert [k for (k,) in calls[:5]] == [2, 5, 11, 23, 47] and found.schedule.top_k[0] == 25
+    found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2), 0.8999, refine=6)
+    assert calls[2:5] == [(3, 11, 11, 11), (3, 23, 23, 23), (3, 17, 17, 47)]
+    assert found.schedule.top_k == (3, 13, 23, 33, ALL_PAGES)
     calls.clear()
-    calibrate(world([640] * 30, lambda b: 900 + 0 * b, calls), [2], 0.9, LAYOUT)
-    assert max(calls) == (47,)  # 47 pages of 16 hold all 640 tokens
+    found = calibrate(world([640] * 30, lambda b: 900 + 0 * b, calls), fixed(2), 0.9, refine=9)
+    assert found.schedule.is_dense and calls[-1] == (11, 23, 47, 47)  # 47 pages of 16 hold all 640 tokens
+
+
+def test_smaller_budgets_follow_where_all_will_do_but_not_below_the_fewest():
+    calls: list = []
+    found = calibrate(world([640] * 30, lambda b: 20 + 4 * b, calls), fixed(40), 0.8999, refine=6)
+    assert found.schedule.top_k == (15, 19, 24, 27, ALL_PAGES) and len(calls) < 7
+    found = calibrate(world([640] * 30, lambda b: 20 + 4 * b), fixed(40), 0.8999, fewest=20, refine=6)
+    assert found.schedule.top_k == (20, 20, 24, 27, ALL_PAGES)
+
+
+def test_a_bin_is_not_searched_below_what_a_shorter_one_needs():
+    calls: list = []
+    found = calibrate(world([320] * 30, lambda b: np.where(b == 0, 45, 15), calls), fixed(30, 42), 0.8999, refine=6)
+    assert found.schedule.top_k == (40, 40, ALL_PAGES) and len(calls) == 2
 
 
 def test_unreachable_target_is_dense_and_monotone():
-    found = calibrate(world([480] * 30, lambda b: np.where(b == 1, 500, 10)), [4, 32], 0.9, LAYOUT)
+    found = calibrate(world([480] * 30, lambda b: np.where(b == 1, 500, 10)), fixed(4, 32), 0.9)
     assert found.schedule.top_k[0] <= 32 and found.schedule.top_k[1:] == (ALL_PAGES,) * 3
     assert math.isnan(found.bins[1].p5)
 
 
 def test_lower_limit_decides_not_the_estimate():
-    quiet = calibrate(world([320] * 30, lambda b: 20 + 0 * b), list(range(0, 40, 2)), 0.9, LAYOUT, refine=0)
-    noisy = calibrate(world([320] * 30, lambda b: 20 + 0 * b, noise=0.01), list(range(0, 40, 2)), 0.9, LAYOUT, refine=0)
+    quiet = calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(*range(0, 40, 2)), 0.9, refine=0)
+    noisy = calibrate(world([320] * 30, lambda b: 20 + 0 * b, noise=0.01), fixed(*range(0, 40, 2)), 0.9, refine=0)
     chosen = noisy.bins[0]
     assert chosen.lower >= 0.9 and noisy.schedule.top_k[0] >= quiet.schedule.top_k[0]
-    below = noisy.curves[chosen.top_k - 2][0]
+    below = noisy.curves[(chosen.top_k - 2,) * 2][0]
     assert below.lower < 0.9 <= chosen.lower
 
 
-def test_thin_bins_borrow_are_marked_and_take_one_budget_more():
+def test_thin_bins_borrow_are_marked_and_take_half_as_many_pages_again():
     lengths = [320] * 30 + [480] * 3
-    found = calibrate(world(lengths, lambda b: 20 + 0 * b), [10, 14, 18, 22, 26], 0.8999, LAYOUT, refine=0)
+    found = calibrate(world(lengths, lambda b: 20 + 0 * b), fixed(10, 14, 18, 22, 26), 0.8999, refine=0)
     assert [b.borrowed for b in found.bins] == [False, False, True]
-    assert found.schedule.top_k == (15, 15, 22, ALL_PAGES)
+    assert found.schedule.top_k == (15, 15, 23, ALL_PAGES)
     assert found.bins[2].n_sequences == 33
 
 
 def test_refusals():
     with pytest.raises(ConfigError, match="3 sequences were measured, at least 20"):
-        calibrate(world([320] * 3, lambda b: 20 + 0 * b), [4], 0.9, LAYOUT)
+        calibrate(world([320] * 3, lambda b: 20 + 0 * b), fixed(4), 0.9)
     with pytest.raises(ConfigError, match="at least one budget"):
-        calibrate(world([320] * 30, lambda b: 20 + 0 * b), [], 0.9, LAYOUT)
+        calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(), 0.9)
 
 
-def test_ladder_surrounds_what_was_found():
-    found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), [2, 40], 0.8999, LAYOUT, refine=6)
-    rungs = ladder(found)  # 5, 13, 21 and 29 were found
-    assert rungs[0] == 4 and rungs[-1] == 40 and all(b <= 1.6 * a for a, b in pairwise(rungs)) and len(rungs) == 7
-    assert ladder(calibrate(world([480] * 30, lambda b: 500 + 0 * b), [4, 32], 0.9, LAYOUT)) == []
+def test_around_a_schedule():
+    found = LAYOUT.replace(top_k=(4, 12, 20, ALL_PAGES), provenance={"model": "this"})
+    own, sparser, fuller = around(found, 4)
+    assert own is found and sparser.top_k == (4, 9, 15) and fuller.top_k == (6, 16, 27) and not fuller.provenance
+    assert around(LAYOUT, 4) == []
+    # A second search around what a first one found, where the actor needs two pages more, takes one pass a schedule.
+    calls: list = []
+    found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 40), 0.8999, refine=6)
+    again = calibrate(world([640] * 30, lambda b: 12 + 8 * b, calls), around(found.schedule, 2), 0.8999)
+    assert again.schedule.top_k == (7, 15, 23, 32, ALL_PAGES) and len(calls) == 3
 
 
 def test_a_first_bin_that_borrows_from_longer_ones_takes_no_budget_more():
@@ -99,7 +122,7 @@ def test_a_first_bin_that_borrows_from_longer_ones_takes_no_budget_more():
         seen = (found.position >= 160) | (found.sequence == 0)
         return Acceptance(*(x[seen] for x in found))
 
-    found = calibrate(late, [10, 15, 25], 0.8999, LAYOUT, refine=0)
+    found = calibrate(late, fixed(10, 15, 25), 0.8999, refine=0)
     assert [b.borrowed for b in found.bins] == [True, False] and found.schedule.top_k == (15, 15, ALL_PAGES)
 
 
@@ -167,7 +190,7 @@ def test_a_sampler_sleeps_while_another_engine_scores():
 def test_calibration_is_drawn_from_its_file(tmp_path):
     from sparrow.report import draw_calibration
 
-    found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), [2, 20, 40], 0.85, LAYOUT)
+    found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 20, 40), 0.85)
     path = tmp_path / "schedule.json"
     path.write_text(found.schedule.to_json())
     picture = draw_calibration(path).read_bytes()

@@ -28,7 +28,7 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     with matplotlib.rc_context(theme.MATPLOTLIB):
         figure = Figure(figsize=(7.2, 4.0), layout="constrained")
         axes = figure.subplots()
-        curves = {int(k): np.array(rows, dtype=float) for k, rows in evidence["curves"].items()}
+        curves = {tuple(map(int, k.split())): np.array(rows, dtype=float) for k, rows in evidence["curves"].items()}
         colours = matplotlib.colormaps["Blues"](np.linspace(0.3, 0.95, len(curves)))
         labelled = -1.0
         for (k, rows), colour in zip(sorted(curves.items()), colours, strict=True):
@@ -36,7 +36,8 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
             axes.plot(middle, p5, color=colour, linewidth=1.4)
             axes.fill_between(middle, low, high, color=colour, alpha=0.15, linewidth=0)
             if p5[-1] > labelled + 0.05:  # labels that would overlap are left out
-                axes.annotate(f" {k}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center")
+                label = "-".join(str(p) for p in sorted({k[0], k[-1]}) if p < ALL_PAGES)
+                axes.annotate(f" {label}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center")
                 labelled = p5[-1]
         axes.axhline(_spread(evidence["target"]), color=theme.MUTED, linewidth=1, linestyle="--")
         path = [((b["start"] + b["end"]) / 2, _spread(b["p5"])) for b in evidence["bins"] if b["top_k"] < ALL_PAGES]

@@ -128,7 +128,7 @@ class Call:
         self.q, self.k, self.v, self.start, self.length = q, k, v, start, length
         self.layout, self.scale, self.log2_scale, self.tiles = layout, scale, scale * 1.4426950408889634, tiles
         GP = triton.next_power_of_2(H // self.K)
-        self.BT = min(64, 128 // GP)
+        self.BT = min(64, (256 // q.element_size()) // GP)
         self.tile_count = triton.cdiv(T, self.BT)
         self.run_pages = max(1, min(8, tiles.key[1] // layout.page_size))
         self.runs = triton.cdiv(self.N, self.run_pages)
@@ -191,8 +191,8 @@ class Call:
         tokens = self.step(tokens, self.BT * self.heads["GP"], stages)
         kernels.forward_kernel[(self.tile_count, self.items)](
             self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.bits,
-            selection.counts, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3],
-            T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
+            selection.counts, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
+            *out.stride()[:3], T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
             NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return out, lse

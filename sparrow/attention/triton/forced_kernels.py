@@ -234,8 +234,8 @@ def forward_kernel(
 
 @triton.jit
 def _differentiate(
-    q_MD, do_MD, k, v, lists, bits, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2, stride_k, stride_v,
-    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
+    q_MD, do_MD, k, v, lists, bits, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2,
+    stride_k, stride_v, CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     slot = begin + tl.arange(0, NP)
     page = tl.load(lists + tl.minimum(slot, end - 1))
