@@ -102,7 +102,7 @@ def rows(T: int, k: int) -> tuple[Tensor, ...]:
 
 def kept_pages(selection: Selection) -> int:
     """Pages kept, summed over positions and kv heads."""
-    return sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(64))
+    return sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))
 
 
 def sparse(T: int, k: int, tiles: Tiles, tensors: list[Tensor]) -> dict[str, Any]:

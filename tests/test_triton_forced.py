@@ -49,13 +49,14 @@ class Case:
     top_k: torch.Tensor
     layout: PageLayout
 
-    def results(self, implementation: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    def results(self, implementation: str, dtype: torch.dtype, device: str = DEVICE) -> list[torch.Tensor]:
         """Output and gradients of q, k and v, in float64 on the CPU; the reference is given 1 in place of NaN."""
         outside = 1.0 if implementation == "reference" else float("nan")
         q, k, v, d_out = (
-            x.to(dtype).nan_to_num(outside).detach().requires_grad_() for x in (self.q, self.k, self.v, self.d_out)
+            x.to(device, dtype).nan_to_num(outside).detach().requires_grad_()
+            for x in (self.q, self.k, self.v, self.d_out)
         )
-        rows = (self.start, self.length, self.prompt, self.top_k)
+        rows = (x.to(device) for x in (self.start, self.length, self.prompt, self.top_k))
         out = teacher_forced(q, k, v, *rows, layout=self.layout, implementation=implementation)
         out.backward(d_out)
         return [x.double().cpu() for x in (out, q.grad, k.grad, v.grad)]
@@ -96,8 +97,8 @@ def make_case(
 
 def check(case: Case, dtype: torch.dtype) -> None:
     found = case.results("triton", dtype)
-    exact = case.results("reference", torch.float64)
-    rough = case.results("reference", dtype)
+    exact = case.results("reference", torch.float64, "cpu")
+    rough = case.results("reference", dtype, "cpu")
     for name, x, truth, other in zip(("out", "d_q", "d_k", "d_v"), found, exact, rough, strict=True):
         assert x.isfinite().all(), name
         unit = torch.finfo(dtype).eps * truth.abs().max()
@@ -110,11 +111,11 @@ def check(case: Case, dtype: torch.dtype) -> None:
 def kept(case: Case) -> torch.Tensor:
     """What the kernels select: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0, Tiles())
-    masks, lists, bits, counts = call.select(case.prompt, case.top_k)
-    tiles = (x.flatten(0, 1) for x in (masks, lists, bits))
-    for mask, pages, kept_by, count in zip(*tiles, counts.flatten(), strict=True):
-        assert pages[:count].tolist() == mask.nonzero()[:, 0].tolist()
-        assert torch.equal(kept_by[:count], mask[mask != 0])
+    masks, lists, counts = call.select(case.prompt, case.top_k)
+    for mask, pages, count in zip(masks.flatten(0, 1), lists.flatten(0, 1), counts.flatten(), strict=True):
+        entries = pages[:count]
+        assert (entries & 0xFFFFFFFF).tolist() == mask.nonzero()[:, 0].tolist()
+        assert torch.equal((entries >> 32).int(), mask[mask != 0])
     bits = (masks[:, :, None, :] >> torch.arange(call.BT, device=DEVICE)[:, None]) & 1
     B, T = case.top_k.shape
     return bits.flatten(1, 2)[:, :T].view(B, call.K, T, call.N).bool()

@@ -39,15 +39,13 @@ class Selection(NamedTuple):
     """The pages every position keeps.
 
     Attributes:
-        masks: int64 ``[B * K, tiles, N]``; bit i is set where position ``tile * BT + i`` keeps the page.
-        lists: int32 ``[B * K, tiles, N]``; the pages that some position of the tile keeps, in order.
-        bits: int64 ``[B * K, tiles, N]``; the masks of those.
-        counts: int32 ``[B * K, tiles]``; how many they are.
+        masks: int32 ``[B * K, tiles, N]``; bit i is set where position ``tile * BT + i`` keeps the page.
+        lists: int64 ``[B * K, tiles, N]``; the pages that some position of the tile keeps, in order, with their masks.
+        counts: int32 ``[B * K, tiles]``; how many those are.
     """
 
     masks: Tensor
     lists: Tensor
-    bits: Tensor
     counts: Tensor
 
 
@@ -128,7 +126,7 @@ class Call:
         self.q, self.k, self.v, self.start, self.length = q, k, v, start, length
         self.layout, self.scale, self.log2_scale, self.tiles = layout, scale, scale * 1.4426950408889634, tiles
         GP = triton.next_power_of_2(H // self.K)
-        self.BT = min(64, (256 // q.element_size()) // GP)
+        self.BT = min(32, 128 // GP)
         self.tile_count = triton.cdiv(T, self.BT)
         self.run_pages = max(1, min(8, tiles.key[1] // layout.page_size))
         self.runs = triton.cdiv(self.N, self.run_pages)
@@ -148,11 +146,10 @@ class Call:
         """Ranks the pages for every position, some positions at a time."""
         layout, device, N = self.layout, self.q.device, self.N
         P, K = layout.page_size, self.K
-        C = max(64, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
+        C = max(32, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
         marks = self.k.new_empty(self.items, N, self.heads["D"])
         selection = Selection(
-            torch.zeros(self.items, self.tile_count, N, dtype=torch.int64, device=device),
-            torch.empty(self.items, self.tile_count, N, dtype=torch.int32, device=device),
+            torch.zeros(self.items, self.tile_count, N, dtype=torch.int32, device=device),
             torch.empty(self.items, self.tile_count, N, dtype=torch.int64, device=device),
             torch.empty(self.items, self.tile_count, dtype=torch.int32, device=device),
         )
@@ -170,7 +167,7 @@ class Call:
             kernels.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
                 self.q, marks, scores, self.start, self.length, prompt, top_k, *self.q.stride()[:3],
                 *top_k.stride(), first, N, pages, **self.heads, P=P, SINK=layout.sink_pages,
-                RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4 * self.more_warps,
+                RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
             )  # fmt: skip
             kernels.select_kernel[(min(C, self.T - first), self.items)](
                 scores, kept, self.length, prompt, top_k, self.start, *top_k.stride(), first, pages, K=K, P=P,
@@ -178,7 +175,7 @@ class Call:
             )  # fmt: skip
             kernels.tile_kernel[(tiles, self.items)](
                 kept, *selection, self.length, first, N, self.tile_count, K=K, C=C, BT=self.BT, WORDS=block // 32,
-                BW=min(2, block // 32), num_warps=4,
+                BW=min(4, block // 32), num_warps=4,
             )  # fmt: skip
         return selection
 
@@ -190,9 +187,9 @@ class Call:
         tokens, warps, stages = self.tiles.forward
         tokens = self.step(tokens, self.BT * self.heads["GP"], stages)
         kernels.forward_kernel[(self.tile_count, self.items)](
-            self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.bits,
-            selection.counts, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3],
-            *out.stride()[:3], T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
+            self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.counts,
+            self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3], *self.v.stride()[:3], *out.stride()[:3],
+            T, self.N, self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
             NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,
         )  # fmt: skip
         return out, lse
@@ -204,7 +201,7 @@ class Call:
         tokens = self.step(tokens, 2 * self.BT * self.heads["GP"], stages)
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
             self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, selection.lists,
-            selection.bits, selection.counts, self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3],
+            selection.counts, self.scale, self.log2_scale, *self.q.stride()[:3], *self.k.stride()[:3],
             *self.v.stride()[:3], *out.stride()[:3], *d_out.stride()[:3], *d_q.stride()[:3], self.T, self.N,
             self.tile_count, **self.heads, P=self.layout.page_size, BT=self.BT,
             NP=max(1, tokens // self.layout.page_size), num_warps=warps * self.more_warps, num_stages=stages,

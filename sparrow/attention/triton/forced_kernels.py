@@ -53,7 +53,7 @@ def _tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
     position = tile * BT + row // GP
     head = row % GP
     inside = (position < size) & (head < G)
-    return tl.minimum(position, size - 1), tl.minimum(head, G - 1), tl.full((1,), 1, tl.int64) << (row // GP), inside
+    return tl.minimum(position, size - 1), tl.minimum(head, G - 1), 1 << (row // GP), inside
 
 
 @triton.jit
@@ -115,10 +115,13 @@ def select_kernel(
 
 @triton.jit
 def tile_kernel(
-    kept, masks, lists, bits, counts, length, first, N, TILES,
+    kept, masks, lists, counts, length, first, N, TILES,
     K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
 ):  # fmt: skip
-    """From a chunk's bits: every page's mask over a tile's positions, and the pages whose mask is not empty with it."""
+    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose mask is not empty.
+
+    An entry of the list has the page in its lower half and the mask in its upper half.
+    """
     item = tl.program_id(1).to(tl.int64)
     size = tl.load(length + item // K).to(tl.int32)
     tile = first // BT + tl.program_id(0)
@@ -130,14 +133,13 @@ def tile_kernel(
     if tile * BT < size:
         for w in range(0, WORDS, BW):
             word = tl.load(kept + row[:, None] * WORDS + w + tl.arange(0, BW)[None, :], mask=inside[:, None], other=0)
-            bit = ((word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1).to(tl.int64)
+            bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
             mask = tl.reshape(tl.sum(bit << t[:, None, None], 0), (BW * 32,))
             n = w * 32 + tl.arange(0, BW * 32)
             tl.store(masks + place + n, mask, mask=n < N)
             listed = (mask != 0).to(tl.int32)
-            slot = place + count + tl.cumsum(listed, 0) - listed
-            tl.store(lists + slot, n, mask=mask != 0)
-            tl.store(bits + slot, mask, mask=mask != 0)
+            entry = n.to(tl.int64) | (mask.to(tl.int64) << 32)
+            tl.store(lists + place + count + tl.cumsum(listed, 0) - listed, entry, mask=mask != 0)
             count += tl.sum(listed, 0)
     tl.store(counts + item * TILES + tile, count)
 
@@ -150,32 +152,30 @@ def _early_pages(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def _tokens(page, mask, slot, end, NP: tl.constexpr, P: tl.constexpr):
+def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
     """Positions of the tokens of NP listed pages, laid end to end, and who keeps them: nobody beyond ``end``."""
-    token = page[:, None] * P + tl.arange(0, P)[None, :]
-    mask = tl.where(slot < end, mask, 0)
+    token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
+    mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
     mask = tl.broadcast_to(mask[:, None], (NP, P))
     return tl.reshape(token, (NP * P,)), tl.reshape(mask, (NP * P,))
 
 
 @triton.jit
 def _attend(
-    q_MD, k, v, lists, bits, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
+    q_MD, k, v, lists, begin, end, size, bit, position, acc, total, maximum, scale_log2, stride_k, stride_v,
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
-    # Pages are loaded one step before their use, so that the pipeline sees no chain of loads.
+    # Entries are loaded one step before their use, so that the pipeline sees no chain of loads.
     slot = begin + tl.arange(0, NP)
-    page = tl.load(lists + tl.minimum(slot, end - 1))
-    mask = tl.load(bits + tl.minimum(slot, end - 1))
+    entry = tl.load(lists + tl.minimum(slot, end - 1))
     for _ in range(begin, end, NP):
-        token, keeper = _tokens(page, mask, slot, end, NP, P)
+        token, mask = _tokens(entry, slot, end, NP, P)
         slot += NP
-        page = tl.load(lists + tl.minimum(slot, end - 1))
-        mask = tl.load(bits + tl.minimum(slot, end - 1))
+        entry = tl.load(lists + tl.minimum(slot, end - 1))
         source = tl.minimum(token, size - 1) if CAUSAL else token
         k_ND = _load_rows(k, source * stride_k, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
-        seen = (keeper[None, :] & bit[:, None]) != 0
+        seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         logit = tl.where(seen, logit, float("-inf"))
@@ -191,7 +191,7 @@ def _attend(
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, start, length, lists, bits, counts, scale_log2,
+    q, k, v, out, lse, start, length, lists, counts, scale_log2,
     stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
     stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token, T, N, TILES,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -210,18 +210,17 @@ def forward_kernel(
         k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
         v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
         lists += (item * TILES + tile) * N
-        bits += (item * TILES + tile) * N
         count = tl.load(counts + item * TILES + tile)
         maximum = tl.full((BT * GP,), -1e30, tl.float32)
         total = tl.zeros((BT * GP,), tl.float32)
         acc = tl.zeros((BT * GP, DP), tl.float32)
         early = _early_pages(tile, size, count, P, BT)
         acc, total, maximum = _attend(
-            q_MD, k, v, lists, bits, 0, early, size, bit, position, acc, total, maximum,
+            q_MD, k, v, lists, 0, early, size, bit, position, acc, total, maximum,
             scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
         )  # fmt: skip
         acc, total, maximum = _attend(
-            q_MD, k, v, lists, bits, early, count, size, bit, position, acc, total, maximum,
+            q_MD, k, v, lists, early, count, size, bit, position, acc, total, maximum,
             scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
         )  # fmt: skip
         d = tl.arange(0, DP)
@@ -234,22 +233,20 @@ def forward_kernel(
 
 @triton.jit
 def _differentiate(
-    q_MD, do_MD, k, v, lists, bits, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2,
-    stride_k, stride_v, CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
+    q_MD, do_MD, k, v, lists, begin, end, size, bit, position, lse_M, delta_M, acc, scale_log2, stride_k, stride_v,
+    CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     slot = begin + tl.arange(0, NP)
-    page = tl.load(lists + tl.minimum(slot, end - 1))
-    mask = tl.load(bits + tl.minimum(slot, end - 1))
+    entry = tl.load(lists + tl.minimum(slot, end - 1))
     for _ in range(begin, end, NP):
-        token, keeper = _tokens(page, mask, slot, end, NP, P)
+        token, mask = _tokens(entry, slot, end, NP, P)
         slot += NP
-        page = tl.load(lists + tl.minimum(slot, end - 1))
-        mask = tl.load(bits + tl.minimum(slot, end - 1))
+        entry = tl.load(lists + tl.minimum(slot, end - 1))
         source = tl.minimum(token, size - 1) if CAUSAL else token
         k_ND = _load_rows(k, source * stride_k, D, DP)
         v_ND = _load_rows(v, source * stride_v, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
-        seen = (keeper[None, :] & bit[:, None]) != 0
+        seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
             seen = seen & (token[None, :] <= position[:, None])
         weight = tl.where(seen, tl.exp2(logit - lse_M[:, None]), 0.0)
@@ -261,7 +258,7 @@ def _differentiate(
 
 @triton.jit
 def query_gradient_kernel(
-    q, k, v, out, d_out, d_q, lse, delta, start, length, lists, bits, counts, scale, scale_log2,
+    q, k, v, out, d_out, d_q, lse, delta, start, length, lists, counts, scale, scale_log2,
     stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
     stride_v_row, stride_v_head, stride_v_token, stride_out_row, stride_out_head, stride_out_token,
     stride_do_row, stride_do_head, stride_do_token, stride_dq_row, stride_dq_head, stride_dq_token, T, N, TILES,
@@ -288,16 +285,15 @@ def query_gradient_kernel(
         k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
         v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
         lists += (item * TILES + tile) * N
-        bits += (item * TILES + tile) * N
         count = tl.load(counts + item * TILES + tile)
         acc = tl.zeros((BT * GP, DP), tl.float32)
         early = _early_pages(tile, size, count, P, BT)
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists, bits, 0, early, size, bit, position, lse_M, delta_M, acc,
+            q_MD, do_MD, k, v, lists, 0, early, size, bit, position, lse_M, delta_M, acc,
             scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
         )  # fmt: skip
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists, bits, early, count, size, bit, position, lse_M, delta_M, acc,
+            q_MD, do_MD, k, v, lists, early, count, size, bit, position, lse_M, delta_M, acc,
             scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
         )  # fmt: skip
         d = tl.arange(0, DP)
@@ -316,7 +312,7 @@ def _readers(masks, place, row, tiles, n, N, ROWS: tl.constexpr, BT: tl.constexp
         page = n * PAGES + i
         there = (tile < tiles)[:, None] & (page < N)[None, :]
         mask = tl.load(masks + place + tile.to(tl.int64)[:, None] * N + page[None, :], mask=there, other=0)
-        bits += ((mask[:, None, :] >> tl.arange(0, BT)[None, :, None]) & 1).to(tl.int32) << i
+        bits += ((mask[:, None, :] >> tl.arange(0, BT)[None, :, None]) & 1) << i
     return bits
 
 
