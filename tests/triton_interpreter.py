@@ -1,7 +1,8 @@
 """Repairs Triton 3.6's interpreter when imported; without effect on anything else.
 
 It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 and float8 wrongly, and cannot use a scalar as
-a loop bound with NumPy 2.4.
+a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or store outside the storages of the
+tensors that a kernel was given is an ``IndexError``.
 """
 
 import numpy as np
@@ -10,7 +11,8 @@ import triton.runtime.interpreter as interpreter
 from triton import language as tl
 
 _upcast, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
-_patch_tensor = interpreter._patch_lang_tensor
+_load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
+_patch_tensor, _arguments = interpreter._patch_lang_tensor, interpreter.GridExecutor._init_args_hst
 _TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
 
@@ -33,6 +35,39 @@ def _patch_lang_tensor(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+_storages = np.zeros((0, 2), np.uint64)  # first and last byte of what the running kernel was given, in order
+
+
+def _init_args_hst(self, arguments, options):
+    global _storages
+    arguments, options = found = _arguments(self, arguments, options)
+    tensors = (x for x in (*arguments, *options.values()) if hasattr(x, "untyped_storage"))
+    storages = [x.untyped_storage() for x in tensors]
+    _storages = np.array(sorted((s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages), np.uint64)
+    return found
+
+
+def _check(pointers, mask):
+    places = pointers.data[mask.data.astype(bool)].astype(np.uint64)
+    storage = np.searchsorted(_storages[:, 0], places, side="right") - 1
+    width = pointers.get_element_ty().primitive_bitwidth // 8
+    if (storage < 0).any() or (places + np.uint64(width) > _storages[storage, 1]).any():
+        raise IndexError("a kernel reads or writes outside the tensors it was given")
+
+
+def _create_masked_load(self, pointers, mask, *rest):
+    _check(pointers, mask)
+    return _load(self, pointers, mask, *rest)
+
+
+def _create_masked_store(self, pointers, value, mask, *rest):
+    _check(pointers, mask)
+    return _store(self, pointers, value, mask, *rest)
+
+
 interpreter._patch_lang_tensor = _patch_lang_tensor
 interpreter._convert_float = _convert_float
 interpreter.InterpreterBuilder.create_dot = _create_dot
+interpreter.InterpreterBuilder.create_masked_load = _create_masked_load
+interpreter.InterpreterBuilder.create_masked_store = _create_masked_store
+interpreter.GridExecutor._init_args_hst = _init_args_hst
