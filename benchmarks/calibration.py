@@ -39,7 +39,7 @@ REASONER = Path(__file__).parent.parent / "sparrow" / "reasoner"
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 LINES = 36
 FEWEST = 20  # sequences in a bin that is counted
-TRIALS = (0, 4, 8, 16, 32, 64)  # budgets of the command, the smallest possible among them
+TRIALS = (4, 8, 16, 32, 64)  # budgets of the command
 BUDGETS = (8, 12, 16, 24, 32, 48)
 
 

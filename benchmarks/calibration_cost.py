@@ -151,7 +151,7 @@ def table(arguments: argparse.Namespace) -> None:
         return float(steps_T.sum()) * sequences / BATCH
 
     anew = {int(b): rollout(np.full_like(length_T, b)) for b in BUDGETS}
-    few = max(PILOT, SEQUENCES // 8)
+    few = max(PILOT, SEQUENCES // 10)
     first: list[SparsitySchedule] = []
     then: list[SparsitySchedule] = []
     chosen = search(first, [SparsitySchedule.fixed(k) for k in DEFAULT_BUDGETS])

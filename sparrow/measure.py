@@ -121,7 +121,7 @@ def calibrate_engine(
 
     Sampled is with ``layout``, the dense model by default. But the actor writes other tokens, which are harder for it.
     So each of the ``on_policy`` rounds samples under the schedule found so far and searches again around it; only the
-    last round takes all prompts, those before it an eighth.
+    last round takes all prompts, those before it a tenth.
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
@@ -146,7 +146,7 @@ def calibrate_engine(
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
-        some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 8)]
+        some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 10)]
         again = replace(sampling, seed=sampling.seed + number)
         left, later = count(len(trials), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):

@@ -115,10 +115,10 @@ class TokenScorer(nn.Module):
         return self._head(hidden, target, top, temperature)
 
     def _head(self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float) -> tuple:
-        logits = self.model.get_output_embeddings()(hidden).float() / (temperature or 1.0)
-        log_p = logits.log_softmax(-1)
+        logits = self.model.get_output_embeddings()(hidden).float()
+        log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
         with torch.no_grad():
-            entropy = -(log_p.exp() * log_p).sum(-1)
+            entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
         gathered = log_p.gather(-1, top) if top is not None else None
         return log_p.gather(-1, target[:, None])[:, 0], gathered, entropy
 

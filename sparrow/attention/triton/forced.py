@@ -126,7 +126,7 @@ class Call:
         self.q, self.k, self.v, self.start, self.length = q, k, v, start, length
         self.layout, self.scale, self.log2_scale, self.tiles = layout, scale, scale * 1.4426950408889634, tiles
         GP = triton.next_power_of_2(H // self.K)
-        self.BT = min(32, 128 // GP)
+        self.BT = min(32 if GP <= 2 else 16, 128 // GP)
         self.tile_count = triton.cdiv(T, self.BT)
         self.run_pages = max(1, min(8, tiles.key[1] // layout.page_size))
         self.runs = triton.cdiv(self.N, self.run_pages)

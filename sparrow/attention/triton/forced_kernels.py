@@ -152,12 +152,6 @@ def _early_pages(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
 
 
 @triton.jit
-def _entry(lists, slot, end):
-    """Entries of a list; its last one beyond ``end``, and its first where there is none: never what lies before."""
-    return tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
-
-
-@triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
     """Positions of the tokens of NP listed pages, laid end to end, and who keeps them: nobody beyond ``end``."""
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
@@ -173,11 +167,11 @@ def _attend(
 ):  # fmt: skip
     # Entries are loaded one step before their use, so that the pipeline sees no chain of loads.
     slot = begin + tl.arange(0, NP)
-    entry = _entry(lists, slot, end)
+    entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
     for _ in range(begin, end, NP):
         token, mask = _tokens(entry, slot, end, NP, P)
         slot += NP
-        entry = _entry(lists, slot, end)
+        entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
         source = tl.minimum(token, size - 1) if CAUSAL else token
         k_ND = _load_rows(k, source * stride_k, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
@@ -243,11 +237,11 @@ def _differentiate(
     CAUSAL: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     slot = begin + tl.arange(0, NP)
-    entry = _entry(lists, slot, end)
+    entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
     for _ in range(begin, end, NP):
         token, mask = _tokens(entry, slot, end, NP, P)
         slot += NP
-        entry = _entry(lists, slot, end)
+        entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
         source = tl.minimum(token, size - 1) if CAUSAL else token
         k_ND = _load_rows(k, source * stride_k, D, DP)
         v_ND = _load_rows(v, source * stride_v, D, DP)
@@ -394,13 +388,13 @@ def key_gradient_kernel(
         dk_ND = tl.zeros((KEYS, DP), tl.float32)
         dv_ND = tl.zeros((KEYS, DP), tl.float32)
         reader = tl.arange(0, BT)
-        entry = _entry(readers, reader, count)
+        entry = tl.load(readers + tl.minimum(reader, count - 1))
         for _ in range(0, count, BT):
             kept = tl.where((reader < count)[:, None] & (tl.arange(0, GP) < G)[None, :], entry[:, None], 0)
             kept = tl.reshape(kept, (BT * GP,))
             position = tl.reshape(tl.broadcast_to((entry >> PAGES)[:, None], (BT, GP)), (BT * GP,))
             reader += BT
-            entry = _entry(readers, reader, count)
+            entry = tl.load(readers + tl.minimum(reader, count - 1))
             q_MD = _load_rows(q, position * stride_q_token + head * stride_q_head, D, DP)
             do_MD = _load_rows(d_out, position * stride_do_token + head * stride_do_head, D, DP)
             lse_M = tl.load(lse + stat + position)
