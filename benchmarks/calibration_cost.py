@@ -187,8 +187,10 @@ def table(arguments: argparse.Namespace) -> None:
 
     rounds = rollout(under_chosen, few + SEQUENCES)  # one with few, one with all
     searched = [(first, few), (then, few + SEQUENCES)]
-    add("as it is", rollout(length_T, few) + rounds, searched)
-    add("the first responses sampled under a published table (--layout)", rollout(guess, few) + rounds, searched)
+    add("sparrow calibrate as it is", rollout(length_T, few) + rounds, searched)
+    most = [(first, few), (then + then[:2], few + SEQUENCES)]
+    add("the same, every round with all the passes that --refine allows", rollout(length_T, few) + rounds, most)
+    add("its first responses sampled under a published table (--layout)", rollout(guess, few) + rounds, searched)
     add("all sampled under a published table, once (--on-policy 0)", rollout(guess), [(first, SEQUENCES)])
     add("all sampled dense, once (--on-policy 0)", rollout(length_T), [(first, SEQUENCES)])
     save("cost", found)

@@ -1,5 +1,4 @@
-"""Write the tables of docs/performance.md, cost.md, vllm.md, scaling.md and integrations.md
-from the JSON files in benchmarks/results.
+"""Write the tables of the pages in docs that have such, from the JSON files in benchmarks/results.
 
     python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
 
@@ -23,10 +22,13 @@ from rollout_trace import PROMPT, responses, simulate, states
 from sparrow.cluster import Cluster, plan
 from sparrow.cost import MACHINES, Overheads, decode_step
 from sparrow.cost import SHAPES as SHAPES_OF
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "docs" / f"{name}.md" for name in ("performance", "cost", "vllm", "scaling", "integrations")]
+PAGES = [
+    ROOT / "docs" / f"{name}.md"
+    for name in ("performance", "cost", "vllm", "scaling", "integrations", "calibration", "method")
+]
 RESULTS = ROOT / "benchmarks" / "results"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 PUBLISHED = {"qwen3-1.7b": (2561, 5662), "qwen3-4b": (1369, 3308), "qwen3-8b": (1300, 2682), "qwen3-14b": (1544, 2289)}
@@ -307,6 +309,112 @@ def planned() -> str:
     return table(["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows)
 
 
+def calibrations() -> list[tuple[str, list[Row]]]:
+    """What is told apart, and its runs."""
+    found: dict[str, list[Row]] = {}
+    for run in load("calibration_table")["runs"]:
+        rounds = {0: "none", 2: "two (default)"}[run["on_policy"]]
+        found.setdefault(f"{run['target']:.2f}, {rounds}", []).append(run)
+    return sorted(found.items())
+
+
+def calibration() -> str:
+    runs = load("calibration_table")["runs"]
+    starts = sorted({b["start"] for run in runs for b in run["bins"]})
+    width = starts[1] - starts[0]
+    rows = []
+    for what, same in calibrations():
+        cells = [[b["over_target"] for run in same for b in run["bins"] if b["start"] == start] for start in starts]
+        rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
+    return table(["target, rounds on policy", *(f"{a}-{a + width}" for a in starts)], rows)
+
+
+def calibration_summary() -> str:
+    names = {0: "no round on policy", 2: "two rounds"}
+    rows = []
+    for found in load("calibration_table")["summary"]:
+        unreachable = found["above_0.02_at_the_smallest_budget"]
+        bins = found["bins"] - unreachable
+        rows.append(
+            [names[found["on_policy"]], f"{found['within_0.02']} of {bins}", found["above_0.02"] - unreachable,
+             found["below_0.02"], f"{found['lowest']:+.3f}", unreachable]
+        )  # fmt: skip
+    head = [
+        "",
+        "within 0.02 of the target",
+        "above by more",
+        "below by more",
+        "lowest",
+        "left out: cannot be met from above",
+    ]
+    return table(head, rows)
+
+
+def shortcut() -> str:
+    rows = []
+    for found in load("calibration_shortcut")["budgets"]:
+        bins = [b for b in found["bins"] if b["start"] >= 192]
+        drifts, seconds = [b["drift"] for b in bins], found["seconds"]
+        spans = [[b[way]["p5"] for b in bins] for way in ("teacher_forced", "sampled")]
+        rows.append(
+            [found["top_k"], *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
+             f"{statistics.mean(drifts):+.3f}, {min(drifts):+.3f}", f"{sum(b['overlap'] for b in bins)} of {len(bins)}",
+             f"{seconds['teacher_forced']:.1f}, {seconds['sampled']:.1f}"]
+        )  # fmt: skip
+    head = ["top-k pages", "p5 by bin, dense responses", "p5 by bin, its own", "own less dense: mean, worst bin",
+            "intervals overlap", "seconds: teacher-forced, sampled"]  # fmt: skip
+    return table(head, rows)
+
+
+def beta_tail() -> str:
+    rows = []
+    for f in load("calibration_tail")["budgets"]:
+        low, high = f["ks_interval"]
+        rows.append(
+            [f["top_k"], f"{f['fraction_in_tail']:.0%}", f"Beta({f['a']:.2f}, {f['b']:.2f})",
+             f"{f['ks']:.3f} [{low:.3f}, {high:.3f}]", f"{f['ks_if_beta_95']:.3f}",
+             f"{f['variance_measured']:.3f}, {f['variance_fitted']:.3f}",
+             f"{f['p5_measured']:.3f}, {f['p5_fitted']:.3f}"]
+        )  # fmt: skip
+    head = ["top-k pages", "tokens below 0.999", "fit", "KS, 95 % interval", "95th percentile of KS, were it true",
+            "variance, measured and fitted", "p5, measured and fitted"]  # fmt: skip
+    return table(head, rows)
+
+
+def calibration_cost() -> str:
+    found = load("calibration_cost")
+    whole = found["sampling_18_budgets_s"]
+    published = "sampling at each of 18 budgets from 512 to 16,384 tokens, as published"
+    rows = [[published, f"{whole:,.0f}", "", f"{whole:,.0f}", ""]]
+    for way in found["ways"]:
+        scored = f"{way['scoring_s']:,.0f} ({way['sequences_scored']:,} sequences)"
+        total = f"{way['sampling_s'] + way['scoring_s']:,.0f}"
+        rows.append([way["label"], f"{way['sampling_s']:,.0f}", scored, total, f"{way['times_less']:.1f}x"])
+    return table(["", "sampling, s", "scoring, s", "in all, s", "less by"], rows)
+
+
+def scoring_passes() -> str:
+    passes = load("calibration_passes")["passes"]
+    head = ["top-k pages", *("all (dense)" if p["top_k"] >= ALL_PAGES else p["top_k"] for p in passes)]
+    return table(head, [["seconds a sequence", *(f"{p['sequence_s']:.2f}" for p in passes)]])
+
+
+def teacher_forced() -> str:
+    rows = []
+    for case in load("teacher_forced")["cases"]:
+        for way in ("forward", "backward"):
+            dense = [found[f"{way}_ms"] for found in case["dense"].values()]
+            cells = []
+            for found in case["sparse"].values():
+                ms = found[f"{way}_ms"]
+                cells.append(f"{ms:.1f} ({', '.join(f'{other / ms:.2f}x' for other in dense)})")
+            what = f"{case['T']:,}, {case['G']}, {case['top_k']}"
+            rows.append([what, way, *(f"{ms:.1f}" for ms in dense), *cells])
+        read = (f"{found['read']:.1f}" for found in case["sparse"].values())
+        rows.append([what, "pages read per page kept", "", "", *read])
+    return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode steps": decode_steps,
     "rollouts with top 20": lambda: rollouts("top 20"),
@@ -324,6 +432,13 @@ TABLES: dict[str, Callable[[], str]] = {
     "same run": same_run,
     "scaling": scaling,
     "planned": planned,
+    "calibration": calibration,
+    "calibration summary": calibration_summary,
+    "shortcut": shortcut,
+    "beta tail": beta_tail,
+    "calibration cost": calibration_cost,
+    "scoring passes": scoring_passes,
+    "teacher-forced": teacher_forced,
 }
 
 

@@ -31,7 +31,7 @@ class Tiles:
     """
 
     forward: tuple[int, int, int] = (64, 4, 3)
-    query: tuple[int, int, int] = (32, 4, 3)
+    query: tuple[int, int, int] = (64, 4, 2)
     key: tuple[int, int, int, int] = (32, 64, 4, 3)
 
 
