@@ -78,8 +78,10 @@ def table(arguments: argparse.Namespace) -> None:
                         ["measure", "--schedule", str(schedule), "--tau", str(target), "--out", str(fresh),
                          "--seed", str(1000 + seed), *common]
                     )  # fmt: skip
-                    bins = judge(SparsitySchedule.load(schedule), json.loads(fresh.read_text())["bins"], target)
-                    what = {"machine": machine(), "target": target, "seed": seed, "on_policy": rounds}
+                    found = SparsitySchedule.load(schedule)
+                    bins = judge(found, json.loads(fresh.read_text())["bins"], target)
+                    what = {"machine": machine(), "target": target, "seed": seed, "on_policy": rounds,
+                            "passes_of_last_round": len(found.provenance["curves"])}  # fmt: skip
                     record.write_text(json.dumps({**what, "bins": bins}))
                 runs.append(json.loads(record.read_text()))
     summary = [tally([r for r in runs if r["on_policy"] == n], n) for n in arguments.on_policy]
