@@ -159,10 +159,11 @@ def _select(
     SINK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``_select_block`` at a width that fits the row, so that short rows in a wide table stay cheap."""
-    if (BLOCK > 256) & (pages <= 256):
-        _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
-    elif (BLOCK > 2048) & (pages <= 2048):
-        _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 2048)
+    if BLOCK > 2048:
+        if pages <= 2048:
+            _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 2048)
+        else:
+            _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
     else:
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
 
@@ -312,11 +313,7 @@ def rank_kernel(
             q_D, landmarks, table, row, SINK + begin, SINK + end, stride_mark_block, stride_mark_page,
             D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
         )  # fmt: skip
-        tl.debug_barrier()
-        last = used == 1
-        if used > 1:
-            last = _arrives_last(counters + item, used)
-        if last:
+        if _arrives_last(counters + item, used):
             _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
     if split == 0:
         _complete_page(
