@@ -162,6 +162,27 @@ def validation() -> str:
     return table(["shape", "", "steps", "run, s", "estimated, s", "difference"], rows)
 
 
+def attention() -> str:
+    """The decode kernels alone: a layer of uniform batches."""
+    rows = []
+    for case in load("kernels")["cases"]:
+        us, limit = case["step"]["us"], case["limit_us"]
+        cells = [f"{limit:.0f}", f"{us:.0f}", f"{limit / us:.0%}", f"{case['dense']['us']:.0f}"]
+        rows.append([f"{case['B']} x {case['L']:,}", case["G"], case["k"], *cells, f"{case['speedup']:.2f}x"])
+    head = ["sequences x tokens", "heads per kv head", "pages kept", "read limit, us", "sparse, us", "of limit"]
+    return table([*head, "dense, us", "speed-up"], rows)
+
+
+def uneven_attention() -> str:
+    """The decode kernels alone: a layer of the rollout trace's batches."""
+    rows = []
+    for batch in load("kernels")["ragged"]:
+        us, limit = batch["us"], batch["limit_us"]
+        cells = [f"{limit:.0f}", f"{us:.0f}", f"{limit / us:.0%}"]
+        rows.append([SHAPES[batch["shape"]], batch["B"], f"{batch['tokens']:,}", *cells])
+    return table(["shape", "sequences", "tokens in all", "read limit, us", "sparse, us", "of limit"], rows)
+
+
 KERNELS = {
     "attention of sparse layers": r"decode_kernel|rank_kernel|attend_kernel",
     "attention of dense layers": r"flash::",
@@ -422,6 +443,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rollouts of 1,024": lambda: rollouts("top 20", "1024"),
     "limits": limits,
     "log-prob cost": logprob_cost,
+    "attention": attention,
+    "uneven attention": uneven_attention,
     "capacity": capacity,
     "validation": validation,
     "profile": profile,
