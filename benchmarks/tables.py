@@ -40,6 +40,10 @@ def load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
+def load_lines(name: str) -> list[Any]:
+    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
@@ -295,39 +299,46 @@ def same_run() -> str:
     return table(["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows)
 
 
-WAYS = {"": "one GPU", "_ddp": "two, DDP", "_fsdp2": "two, FSDP2"}
-"""Files of grpo_step.py's sparse steps, and how they were run."""
-
-
-def scaling() -> str:
-    """A whole sparse step on one GPU and on two, and the seconds of one over twice those of two."""
-    runs = [load(f"grpo_step_sparse{way}") for way in WAYS]
-    seconds = [{**run["seconds"], "step": sum(run["seconds"].values())} for run in runs]
-    rows = [
-        [name, *(f"{s[key]:.1f}" for s in seconds), *(f"{seconds[0][key] / 2 / s[key]:.0%}" for s in seconds[1:])]
-        for key, name in {**PHASES, "step": "whole step"}.items()
-    ]
-    for phase in ("rollout", "score"):
-        cells = [f"{run['imbalance'][phase]:.2f}" for run in runs]
-        rows.append([f"slowest process over the mean, {phase}", *cells, "", ""])
-    return table(["seconds", *WAYS.values(), "efficiency, DDP", "FSDP2"], rows)
-
-
 def planned() -> str:
-    """What ``sparrow.cluster`` says of the steps of ``scaling``."""
+    """What ``sparrow.cluster`` says of the measured steps."""
     rows = []
-    for way, name in WAYS.items():
-        run = load(f"grpo_step_sparse{way}")
-        scale, schedule = run["scale"], SparsitySchedule.preset(run["shape"])
-        schedule = schedule.replace(top_k=tuple(run["schedule"]), bin_tokens=schedule.bin_tokens // scale)
-        lengths = [max(1, n // scale) for n in responses(run["responses"])]
-        cluster = Cluster(MACHINES["h200"], run["gpus"])
-        step = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, run["responses"], 65536).sparse
-        cells = []
-        for key in PHASES:
-            cells.append(f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}")
+    for variant, name in (("stock", "dense, stock vLLM"), ("sparse", "sparse")):
+        run = load(f"grpo_step_{variant}")
+        schedule = SparsitySchedule.preset(run["shape"])
+        bin_tokens, pages = schedule.bin_tokens // run["scale"], run["schedule"] or schedule.top_k
+        schedule = schedule.replace(top_k=tuple(pages), bin_tokens=bin_tokens)
+        lengths = [max(1, n // run["scale"]) for n in responses(run["responses"])]
+        found = plan(SHAPES_OF[run["shape"]], Cluster(MACHINES["h200"], 1), lengths, schedule, 64, len(lengths), 65536)
+        step = found.sparse if run["schedule"] else found.dense
+        cells = [f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}" for key in PHASES]
         rows.append([name, *cells, f"{sum(run['seconds'].values()):.1f} / {step.seconds:.1f}"])
     return table(["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows)
+
+
+def trainers() -> str:
+    """What TRL and verl logged."""
+    logs = {
+        "TRL, vLLM colocated": load("trl_grpo")["log"],
+        "TRL, vLLM server": load("trl_grpo_server")["log"],
+        "verl": [line["data"] for line in load_lines("verl_grpo")],
+    }
+    rows = []
+    for name, logged in logs.items():
+
+        def values(*keys: str, logged: list[Row] = logged) -> list[float]:
+            return [row[key] for row in logged for key in keys if key in row]
+
+        reward, p5 = values("reward", "critic/score/mean"), values("sparrow/p5")
+        acceptance, floor = values("sparrow/acceptance_mean"), values("sparrow/sampled/p5_floor")
+        rows.append(
+            [
+                name, len(reward), f"{np.mean(reward[:5]):.2f} → {np.mean(reward[-5:]):.2f}",
+                f"{p5[0]:.3f} → {p5[-1]:.3f} ({len(p5)})", f"{np.mean(acceptance):.4f}",
+                f"{np.mean(floor):.2f}" if floor else "", f"{np.median(values('step_time', 'timing_s/step')):.1f}",
+            ]
+        )  # fmt: skip
+    head = ["trainer", "steps", "reward, first and last five", "p5, first and last (times measured)", "mean acceptance"]
+    return table([*head, "p5's floor, mean", "s a step, median"], rows)
 
 
 def calibrations() -> list[tuple[str, list[Row]]]:
@@ -453,8 +464,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "roofline": roofline,
     "ragged": ragged,
     "same run": same_run,
-    "scaling": scaling,
     "planned": planned,
+    "trainers": trainers,
     "calibration": calibration,
     "calibration summary": calibration_summary,
     "shortcut": shortcut,
