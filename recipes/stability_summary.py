@@ -368,14 +368,14 @@ def guard_table(runs: list[dict[str, Any]]) -> str:
     quiet = []
     for run in runs:
         steps = signs(run)
-        if collapsed(run) or any(steps[:2]):
+        if any(steps):
             name = f"{run['arm']}, seed {run['seed']}{'' if collapsed(run) else ' (not collapsed)'}"
             lines.append(f"| {name} | " + " | ".join("never" if step is None else str(step) for step in steps) + " |")
         else:
             quiet.append(run)
     return (
-        "The guard's signs: the step at which each has been so for three steps, in every run that collapsed or warned; "
-        f"{len(quiet)} other runs neither collapsed nor warned\n\n" + "\n".join(lines)
+        "The guard's signs: the step at which each has been so for three steps, in every run with a sign, or in which "
+        f"reward or accuracy halved; none of this was so in {len(quiet)} other runs\n\n" + "\n".join(lines)
     )
 
 
