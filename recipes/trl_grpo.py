@@ -3,7 +3,7 @@
     python recipes/trl_grpo.py --out run.json                                 # vLLM in the trainer's process
     python recipes/trl_grpo.py --server http://localhost:8000 --out run.json  # a `vllm serve` on another GPU
 
-Written for TRL 1.16 (pip install 'sparrow-rl[trl]'). docs/integrations.md has the server's flags.
+Written for TRL 1.16 (pip install -e '.[trl]' in a clone). docs/integrations.md has the server's flags.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class VLLMEngine(Client):
             from vllm import LLM
             from vllm.platforms import current_platform
         except ImportError as error:
-            raise ConfigError(f"the vLLM engine needs vLLM ({error}); pip install 'sparrow-rl[vllm]'") from error
+            raise ConfigError(f"the vLLM engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone") from error
         plugin.register()
         model_processes = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         training_processes = int(os.environ.get("WORLD_SIZE", 1))
