@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import statistics
@@ -265,14 +266,21 @@ def training() -> str:
 
 
 def roofline() -> str:
+    """Errors of all steps by shape, then the steps with the largest."""
     _, points = fit_roofline.errors(fit_roofline.measured())
-    rows = [
+    rows = []
+    for shape, kind in itertools.product(SHAPES, ("dense", "sparse")):
+        some = [row for row in points if row[0].shape == shape and row[0].name.endswith("sparse") == (kind == "sparse")]
+        _, _, errors, left_out = zip(*some, strict=True)
+        worst = (f"{max(off, key=abs):+.1%}" for off in (errors, left_out))
+        rows.append([f"{SHAPES[shape]} {kind}", len(some), f"{np.abs(errors).mean():.1%}", *worst])
+    largest = [
         [p.name.removeprefix("qwen3-"), f"{p.seconds * 1e3:.2f}", f"{s * 1e3:.2f}", f"{error:+.1%}", f"{out:+.1%}"]
-        for p, s, error, out in points
+        for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
     ]
-    return table(
-        ["shape, batch x length", "measured ms", "predicted", "error", "error, shape left out of the fit"], rows
-    )
+    summary = table(["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
+    head = ["largest: shape, batch x length", "measured ms", "predicted", "error", "error, shape left out of the fit"]
+    return f"{summary}\n{table(head, largest)}"
 
 
 def ragged() -> str:
