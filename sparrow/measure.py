@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparrow.calibrate import AROUND, Acceptance, Calibration, around, calibrate
-from sparrow.engines.base import Engine, Rollout, Sampling, Scores
+from sparrow.engines.base import Engine, Rollout, Sampling, Scores, split
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -210,14 +210,13 @@ class Trajectories:
         return [token_acceptance(rollout, p, schedule or self._behaviour, q) for rollout, p, q in rows]
 
     def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
-        ends = np.cumsum([len(r) for r in self.rollouts])[:-1]
         path = self._folder / f"scores-{_digest(self._name, schedule.to_dict())}.npy"
         if not path.exists():
             scores: list[Scores] = self._engine.score(self.rollouts, schedule, self._temperature)
             partial = path.with_suffix(".partial.npy")
             np.save(partial, np.concatenate([s.top_logprobs for s in scores]))
             partial.replace(path)
-        return np.split(np.load(path), ends)
+        return split(np.load(path), [len(r) for r in self.rollouts])
 
 
 def _digest(*parts: Any) -> str:
@@ -240,9 +239,8 @@ def _save_rollouts(path: Path, rollouts: Sequence[Rollout]) -> None:
 
 def _load_rollouts(path: Path) -> list[Rollout]:
     with np.load(path) as file:
-        prompts = np.split(file["prompt_ids"], np.cumsum(file["prompt_lengths"])[:-1])
-        ends = np.cumsum(file["lengths"])[:-1]
-        columns = [np.split(file[name], ends) for name in _ARRAYS]
+        prompts = split(file["prompt_ids"], file["prompt_lengths"])
+        columns = [split(file[name], file["lengths"]) for name in _ARRAYS]
         reasons = file["finish_reasons"].tolist()
     rows = zip(prompts, *columns, reasons, strict=True)
     return [Rollout(prompt.tolist(), *parts) for prompt, *parts in rows]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,6 +105,11 @@ class Counters:
 def total(parts: Sequence[Counters]) -> Counters:
     """What several engines have done together."""
     return Counters(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+
+
+def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    """What is laid end to end, ``[sum of lengths, ...]``, as one array for each response."""
+    return np.split(flat, np.cumsum(lengths)[:-1])
 
 
 class Engine(Protocol):

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from sparrow.actor import NAME, set_schedule, sparse_calls, teacher_forced
-from sparrow.engines.base import Counters, Rollout, Sampling, Scores
+from sparrow.engines.base import Counters, Rollout, Sampling, Scores, split
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import Batch, TokenScorer, micro_batches
@@ -162,10 +162,8 @@ class HFEngine:
             )  # fmt: skip
             with self._inference(), sparse:
                 result = self._scorer(batch, temperature)
-            assert result.top_logprobs is not None
-            ends = np.cumsum([len(r) for r in some])[:-1]
-            parts = (np.split(x.cpu().numpy(), ends) for x in (result.logprobs, result.top_logprobs, result.entropy))
-            scores.update((i, Scores(*part)) for i, part in zip(rows, zip(*parts, strict=True), strict=True))
+            parts = (split(x.cpu().numpy(), [len(r) for r in some]) for x in result)
+            scores.update((i, Scores(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [scores[i] for i in range(len(rollouts))]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:

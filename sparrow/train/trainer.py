@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparrow.engines.base import Counters, Engine, derived_seed, total
+from sparrow.engines.base import Counters, Engine, derived_seed, split, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
@@ -259,9 +259,8 @@ class Trainer:
                 scores = self.plain_scorer(batch, self.config.rollout.temperature)
                 if not counts:
                     continue
-                ends = np.cumsum([len(rollouts[i]) for i in rows])[:-1]
-                split = (np.split(x.cpu().numpy(), ends) for x in scores)
-                for i, logp, top, entropy in zip(rows, *split, strict=True):
+                columns = (split(x.cpu().numpy(), [len(rollouts[i]) for i in rows]) for x in scores)
+                for i, logp, top, entropy in zip(rows, *columns, strict=True):
                     acceptance = token_acceptance(rollouts[i], top, self.schedule)
                     found[i] = logp, top, float(entropy.sum(dtype=np.float64)), acceptance
             return found
