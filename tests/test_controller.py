@@ -220,7 +220,7 @@ def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
     assert resumed.step == 2
     resumed.train()
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
-    assert resumed.control == whole.control and resumed.schedule == whole.schedule
+    assert resumed.steering.state() == whole.steering.state() and resumed.schedule == whole.schedule
 
 
 def test_only_one_thing_moves_the_schedule(tmp_path):
@@ -245,7 +245,7 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
 
 def test_guard_acts_when_p1_has_fallen_to_half_of_its_best(tmp_path, monkeypatch):
     values = iter([0.7, 0.9, 0.46, 0.44, 0.44])
-    monkeypatch.setattr("sparrow.train.trainer.p1", lambda histogram: next(values))
+    monkeypatch.setattr("sparrow.train.controller.p1", lambda histogram: next(values))
     make_trainer(tmp_path, steps=5, guard=GuardConfig("raise", threshold=0.0, patience=2)).train()
     assert [row["guard"]["steps_below"] for row in metrics_of(tmp_path)] == [0, 0, 0, 1, 2]
 
@@ -260,7 +260,7 @@ def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
     with pytest.raises(TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"):
         make_trainer(tmp_path, guard=guard, save_every=100).train()
     resumed = make_trainer(tmp_path, guard=replace(guard, action="raise"), resume=True)
-    assert resumed.step == 3 and resumed.guarded_steps == 3
+    assert resumed.step == 3 and resumed.steering.steps_below == 3
     resumed.train()
     assert len(metrics_of(tmp_path)) == 4
 

@@ -15,13 +15,15 @@ that come free as the policy grows surer, which would hold p5 and lose the rewar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparrow.mismatch import BinMismatch, Histogram
+from sparrow.errors import ConfigError
+from sparrow.mismatch import BinMismatch, Histogram, MismatchReport
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.train.config import TrainConfig
 
 STEP_UP = 2.0
 """Pages read in a bin at most double in a step,"""
@@ -116,6 +118,75 @@ def p1(histogram: Histogram) -> float:
     """The 1st percentile of acceptance, up to the width of the histogram's bins."""
     below_upper_edge = np.cumsum(histogram.counts)
     return histogram.edges[1 + int(np.searchsorted(below_upper_edge, 0.01 * below_upper_edge[-1]))]
+
+
+class Steering:
+    """What moves the schedule between steps, and its memory: the closed loop if there is one, or else the guard.
+
+    Args:
+        config: the run's.
+        schedule: what the run starts with.
+        closed_loop: the schedule follows the measured p5.
+
+    Attributes:
+        steps_below: steps in a row with one of the guard's signs.
+
+    Raises:
+        ConfigError: something else moves the schedule too, or the tail is in other bins than the schedule's.
+    """
+
+    def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
+        self._guard, self._tau, self._closed_loop = config.guard, config.tau, closed_loop
+        given = config.guard.threshold
+        self._threshold = config.tau - 0.02 if given is None else given
+        self._calm: tuple[int, ...] = ()
+        self._floor: tuple[int, ...] = ()
+        self._best_p1 = 0.0
+        self.steps_below = 0
+        if closed_loop and config.distill.step_down:
+            raise ConfigError("schedule auto and distill.step_down both move the schedule; choose one of them")
+        moves = closed_loop or config.guard.action == "raise"
+        if moves and config.bin_tokens not in (None, schedule.bin_tokens):
+            raise ConfigError(
+                f"bin_tokens is {config.bin_tokens}, but schedule auto and guard.action raise need the tail in the "
+                f"schedule's own bins of {schedule.bin_tokens} tokens; leave bin_tokens out"
+            )
+
+    def turn(self, schedule: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
+        """The schedule after ``schedule``, under which ``report`` was measured, over all processes."""
+        failing, lowest = below(report.bins, self._threshold), p1(report.histogram)
+        self._best_p1 = max(self._best_p1, lowest)
+        self.steps_below = self.steps_below + 1 if failing or lowest < FALLEN * self._best_p1 else 0
+        if self._closed_loop:
+            control = Control(schedule, self._calm, self._floor)
+            schedule, self._calm, self._floor = next_schedule(control, report.bins, self._tau)
+        elif self.alarm and self._guard.action == "raise":
+            schedule = raise_bins(schedule, failing or report.bins)
+        return schedule
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the guard has seen its signs for long enough to act."""
+        return self.steps_below >= self._guard.patience
+
+    @property
+    def warning(self) -> str:
+        """What the guard says."""
+        return (
+            f"p5 of acceptance has been below {self._threshold:g}, or p1 below half of its best, for "
+            f"{self.steps_below} steps, so training may collapse; a denser schedule prevents it"
+        )
+
+    def state(self) -> dict[str, Any]:
+        """The memory, for ``load`` after a detour through JSON."""
+        return {
+            "calm": self._calm, "floor": self._floor, "best_p1": self._best_p1, "steps_below": self.steps_below,
+        }  # fmt: skip
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` returned."""
+        self._calm, self._floor = tuple(state["calm"]), tuple(state["floor"])
+        self._best_p1, self.steps_below = state["best_p1"], state["steps_below"]
 
 
 def _raised(pages: int, rejected: float) -> int:

@@ -40,7 +40,7 @@ from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
-from sparrow.train.controller import FALLEN, Control, below, next_schedule, p1, raise_bins
+from sparrow.train.controller import Steering
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
@@ -92,18 +92,7 @@ class Trainer:
         self.step = 0
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
-        self.closed_loop = closed_loop
-        self.control = Control(schedule)
-        self.guarded_steps = 0
-        self.best_p1 = 0.0
-        if closed_loop and config.distill.step_down:
-            raise ConfigError("schedule auto and distill.step_down both move the schedule; choose one of them")
-        steers = closed_loop or config.guard.action == "raise"
-        if steers and config.bin_tokens not in (None, schedule.bin_tokens):
-            raise ConfigError(
-                f"bin_tokens is {config.bin_tokens}, but schedule auto and guard.action raise need the tail in the "
-                f"schedule's own bins of {schedule.bin_tokens} tokens; leave bin_tokens out"
-            )
+        self.steering = Steering(config, schedule, closed_loop)
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
@@ -155,13 +144,13 @@ class Trainer:
             self._sync()
             while self.step < self.config.steps:
                 self._train_step()
-                stop = self.config.guard.action == "stop" and self._alarmed()
+                stop = self.config.guard.action == "stop" and self.steering.alarm
                 if stop or self.step % self.config.save_every == 0:
                     self._save()
                     saved = self.step
                 if stop:
                     raise TrainingDiverged(
-                        f"{self._alarm()}; the checkpoint of step {self.step} is saved, and --resume "
+                        f"{self.steering.warning}; the checkpoint of step {self.step} is saved, and --resume "
                         "--guard.action raise goes on from it with more pages"
                     )
         except (KeyboardInterrupt, RewardError, EngineError) as error:
@@ -352,36 +341,12 @@ class Trainer:
         return found
 
     def _steer(self, report: MismatchReport) -> Metrics:
-        """The closed loop's turn and the guard's, both on what all processes measured."""
-        guard, schedule = self.config.guard, self.schedule
-        failing, lowest = below(report.bins, self._guard_threshold), p1(report.histogram)
-        self.best_p1 = max(self.best_p1, lowest)
-        fallen = lowest < FALLEN * self.best_p1
-        self.guarded_steps = self.guarded_steps + 1 if failing or fallen else 0
-        if self.closed_loop:
-            self.control = next_schedule(self.control._replace(schedule=schedule), report.bins, self.config.tau)
-            schedule = self.control.schedule
-        elif self._alarmed() and guard.action == "raise":
-            schedule = raise_bins(schedule, failing or report.bins)
-        if self.guarded_steps == guard.patience and self.ranks.is_main:
-            log.warning(self._alarm())
-        if schedule != self.schedule:
-            self._set_schedule(schedule)
-        return {"guard": {"steps_below": self.guarded_steps, "alarm": self._alarmed()}}
-
-    @property
-    def _guard_threshold(self) -> float:
-        given = self.config.guard.threshold
-        return self.config.tau - 0.02 if given is None else given
-
-    def _alarmed(self) -> bool:
-        return self.guarded_steps >= self.config.guard.patience
-
-    def _alarm(self) -> str:
-        return (
-            f"p5 of acceptance has been below {self._guard_threshold:g}, or p1 below half of its best, for "
-            f"{self.guarded_steps} steps, so training may collapse; a denser schedule prevents it"
-        )
+        """The closed loop's turn and the guard's."""
+        steering = self.steering
+        self._set_schedule(steering.turn(self.schedule, report))
+        if steering.steps_below == self.config.guard.patience and self.ranks.is_main:
+            log.warning(steering.warning)
+        return {"guard": {"steps_below": steering.steps_below, "alarm": steering.alarm}}
 
     def _set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on; the engine gets it with the next weights."""
@@ -442,9 +407,7 @@ class Trainer:
                     "step": self.step,
                     "cursor": self.cursor,
                     "schedule": self.schedule.to_dict(),
-                    "control": self.control[1:],
-                    "guarded_steps": self.guarded_steps,
-                    "best_p1": self.best_p1,
+                    "steering": self.steering.state(),
                 }
                 (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
@@ -463,9 +426,7 @@ class Trainer:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         self.cursor = state["cursor"]
         self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
-        self.control = Control(self.schedule, *map(tuple, state["control"]))
-        self.guarded_steps = state["guarded_steps"]
-        self.best_p1 = state["best_p1"]
+        self.steering.load(state["steering"])
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
 
 
