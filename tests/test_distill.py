@@ -17,7 +17,7 @@ from sparrow.mismatch import BinMismatch
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train import distill
-from sparrow.train.config import DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_positions, worst_responses
 from sparrow.train.trainer import Trainer
 
@@ -159,6 +159,13 @@ def test_a_length_that_a_single_response_reached_does_not_hold_the_step_down_up(
     monkeypatch.setattr(distill, "pool", lambda *_: SimpleNamespace(bins=(enough, straggler)))
     assert run(tmp_path / "moves", config, schedule=roomy, tau=0.95).schedule.top_k == (0,)
     assert run(tmp_path / "stays", config, schedule=roomy, tau=0.965).schedule.top_k == (8,)
+
+
+def test_the_adapter_follows_a_schedule_that_the_guard_raises(tmp_path):
+    run(tmp_path, ON, steps=3, guard=GuardConfig("raise", threshold=0.999, patience=1))
+    rows = metrics_of(tmp_path)
+    tables = [row["schedule"]["top_k"][0] for row in rows]
+    assert tables == [0, 2, 5] and all("distill" in row for row in rows)  # 3, 5, 8 pages with the 3 always kept
 
 
 def test_bucket_kl_by_hand_and_as_a_bound():

@@ -278,16 +278,15 @@ class Distiller:
     def next_schedule(self, experience: Experience, assessment: Assessment, step: int) -> SparsitySchedule:
         """The schedule for the next rollouts: one rung cheaper if its p5 on these rollouts surely holds tau in every
         bin that enough responses reach, one rung back if the present one's surely does not, else the present one."""
-        at = self._ladder.index(self._schedule)
-        if step % self.config.distill.step_down_every == 0 and len(self._ladder) > 1:
-            tau = self.config.tau
-            if at + 1 < len(self._ladder) and all(
-                b.interval_low >= tau for b in self._tail(experience, assessment, self._ladder[at + 1])
-            ):
-                at += 1
-            elif at and any(b.interval_high < tau for b in self._tail(experience, assessment, self._schedule)):
-                at -= 1
-            self.set_schedule(self._ladder[at])
+        if len(self._ladder) == 1 or step % self.config.distill.step_down_every:
+            return self._schedule
+        at, tau = self._ladder.index(self._schedule), self.config.tau
+        if at + 1 < len(self._ladder) and all(
+            b.interval_low >= tau for b in self._tail(experience, assessment, self._ladder[at + 1])
+        ):
+            at += 1
+        elif at and any(b.interval_high < tau for b in self._tail(experience, assessment, self._schedule)):
+            at -= 1
         return self._ladder[at]
 
     def _tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
