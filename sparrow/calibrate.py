@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparrow.errors import ConfigError
-from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval
+from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, plain
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
@@ -132,13 +132,13 @@ def calibrate(
     evidence = {
         "curves": {
             " ".join(map(str, pages if len(set(pages)) > 1 else pages[:1])): [
-                [t.start, t.end, *_plain({"p5": t.estimate, "low": t.lower, "high": t.upper}).values()] for t in tail
+                plain([t.start, t.end, t.estimate, t.lower, t.upper]) for t in tail
             ]
             for pages, tail in curves.items()
         },
         "target": target,
         "measured_up_to": bins[-1].end,
-        "bins": [_plain(asdict(b)) for b in bins],
+        "bins": [plain(asdict(b)) for b in bins],
     }
     table = (*_table(own, (b.top_k for b in bins)), ALL_PAGES)
     schedule = layout.replace(top_k=table, provenance={**(provenance or {}), **evidence})
@@ -255,7 +255,3 @@ def _reaching(found: Acceptance, bin_tokens: int) -> dict[int, set[int]]:
     """Bin -> the sequences with a token in it."""
     bins = found.position // bin_tokens
     return {int(b): set(np.unique(found.sequence[bins == b]).tolist()) for b in np.unique(bins)}
-
-
-def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in values.items()}

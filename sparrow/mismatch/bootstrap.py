@@ -98,7 +98,7 @@ class MismatchReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers for JSON; nan becomes None."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        return {name: plain(value) for name, value in asdict(self).items()}
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
@@ -318,10 +318,10 @@ def _histogram(values: FloatArray, edges: FloatArray) -> Histogram:
     return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
-def _plain(value: Any) -> Any:
-    """`value` in the types of strict JSON."""
+def plain(value: Any) -> Any:
+    """`value` in the types of strict JSON; nan becomes None."""
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return None if isinstance(value, float) and isnan(value) else value
