@@ -94,10 +94,10 @@ def test_rows_in_order_for_evaluation():
     assert [p.id for p in task()] == [f"sums-{i}" for i in range(10)] and len(task()) == 10
 
 
-def test_duplicates_and_long_prompts_are_dropped_and_counted():
+def test_duplicates_and_long_prompts_are_dropped_and_counted(caplog):
     rows = [*ROWS, {"question": " what IS  3+0?", "answer": "3"}, {"question": "Why? " * 100, "answer": "1"}]
     kept = task(rows, max_length=100)
-    assert kept.dropped == {"duplicate": 1, "long": 1, "unusable": 0} and len(kept) == 10
+    assert caplog.messages == ["the dataset: dropped 2 of 12 rows: 1 duplicate, 1 too long"] and len(kept) == 10
     longest = max(len(p.prompt) for p in kept)
     assert len(task(rows, max_length=longest)) == 10
     with pytest.raises(ConfigError, match="leaves no problem of 12 rows; raise max_length"):
@@ -264,9 +264,9 @@ def test_math_formats(name, file, start, answers):
     assert problems[0].prompt.endswith("\n\nPlease reason step by step, and put your final answer within \\boxed{}.")
 
 
-def test_dapo_s_own_instructions_and_copies_are_dropped():
+def test_dapo_s_own_instructions_and_copies_are_dropped(caplog):
     task = load_dataset_task("dapo-math", VERIFIERS, path=DATA / "dapo_math.jsonl")
-    assert task.dropped == {"duplicate": 1, "long": 0, "unusable": 0}
+    assert caplog.messages[0].endswith("rows: 1 duplicate")
     prompt = next(iter(task)).prompt
     assert "Answer:" not in prompt and prompt.split("\n\n")[0].endswith("find $a + b + c$.")
 
@@ -297,10 +297,10 @@ def test_fields_in_capitals():
     assert problem.verify.keywords["answer"] == "25.0"
 
 
-def test_taco_rows():
+def test_taco_rows(caplog):
     task = load_dataset_task("taco", {"code": same}, path=DATA / "taco.jsonl")
     call, stdin = task
-    assert task.dropped == {"duplicate": 0, "long": 0, "unusable": 1}
+    assert caplog.messages[0].endswith("dropped 1 of 3 rows: 1 unusable")
     tests = call.verify.keywords["answer"]
     assert tests["fn_name"] == "is_sorted_and_how" and tests["inputs"][1] == [[15, 7, 3, -8]]
     assert tests["outputs"] == ["yes, ascending", "yes, descending", "no"]  # one by one, out of their lists
@@ -324,10 +324,10 @@ def test_results_that_are_lists_stay_lists():
 @pytest.mark.parametrize(
     "tests", ["", None, "{", "{}", '{"inputs": ["1"], "outputs": []}', '{"inputs": [' + "9" * 5000 + "]}"]
 )
-def test_taco_rows_that_nobody_can_use_are_counted(tests):
+def test_taco_rows_that_nobody_can_use_are_counted(tests, caplog):
     good = {"question": "1?", "input_output": json.dumps({"inputs": ["1"], "outputs": ["1"]})}
     task = DatasetTask("taco", [{"question": "0?", "input_output": tests}, good], FORMATS["taco"], {"code": same})
-    assert task.dropped["unusable"] == 1 and [p.id for p in task] == ["taco-1"]
+    assert caplog.messages == ["the dataset: dropped 1 of 2 rows: 1 unusable"] and [p.id for p in task] == ["taco-1"]
 
 
 def test_humaneval_and_mbpp_rows():

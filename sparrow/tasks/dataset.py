@@ -12,7 +12,9 @@ add_generation_prompt=True)``.
 from __future__ import annotations
 
 import json
+import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,6 +23,8 @@ from typing import Any
 from sparrow.errors import ConfigError
 from sparrow.tasks.base import Problem
 from sparrow.tasks.formats import FORMATS, Format, Question, Row
+
+log = logging.getLogger(__name__)
 
 Verifier = Callable[..., float]
 """Called as ``verifier(response, answer=answer)``; a module-level function or other picklable callable."""
@@ -50,10 +54,7 @@ class DatasetTask:
         max_length: drop rows whose rendered prompt has more characters than this.
         source: where the rows come from, for error messages.
 
-    Rows that repeat an earlier question, up to spaces and case, are dropped.
-
-    Attributes:
-        dropped: how many rows were left out, by reason: ``duplicate``, ``long``, ``unusable``.
+    Rows that repeat an earlier question, up to spaces and case, are dropped; how many rows were is logged.
 
     Raises:
         ConfigError: a row without a question or an answer, no row left, or no verifier for this kind.
@@ -80,27 +81,30 @@ class DatasetTask:
         if "{question}" not in self._template:
             raise ConfigError(f"the prompt template has no {{question}}: {self._template!r}")
         self.name = name
-        self.dropped = {"duplicate": 0, "long": 0, "unusable": 0}
         self._rows, self._format, self._source, self._render = rows, format, source, render
         self._verifier = verifiers[format.kind]
         self._extract = (extractors or {}).get(format.kind)
         self._kept: list[int] = []
+        dropped: Counter[str] = Counter()
         seen: set[str] = set()
         for i in range(len(rows)):
             question = self._read(i)
             if question is None:
-                self.dropped["unusable"] += 1
+                dropped["unusable"] += 1
                 continue
             key = " ".join(question.text.casefold().split())
             if key in seen:
-                self.dropped["duplicate"] += 1
+                dropped["duplicate"] += 1
             elif max_length is not None and len(self._prompt(question)) > max_length:
-                self.dropped["long"] += 1
+                dropped["too long"] += 1
             else:
                 self._kept.append(i)
             seen.add(key)
         if not self._kept:
             raise ConfigError(f"{source} leaves no problem of {len(rows)} rows; raise max_length or check the file")
+        if dropped:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
+            log.warning("%s: dropped %d of %d rows: %s", source, dropped.total(), len(rows), reasons)
 
     def __len__(self) -> int:
         return len(self._kept)
