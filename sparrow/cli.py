@@ -16,18 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
-from rich.console import Console
-from rich.markup import escape
 
 from sparrow.errors import ConfigError, SparrowError
 from sparrow.schedule import SparsitySchedule
-from sparrow.terminal import (
-    CalibrationProgress,
-    Progress,
-    print_calibration,
-    print_mismatch,
-    print_rows,
-)
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
 if TYPE_CHECKING:
@@ -228,12 +219,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     except SparrowError as error:
         _stop(error, code=1)
     except KeyboardInterrupt:
-        Console(stderr=True).print("[bold]sparrow:[/] interrupted; --resume goes on from the last checkpoint")
-        sys.exit(130)
+        _stop("interrupted; --resume goes on from the last checkpoint", code=130)
 
 
-def _stop(error: SparrowError, code: int) -> NoReturn:
-    Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(str(error))}")
+def _stop(reason: object, code: int) -> NoReturn:
+    from sparrow.terminal import complain
+
+    complain(str(reason))
     sys.exit(code)
 
 
@@ -307,6 +299,7 @@ def train(command: Train) -> None:
 
     from sparrow.loading import load_engine, load_model, load_problems
     from sparrow.report import summary_rows
+    from sparrow.terminal import Progress, print_rows, say
     from sparrow.train.ranks import asked_to_shard
     from sparrow.train.trainer import Trainer
 
@@ -331,13 +324,14 @@ def train(command: Train) -> None:
     PartialState().destroy_process_group()
     if main_process:
         print_rows(f"run {command.run_dir}", summary_rows(command.run_dir))
-        Console().print(f"figures: sparrow report {escape(command.run_dir)}")
+        say(f"figures: sparrow report {command.run_dir}")
 
 
 def measure(command: Measure) -> None:
     """``sparrow measure``"""
     from sparrow.engines.base import Sampling
     from sparrow.measure import measure, pool
+    from sparrow.terminal import print_mismatch
 
     schedule = SparsitySchedule.load(command.schedule)
     engine, prompts = _load_sampler(command, schedule)
@@ -357,6 +351,7 @@ def calibrate(command: Calibrate) -> None:
     from sparrow import __version__
     from sparrow.engines.base import Sampling
     from sparrow.measure import calibrate_engine
+    from sparrow.terminal import CalibrationProgress, print_calibration
 
     layout = SparsitySchedule.load(command.layout)
     engine, prompts = _load_sampler(command, layout)
@@ -386,6 +381,7 @@ def evaluate(command: Eval) -> None:
     from sparrow.benchmark import markdown_table, run_benchmark
     from sparrow.engines.base import Sampling
     from sparrow.loading import load_benchmark, load_engine, load_model
+    from sparrow.terminal import say, status
 
     schedules = {"dense": SparsitySchedule.dense()}
     if command.schedule is not None:
@@ -394,18 +390,18 @@ def evaluate(command: Eval) -> None:
     engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
     sampling = Sampling(command.max_new_tokens, command.temperature, top_n=0, seed=command.seed)
     results = []
-    with Console(stderr=True).status("starting") as status:
+    with status("starting") as shown:
         for name in command.benchmark:
             problems = load_benchmark(name, command.limit, tokenizer)
             for label, schedule in schedules.items():
-                status.update(f"{name}, {label}")
+                shown.update(f"{name}, {label}")
                 engine.set_schedule(schedule)
                 found = run_benchmark(engine, tokenizer, problems, sampling, command.k, Path(command.out), name, label)
                 results.append(found)
     engine.close()
     table = markdown_table(results)
     Path(command.out, "results.md").write_text(table, encoding="utf-8")
-    Console().print(escape(table))
+    say(table)
 
 
 def cost(command: Cost) -> None:
@@ -413,6 +409,7 @@ def cost(command: Cost) -> None:
     from sparrow import cluster
     from sparrow import cost as one_gpu
     from sparrow.cost import MACHINES, SHAPES, ModelShape
+    from sparrow.terminal import print_rows
 
     if command.model in SHAPES:
         shape = SHAPES[command.model]
@@ -441,9 +438,10 @@ def cost(command: Cost) -> None:
 def report(command: Report) -> None:
     """``sparrow report``"""
     from sparrow.report import draw_calibration, write_report
+    from sparrow.terminal import say
 
     drawn = draw_calibration(command.path) if command.path.is_file() else write_report(command.path)
-    Console().print(f"wrote {escape(str(drawn))}")
+    say(f"wrote {drawn}")
 
 
 def _load_sampler(

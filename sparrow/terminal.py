@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 from rich.table import Table
 
 from sparrow.schedule import ALL_PAGES
@@ -71,6 +72,21 @@ class CalibrationProgress(_Bar):
             self._bar.update(self._task, description=phase, completed=spent, total=spent + left, note=note)
 
 
+def say(text: str) -> None:
+    """One line, or several, as they are."""
+    Console().print(escape(text))
+
+
+def complain(reason: str) -> None:
+    """Why a command stops, on stderr."""
+    Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(reason)}")
+
+
+def status(text: str) -> Status:
+    """What is going on, on stderr, in a ``with`` block."""
+    return Console(stderr=True).status(text)
+
+
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
     """A table of names and values."""
     table = Table(title=escape(title), show_header=False)
@@ -123,4 +139,4 @@ def print_calibration(found: Calibration, target: float, out: Path) -> None:
         ],
     )  # fmt: skip
     beyond = f"dense beyond {found.bins[-1].end} tokens, which were not measured"
-    Console().print(f"{beyond}; wrote {escape(str(out))}")
+    say(f"{beyond}; wrote {out}")
