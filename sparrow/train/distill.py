@@ -290,24 +290,21 @@ class Distiller:
         return self._ladder[at]
 
     def _tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
-        rollouts, everything = experience.rollouts, range(len(experience.rollouts))
+        rollouts, budget = experience.rollouts, self.config.optimizer.token_budget
 
-        def score() -> dict[int, TokenAcceptance]:
-            found = {}
-            for some, counts in self._ranks.micro_batches(
-                everything, experience.lengths, self.config.optimizer.token_budget
-            ):
-                _, top = self._sparse(experience, some, None)
-                parts = top.cpu().split([len(rollouts[i]) for i in some])
-                for i, part in zip(some if counts else (), parts, strict=False):
-                    found[i] = token_acceptance(rollouts[i], assessment.policy_top[i], schedule, part.numpy())
-            return found
+        def score(rows: list[int]) -> list[TokenAcceptance]:
+            _, top = self._sparse(experience, rows, None)
+            parts = top.cpu().split([len(rollouts[i]) for i in rows])
+            return [
+                token_acceptance(rollouts[i], assessment.policy_top[i], schedule, part.numpy())
+                for i, part in zip(rows, parts, strict=True)
+            ]
 
         with self._adapter.worn():
             set_schedule(self._adapter.model, schedule)
-            found = {i: r for part in self._ranks.gather("step down", score) for i, r in part.items()}
+            found = self._ranks.batched("step down", experience.lengths, budget, score)
             set_schedule(self._adapter.model, self._schedule)
-        bins = pool([found[i] for i in everything], self.config.bin_tokens or schedule.bin_tokens).bins
+        bins = pool(found, self.config.bin_tokens or schedule.bin_tokens).bins
         return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
     def _sparse(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -126,6 +126,25 @@ class Ranks:
         parts = self.gather(phase, lambda: work(range(self.rank, count, self.count)))
         return [parts[i % self.count][i // self.count] for i in range(count)]
 
+    def batched(
+        self, phase: str, lengths: Sequence[int], budget: int, work: Callable[[list[int]], Sequence[T]]
+    ) -> list[T]:
+        """Results of ``work(rows)``, one a row, for all rows of ``lengths``, in order; see ``micro_batches``.
+
+        Errors as in ``gather``.
+        """
+
+        def mine() -> dict[int, T]:
+            found: dict[int, T] = {}
+            for rows, counts in self.micro_batches(range(len(lengths)), lengths, budget):
+                results = work(rows)
+                if counts:
+                    found.update(zip(rows, results, strict=True))
+            return found
+
+        found = {i: result for part in self.gather(phase, mine) for i, result in part.items()}
+        return [found[i] for i in range(len(lengths))]
+
     def imbalance(self, phase: str) -> float:
         """The slowest process's seconds in a phase over the mean of all, since the last call."""
         seconds = self.seconds.pop(phase)

@@ -237,25 +237,18 @@ class Trainer:
         """Dense log-probs of every rollout, and how far the actor was from them."""
         rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
 
-        def score() -> dict[int, tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
+        def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
             """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
-            found = {}
-            everything = range(len(rollouts))
-            for rows, counts in self.ranks.micro_batches(
-                everything, experience.lengths, self.config.optimizer.token_budget
-            ):
-                batch = experience.batch(rows, self.accelerator.device, with_top=True)
-                scores = self.plain_scorer(batch, self.config.rollout.temperature)
-                if not counts:
-                    continue
-                columns = (split(x.cpu().numpy(), [len(rollouts[i]) for i in rows]) for x in scores)
-                for i, logp, top, entropy in zip(rows, *columns, strict=True):
-                    acceptance = token_acceptance(rollouts[i], top, self.schedule)
-                    found[i] = logp, top, float(entropy.sum(dtype=np.float64)), acceptance
-            return found
+            batch = experience.batch(rows, self.accelerator.device, with_top=True)
+            scores = self.plain_scorer(batch, self.config.rollout.temperature)
+            columns = (split(x.cpu().numpy(), [len(rollouts[i]) for i in rows]) for x in scores)
+            return [
+                (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(rollouts[i], top, self.schedule))
+                for i, logp, top, entropy in zip(rows, *columns, strict=True)
+            ]
 
-        parts = {i: part for found in self.ranks.gather("score", score) for i, part in found.items()}
-        logps, tops, entropies, acceptances = zip(*(parts[i] for i in range(len(rollouts))), strict=True)
+        scored = self.ranks.batched("score", experience.lengths, self.config.optimizer.token_budget, score)
+        logps, tops, entropies, acceptances = zip(*scored, strict=True)
         z = [
             np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1) for r, top in zip(rollouts, tops, strict=True)
         ]
