@@ -52,17 +52,13 @@ def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) 
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     name = getattr(model, "architecture", None) or model.model
-    for is_kind, kind in (
+    _refuse(
+        name,
         (model.use_mla, "multi-head latent attention"),
         (model.is_encoder_decoder, "cross-attention"),
         (model.is_hybrid or model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
-    ):
-        if is_kind:
-            raise UnsupportedModel(
-                f"{name} has {kind}, but Sparrow selects pages from full causal self-attention only; "
-                "choose another model, or start vLLM without a schedule"
-            )
+    )
     spec, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     for is_used, feature, remedy in (
         (spec is not None, f"speculative decoding ({getattr(spec, 'method', None)})", "drop speculative_config"),
@@ -102,7 +98,8 @@ def check_layer(
     Raises:
         UnsupportedModel: such a layer.
     """
-    for is_kind, kind in (
+    _refuse(
+        "an attention layer",
         (kv_cache_dtype not in KV_CACHE_DTYPES, f"a KV cache in {kv_cache_dtype!r}"),
         (sliding_window is not None, f"a sliding window of {sliding_window} tokens"),
         (attn_type != "decoder", f"attention of the type {getattr(attn_type, 'value', attn_type)!r}"),
@@ -110,9 +107,13 @@ def check_layer(
         (bool(logits_soft_cap), f"soft-capped logits ({logits_soft_cap})"),
         (sinks is not None, "attention sinks"),
         (kv_sharing_target_layer_name is not None, "a KV cache shared with another layer"),
-    ):
+    )
+
+
+def _refuse(what: str, *kinds: tuple[bool, str]) -> None:
+    for is_kind, kind in kinds:
         if is_kind:
             raise UnsupportedModel(
-                f"an attention layer has {kind}, but Sparrow selects pages from full causal self-attention only; "
+                f"{what} has {kind}, but Sparrow selects pages from full causal self-attention only; "
                 "choose another model, or start vLLM without a schedule"
             )
