@@ -14,7 +14,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,19 +77,15 @@ class VLLMServer(Client):
             answer = json.loads(self._request("POST", "/inference/v1/generate", body, timeout=None))
             return _rollout(prompts[i], answer["choices"][0], sampling.top_n)
 
-        rollouts: dict[int, Rollout] = {}
-        for i, answer in self._answers(one, len(prompts)):
-            rollouts[i] = answer
-        return [rollouts[i] for i in range(len(prompts))]
+        return self._answers(one, len(prompts))
 
-    def _answers(self, one: Callable[[int], Rollout], count: int) -> Iterator[tuple[int, Rollout]]:
-        """``i, one(i)`` for all ``i`` below ``count``, as they come in."""
-        waiting = deque(range(count))
+    def _answers(self, one: Callable[[int], Rollout], count: int) -> list[Rollout]:
+        """``one(i)`` for all ``i`` below ``count``."""
+        waiting = iter(range(count))
         answers: queue.SimpleQueue[tuple[int, Rollout | BaseException]] = queue.SimpleQueue()
 
         def work() -> None:
-            while waiting:
-                i = waiting.popleft()
+            for i in waiting:
                 try:
                     answers.put((i, one(i)))
                 except BaseException as error:
@@ -99,29 +95,30 @@ class VLLMServer(Client):
         threads = [threading.Thread(target=work, daemon=True) for _ in range(min(CONNECTIONS, count))]
         for thread in threads:
             thread.start()
+        found: dict[int, Rollout] = {}
+        tokens, since = -1, time.monotonic()
         try:
-            tokens, since = -1, time.monotonic()
-            for _ in range(count):
-                while True:
-                    try:
-                        i, answer = answers.get(timeout=CHECK_S)
-                        break
-                    except queue.Empty:
-                        now = self._generated()
-                        if now != tokens:
-                            tokens, since = now, time.monotonic()
-                        elif time.monotonic() - since > STALL_S:
-                            raise EngineError(
-                                f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
-                                "again and go on with --resume"
-                            ) from None
+            while len(found) < count:
+                try:
+                    i, answer = answers.get(timeout=CHECK_S)
+                except queue.Empty:
+                    now = self._generated()
+                    if now != tokens:
+                        tokens, since = now, time.monotonic()
+                    elif time.monotonic() - since > STALL_S:
+                        raise EngineError(
+                            f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
+                            "again and go on with --resume"
+                        ) from None
+                    continue
                 if isinstance(answer, BaseException):
                     raise answer
+                found[i] = answer
                 tokens, since = -1, time.monotonic()
-                yield i, answer
+            return [found[i] for i in range(count)]
         finally:
             # A thread at work while Python ends can abort the process.
-            waiting.clear()
+            deque(waiting, maxlen=0)
             deadline = time.monotonic() + FAREWELL_S
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -129,11 +126,14 @@ class VLLMServer(Client):
     def _generated(self) -> int:
         """Tokens the server has read and written since it was started; -1 if it does not say."""
         try:
-            metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
+            return self._total("(?:prompt|generation)_tokens", CHECK_S)
         except EngineError:
             return -1
-        found = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{[^}]*\} (\S+)", metrics, re.M)
-        return int(sum(map(float, found)))
+
+    def _total(self, counter: str, timeout: float = ANSWER_S) -> int:
+        """Sum of the server's counters whose name matches, since it was started."""
+        metrics = self._request("GET", "/metrics", timeout=timeout).decode()
+        return int(sum(map(float, re.findall(rf"^vllm:{counter}_total\{{[^}}]*\}} (\S+)", metrics, re.M))))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``."""
@@ -167,8 +167,7 @@ class VLLMServer(Client):
         return json.loads(answer)["success"] if answer else True
 
     def preempted(self) -> int:
-        metrics = self._request("GET", "/metrics").decode()
-        return int(sum(map(float, re.findall(r"^vllm:num_preemptions_total\{[^}]*\} (\S+)", metrics, re.M))))
+        return self._total("num_preemptions")
 
     def sleep(self) -> None:
         """See ``Engine.sleep``; needs ``--enable-sleep-mode``."""
