@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
@@ -192,8 +193,6 @@ def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | N
     """
     if not asked_to_shard():
         return None
-    import torch
-
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,

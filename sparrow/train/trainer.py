@@ -127,7 +127,7 @@ class Trainer:
             self.distiller.prepare(self.accelerator, self.ranks, self.plain_scorer, self.optimizer)
         if config.resume:
             self._load()
-        if self.accelerator.is_main_process:
+        if self.ranks.is_main:
             self.run_dir.write_config({"train": asdict(config), "schedule": schedule.to_dict()})
         self.accelerator.init_trackers("sparrow", config=_flatten(asdict(config)))
 
