@@ -341,7 +341,7 @@ def measure(command: Measure) -> None:
     engine.close()
     if command.out:
         Path(command.out).write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
-    print_mismatch(found, command.tau, counters.tokens_read / max(counters.tokens_held, 1))
+    print_mismatch(found, command.tau, counters.read_fraction)
 
 
 def calibrate(command: Calibrate) -> None:

@@ -101,6 +101,11 @@ class Counters:
     tokens_held: int
     preemptions: int = 0
 
+    @property
+    def read_fraction(self) -> float:
+        """What was read of what a dense actor would have read; 0 before the first step."""
+        return self.tokens_read / max(self.tokens_held, 1)
+
 
 def total(parts: Sequence[Counters]) -> Counters:
     """What several engines have done together."""

@@ -201,10 +201,9 @@ class Trainer:
                 self._sync()
             finally:  # an engine that fails here does not undo the step
                 clock["sync"] = time.perf_counter()
-                read_fraction = counters.tokens_read / max(counters.tokens_held, 1)
                 seconds = np.diff(list(clock.values())).tolist()
                 metrics |= {
-                    "kv": {"read_fraction": read_fraction, **asdict(counters)},
+                    "kv": {"read_fraction": counters.read_fraction, **asdict(counters)},
                     "seconds": dict(zip(list(clock)[1:], seconds, strict=True)),
                     "imbalance": {phase: self.ranks.imbalance(phase) for phase in ("rollout", "score")},
                 }
