@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
 
@@ -41,6 +42,20 @@ class Sampling:
             assert len(self.seeds) == count, f"{len(self.seeds)} seeds for {count} prompts"
             return list(self.seeds)
         return [derived_seed(self.seed, i) for i in range(count)]
+
+    def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
+        """Refuse prompts that leave no room for a response in a context of so many tokens.
+
+        Raises:
+            ConfigError: the first such prompt.
+        """
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= context - self.max_new_tokens:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} does not "
+                    f"fit the model's context of {context} (in vLLM, max_model_len); shorten or drop it, or lower "
+                    "max_new_tokens"
+                )
 
 
 def derived_seed(*entropy: int) -> int:

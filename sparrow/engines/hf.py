@@ -66,13 +66,7 @@ class HFEngine:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``; prompts of similar length are decoded together."""
-        context = self.model.config.get_text_config().max_position_embeddings
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= context - sampling.max_new_tokens:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens={sampling.max_new_tokens} does "
-                    f"not fit the model's context of {context}; shorten or drop it, or lower max_new_tokens"
-                )
+        sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         seeds = sampling.request_seeds(len(prompts))
         rollouts: dict[int, Rollout] = {}

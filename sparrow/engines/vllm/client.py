@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparrow.engines.base import Counters, Rollout, Sampling, Scores
-from sparrow.errors import ConfigError, SparrowError
+from sparrow.engines.base import Counters, Rollout, Scores
+from sparrow.errors import SparrowError
 from sparrow.schedule import SparsitySchedule
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Client(ABC):
 
     def connect(self, context: int) -> None:
         """Take stock of the workers; ``context`` is the most tokens of a sequence."""
-        self._context = context
+        self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         self._preempted = 0
@@ -107,19 +107,6 @@ class Client(ABC):
             "vLLM cannot score given tokens under a schedule, and its dense pass over a prompt gives no entropy; "
             "score with HFEngine, or let the trainer compute the policy's log-probs"
         )
-
-    def check_prompts(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Refuse prompts that leave no room for a response.
-
-        Raises:
-            ConfigError: the first such prompt.
-        """
-        for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= self._context - sampling.max_new_tokens:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens and with max_new_tokens={sampling.max_new_tokens} does not "
-                    f"fit max_model_len={self._context}; shorten or drop it, or change one of the two"
-                )
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -77,7 +77,7 @@ class VLLMEngine(Client):
         """See ``Engine.generate``."""
         from vllm import SamplingParams
 
-        self.check_prompts(prompts, sampling)
+        sampling.check(prompts, self.context)
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n,

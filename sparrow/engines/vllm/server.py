@@ -64,7 +64,7 @@ class VLLMServer(Client):
         Raises:
             EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
         """
-        self.check_prompts(prompts, sampling)
+        sampling.check(prompts, self.context)
         seeds = sampling.request_seeds(len(prompts))
 
         def one(i: int) -> Rollout:
