@@ -7,54 +7,50 @@ several seeds the same GRPO run is done with and without distillation under the 
 - ``full``: PPO and KL on every position;
 - ``kl``: KL alone;
 - ``worst``: PPO and KL on the worst-aligned quarter of the positions;
+- ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
 - ``switch``: as ``full``, but from the dearer schedule on, moving to the cheap one once its p5 surely holds 0.86.
 
 At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
 while it trains, which raises p5 by itself, and only the difference is the adapter's.
 
-    python recipes/distill_study.py --folder runs/distill --engine vllm --processes 16   # 4 GPUs, about five minutes
-    python recipes/distill_study.py --folder runs/distill --processes 0                  # only gather what is there
+    python recipes/distill_study.py --folder runs/distill --processes 18   # 2 GPUs, about five minutes
+    python recipes/distill_study.py --folder runs/distill --processes 0    # only gather what is there
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
-import os
+import multiprocessing
 import platform
-import subprocess
-import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+import traceback
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
+from graph_engine import GraphEngine
+from stability_study import HELD_OUT, load, longest, response, use_gpu
 
-import sparrow
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import DistillConfig, LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
 ARMS = {
     "none": DistillConfig(),
-    "full": DistillConfig(enabled=True),
-    "kl": DistillConfig(enabled=True, policy_loss=False),
-    "worst": DistillConfig(enabled=True, positions=0.25),
-    "switch": DistillConfig(enabled=True, step_down_every=1),
+    "full": DistillConfig(enabled=True, responses=1.0),
+    "kl": DistillConfig(enabled=True, responses=1.0, policy_loss=False),
+    "worst": DistillConfig(enabled=True, responses=1.0, positions=0.25),
+    "half": DistillConfig(enabled=True, responses=0.5),
+    "quarter": DistillConfig(enabled=True, responses=0.25),
+    "switch": DistillConfig(enabled=True, responses=1.0, step_down_every=1),
 }
 TAU = 0.86
-REASONER = Path(sparrow.__file__).parent / "reasoner"
 DENSE = SparsitySchedule(top_k=(ALL_PAGES,), bin_tokens=64, page_size=8, dense_layers=(0,))
 CHEAP, DEAR = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7, 8, 9))
-HELD_OUT = 10**9
-VLLM = {
-    "dtype": "bfloat16", "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}, "max_model_len": 1024,
-    "max_num_seqs": 256, "gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 4 << 30,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,14 +63,17 @@ class Options:
     out: Path = Path("benchmarks/results/distill.json")
     """The JSON file of results."""
 
-    arms: tuple[str, ...] = tuple(ARMS)
-    """Which runs, of none, full, kl, worst, switch."""
+    arms: tuple[str, ...] = ("none", "full", "kl", "worst", "half", "switch")
+    """Which runs, of none, full, kl, worst, half, quarter, switch."""
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds of each run."""
 
-    steps: int = 30
-    """GRPO steps."""
+    steps: int = 45
+    """GRPO steps at most."""
+
+    seconds: float = 3600
+    """No training step begins later than this after the start; the last measurements are taken then."""
 
     prompts: int = 32
     """Prompts a step, 8 samples each."""
@@ -91,58 +90,8 @@ class Options:
     lines: int = 24
     """Length of the programs."""
 
-    engine: Literal["hf", "vllm"] = "hf"
-    """What generates in the training runs."""
-
     processes: int = 8
     """Runs at a time; 0 only gathers results."""
-
-    run: str | None = None
-    """Do one run, such as full-0, in this process; used by the recipe itself."""
-
-
-def device_of_model() -> Any:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def load(options: Options) -> tuple[Any, Any, Any]:
-    """Model, tokenizer and task."""
-    from sparrow.engines.hf import load_model
-    from sparrow.tasks import load_task
-
-    model, tokenizer = load_model(str(REASONER), "fp32", device_of_model())
-    return model, tokenizer, load_task("trace", lines=options.lines)
-
-
-def hf_engine(model: Any, tokenizer: Any, schedule: SparsitySchedule) -> Any:
-    from sparrow.engines.hf import HFEngine, eos_ids
-
-    # A decode step on a GPU takes as long for one sequence as for many.
-    return HFEngine(model, schedule, eos_ids(model, tokenizer), batch_size=1024, token_budget=131072)
-
-
-def actor_engine(options: Options, model: Any, tokenizer: Any, schedule: SparsitySchedule) -> Any:
-    """The engine of a run, with weights of its own."""
-    if options.engine == "hf":
-        return hf_engine(copy.deepcopy(model), tokenizer, schedule)
-    from sparrow.engines.vllm import VLLMEngine
-
-    class Awake(VLLMEngine):
-        """Keeps its memory: vLLM would mistake what other runs on the GPU take for a sleep that freed nothing."""
-
-        def sleep(self) -> None:
-            pass
-
-        def wake(self) -> None:
-            pass
-
-    return Awake(str(REASONER), schedule, enable_sleep_mode=False, **VLLM)
-
-
-def cheap_path(options: Options) -> Path:
-    return options.folder / "cheap.json"
 
 
 class HeldOut:
@@ -154,13 +103,14 @@ class HeldOut:
         self._problems = [task.problem(i, HELD_OUT) for i in range(options.held_out)]
         self._prompts = [tokenizer(p.prompt).input_ids for p in self._problems]
         self._policy, self._tokenizer = policy, tokenizer
-        self._sampling = Sampling(12 * options.lines, seed=seed)
+        self._sampling = Sampling(response(options.lines), seed=seed)
 
     def __call__(self, engine: Any, schedule: SparsitySchedule) -> dict[str, Any]:
         from sparrow.measure import pool, token_acceptance
 
         engine.set_schedule(schedule)
         rollouts = engine.generate(self._prompts, self._sampling)
+        engine.counters()  # these tokens are not training's
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
         found = pool([token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)], 64)
         texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
@@ -174,20 +124,19 @@ def bins_of(report: dict[str, Any]) -> list[list[float]]:
     return [[b[key] for key in keys] for b in report["bins"]]
 
 
-def run_one(options: Options, name: str) -> None:
+def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
     """One training run with the measurements before and after it."""
-    import torch
-
+    device = use_gpu(gpu)
+    from sparrow.engines.hf import HFEngine, eos_ids
+    from sparrow.tasks import load_task
     from sparrow.train.trainer import Trainer
 
-    torch.set_num_threads(1)
     arm, seed = name.split("-")[0], int(name.split("-")[1])
-    distill = replace(ARMS[arm], learning_rate=options.learning_rate)
-    schedule = CHEAP
+    distill, schedule = replace(ARMS[arm], learning_rate=options.learning_rate), CHEAP
     if arm == "switch":
         distill, schedule = replace(distill, step_down=(str(cheap_path(options)),)), DEAR
-    model, tokenizer, task = load(options)
-    began = time.perf_counter()
+    (model, tokenizer), task = load(device), load_task("trace", lines=options.lines)
+    eos, batch_size = eos_ids(model, tokenizer), max(8 * options.prompts, options.held_out)
     config = TrainConfig(
         run_dir=str(options.folder / name),
         steps=options.steps,
@@ -195,24 +144,27 @@ def run_one(options: Options, name: str) -> None:
         save_every=options.steps,
         tau=TAU,
         logged_rollouts=0,
-        rollout=RolloutConfig(prompts=options.prompts, samples=8, max_new_tokens=12 * options.lines),
+        rollout=RolloutConfig(prompts=options.prompts, samples=8, max_new_tokens=response(options.lines)),
         optimizer=OptimizerConfig(options.policy_learning_rate, warmup_steps=5, token_budget=32768),
         loss=LossConfig(normalization="dapo"),
         distill=distill,
     )
-    engine = actor_engine(options, model, tokenizer, schedule)
-    measure = HeldOut(options, hf_engine(model, tokenizer, DENSE), tokenizer, task, seed)
-    result: dict[str, Any] = {"dense at the start": measure(engine, DENSE), "start": measure(engine, CHEAP)}
-    engine.set_schedule(schedule)
+    engine = GraphEngine(copy.deepcopy(model), schedule, eos, batch_size, longest(options.lines))
+    measure = HeldOut(options, HFEngine(model, DENSE, eos, token_budget=131072), tokenizer, task, seed)
+    result: dict[str, Any] = {}
+    if arm == "none":
+        result = {"dense at the start": measure(engine, DENSE), "start": measure(engine, CHEAP)}
     under: list[SparsitySchedule] = []
 
     def listener(event: str, metrics: dict[str, Any]) -> None:
         if event == "step":
             under.append(trainer.schedule)
+            if time.time() > deadline:
+                raise TimeoutError
 
     trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener)
-    trainer.train()
-    result["seconds"] = time.perf_counter() - began
+    with contextlib.suppress(TimeoutError):  # its last step is whole
+        trainer.train()
     if trainer.distiller:
         result["with"] = measure(engine, CHEAP)
         engine.update_weights(iter(trainer.distiller.policy_weights().items()))
@@ -222,44 +174,33 @@ def run_one(options: Options, name: str) -> None:
     (options.folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 
+def cheap_path(options: Options) -> Path:
+    return options.folder / "cheap.json"
+
+
 def start(options: Options, names: list[str]) -> None:
-    """All runs, each in a process of its own, spread over the GPUs."""
+    """All runs, each in a process of its own, spread over the GPUs; results are written as they come."""
     import torch
 
-    gpus = torch.cuda.device_count()
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    turn, starting = count(), threading.Lock()
-
-    def one(name: str) -> None:
-        environment = dict(os.environ)
-        with starting:
-            time.sleep(1)  # an engine takes stock of free memory as it starts
-        if gpus:
-            gpu = next(turn) % gpus
-            environment["CUDA_VISIBLE_DEVICES"] = visible[gpu] if len(visible) == gpus else str(gpu)
-        flags = [
-            f"--{k.replace('_', '-')}={v}"
-            for k, v in asdict(options).items()
-            if isinstance(v, int | float | Path | str)
-        ]
-        with open(options.folder / f"{name}.log", "w", encoding="utf-8") as log:
-            command = [sys.executable, __file__, *flags, "--run", name]
-            code = subprocess.run(command, env=environment, stdout=log, stderr=subprocess.STDOUT).returncode
-        print(f"{name}: {'done' if code == 0 else f'failed, see {log.name}'}", flush=True)
-
-    with ThreadPoolExecutor(options.processes) as pool:
-        list(pool.map(one, names))
+    deadline, gpus = time.time() + options.seconds, max(1, torch.cuda.device_count())
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.train.distill"])
+    with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
+        futures = {pool.submit(run_one, options, name, i % gpus, deadline): name for i, name in enumerate(names)}
+        for future in as_completed(futures):
+            if error := future.exception():
+                traceback.print_exception(error)
+            write(options)
 
 
-def gather(options: Options, names: list[str]) -> dict[str, Any]:
+def gather(options: Options) -> dict[str, Any]:
     """What the runs have recorded so far."""
     runs: dict[str, Any] = {}
-    for name in names:
-        path = options.folder / name / "metrics.jsonl"
+    for name in names(options):
+        path, final = options.folder / name / "metrics.jsonl", options.folder / f"{name}.json"
         if not path.exists():
             continue
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-        final = options.folder / f"{name}.json"
         tails = [reached(row["mismatch"]["bins"]) for row in rows]
         runs[name] = {
             "steps": len(rows),
@@ -275,23 +216,30 @@ def gather(options: Options, names: list[str]) -> dict[str, Any]:
     return runs
 
 
-def main(options: Options) -> None:
-    """Run what is missing, then write the table."""
-    if options.run:
-        return run_one(options, options.run)
-    options.folder.mkdir(parents=True, exist_ok=True)
-    names = [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
-    if options.processes:
-        cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
-        start(options, [name for name in names if not (options.folder / f"{name}.json").exists()])
+def names(options: Options) -> list[str]:
+    """The runs, those of one seed together."""
+    return [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
+
+
+def write(options: Options) -> dict[str, Any]:
+    """The JSON file of what there is."""
     result = {
         "machine": {"device": device_name(), "python": platform.python_version()},
-        "options": {**asdict(options), "folder": options.folder.name, "out": options.out.name, "run": None},
+        "options": {**asdict(options), "folder": options.folder.name, "out": options.out.name},
         "schedules": {"cheap": CHEAP.to_dict(), "dear": DEAR.to_dict()},
-        "runs": gather(options, names),
+        "runs": gather(options),
     }
     options.out.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
-    print(tables(result))
+    return result
+
+
+def main(options: Options) -> None:
+    """Run what is missing, then write the tables."""
+    options.folder.mkdir(parents=True, exist_ok=True)
+    if options.processes:
+        cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
+        start(options, [name for name in names(options) if not (options.folder / f"{name}.json").exists()])
+    print(tables(write(options)))
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -300,46 +248,57 @@ def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def tables(result: dict[str, Any]) -> str:
-    """The finished runs in Markdown: p5 by length before and after, then what became of the rewards."""
+    """The finished runs in Markdown: p5 by length before and after, then what became of the lift and the rewards."""
     arms: dict[str, list[dict[str, Any]]] = {}
     for name, run in result["runs"].items():
         if "without" in run:
             arms.setdefault(name.split("-")[0], []).append(run)
-    every = [run for runs in arms.values() for run in runs]
-    half = result["options"]["held_out"] / 2
-    bins = [b[0] for b in every[0]["start"]["bins"] if b[5] >= half] if every else []
+    if "none" not in arms:
+        return "no run without an adapter is finished"
+    untrained = [run["start"] for run in arms["none"]]
+    bins = [b[0] for b in untrained[0]["bins"] if b[5] >= result["options"]["held_out"] / 2]
     lines = [
         f"| run, measured | {' | '.join(f'{b}-{b + 64}' for b in bins)} | mean acceptance |",
         "|---" * (len(bins) + 2) + "|",
     ]
-    rows = [("untrained", [run["start"] for run in arms.get("none", [])])]
-    rows += [
-        (f"{arm}, {kind} the adapter" if arm != "none" else arm, [run[kind] for run in runs])
+    measured = [("untrained", untrained)]
+    measured += [
+        (arm if arm == "none" else f"{arm}, {kind} the adapter", [run[kind] for run in runs])
         for arm, runs in arms.items()
         for kind in ("without", "with")
         if kind in runs[0]
     ]
-    for label, found in (row for row in rows if row[1]):
-        cells = []
-        for begin in bins:
-            of_bin = np.mean([next((b[2:5] for b in f["bins"] if b[0] == begin), [np.nan] * 3) for f in found], axis=0)
-            cells.append("{:.3f} [{:.3f}, {:.3f}]".format(*of_bin))
+    for label, found in measured:
+        cells = [
+            "{:.3f} [{:.3f}, {:.3f}]".format(*np.mean([by_bin(f, begin)[2:5] for f in found], axis=0)) for begin in bins
+        ]
         lines.append(f"| {label} | {' | '.join(cells)} | {np.mean([f['mean'] for f in found]):.4f} |")
-    lines += [
-        "",
-        "| run | reward, first and last 10 steps | held out: actor | held out: policy | p5 holds at step |",
-        "|---" * 5 + "|",
-    ]
+    columns = ("run", "steps", "p5 by the adapter", "p5 holds at step", "reward, last 10 steps", "actor", "policy")
+    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    rewards = [[run[key]["reward"] for run in arms["none"]] for key in ("start", "dense at the start")]
+    lines.append(f"| untrained | 0 | | | | {' | '.join(each(x) for x in rewards)} |")
     for arm, runs in arms.items():
-        first, last = ([np.mean(run["reward"][part]) for run in runs] for part in (slice(10), slice(-10, None)))
-        actor = [run["with" if arm != "none" else "without"]["reward"] for run in runs]
-        started, policy = ([run[key]["reward"] for run in runs] for key in ("start", "dense"))
-        dense = [run["dense at the start"]["reward"] for run in runs]
+        lifts = [
+            np.mean([by_bin(run["with"], b)[2] - by_bin(run["without"], b)[2] for b in bins])
+            for run in runs
+            if "with" in run
+        ]
         holds = [run.get("moved_at") or first_holding(run["lowest_p5_low"]) for run in runs]
-        pairs = ((first, last), (started, actor), (dense, policy))
-        cells = [f"{np.mean(a):.3f} → {np.mean(b):.3f} ({', '.join(f'{x:.3f}' for x in b)})" for a, b in pairs]
-        lines.append(f"| {arm} | {' | '.join(cells)} | {', '.join(str(h or 'never') for h in holds)} |")
+        cells = [", ".join(str(run["steps"]) for run in runs), each(lifts, "+") if lifts else ""]
+        cells += [", ".join(str(h or "never") for h in holds), each([np.mean(run["reward"][-10:]) for run in runs])]
+        cells += [each([run[key]["reward"] for run in runs]) for key in ("with" if lifts else "without", "dense")]
+        lines.append(f"| {arm} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def each(values: list[Any], sign: str = "") -> str:
+    """The mean, and the value of each run."""
+    return f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})"
+
+
+def by_bin(measured: dict[str, Any], begin: int) -> list[float]:
+    """A bin of a measurement, by its first position; NaN where nothing was measured."""
+    return next((b for b in measured["bins"] if b[0] == begin), [np.nan] * 6)
 
 
 def first_holding(low: list[float], patience: int = 3) -> int | None:
