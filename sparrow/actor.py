@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 
 NAME = "sparrow"
+_KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 
 class ScheduleTable:
@@ -98,7 +100,7 @@ def sparrow_attention(
             prompt = teacher_forcing.prompt_lengths.to(key.device)
             out = attention.teacher_forced(
                 query, key, value, start, length, prompt, top_k, layout=forced.layout, scale=scaling,
-                implementation=teacher_forcing.implementation,
+                implementation=teacher_forcing.implementation, kept=_KEPT.get(),
             )  # fmt: skip
             return out.transpose(1, 2).contiguous(), None
     elif query.shape[2] == 1 and key.shape[2] > 1:
@@ -240,3 +242,21 @@ def teacher_forced(
         yield forcing
     finally:
         handle.remove()
+
+
+def keep_attention() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """A ``context_fn`` for gradient checkpointing: what teacher-forced attention computes once is not computed again.
+
+    It is the dearest part of a sparse layer, and its result and pages are a small part of what the layer would store.
+    """
+    kept: list[Any] = []
+    return _sharing(kept), _sharing(kept)
+
+
+@contextlib.contextmanager
+def _sharing(kept: list[Any]) -> Iterator[None]:
+    token = _KEPT.set(kept)
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)

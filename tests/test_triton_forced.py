@@ -235,6 +235,32 @@ def test_a_model_trains_through_the_kernels(autocast):
     assert (found[0] - found[1]).norm() < (0.05 if autocast else 1e-4) * found[0].norm()
 
 
+def test_a_checkpointed_layer_runs_neither_selection_nor_attention_again(monkeypatch):
+    calls, gradients = {"select": 0, "attend": 0}, []
+    for name in calls:
+        method = getattr(Call, name)
+        monkeypatch.setattr(Call, name, lambda self, *a, name=name, method=method: count(name) or method(self, *a))
+
+    def count(name):
+        calls[name] += 1
+
+    for options in ({"use_reentrant": False}, {"use_reentrant": False, "context_fn": actor.keep_attention}):
+        model = tiny_model(num_hidden_layers=3, head_dim=16).train().to(DEVICE)
+        actor.set_schedule(model, SparsitySchedule((1, 2), bin_tokens=16, page_size=2, dense_layers=(0,)))
+        model.gradient_checkpointing_enable(options)
+        calls.update(select=0, attend=0)
+        losses = []
+        for ids in torch.arange(2, 50, device=DEVICE).view(2, 1, 24):
+            with actor.teacher_forced(model, [7], implementation="triton"):
+                losses.append(model(input_ids=ids, use_cache=False).logits.float().square().mean())
+        # Two passes are under way at once, and the first is the first to go back.
+        losses[0].backward()
+        losses[1].backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert set(calls.values()) == {4 if "context_fn" in options else 8}
+    assert torch.equal(*gradients)
+
+
 def refuse(match: str, case: Case, **changes) -> None:
     case = replace(case, **changes)
     with pytest.raises(ValueError, match=match):

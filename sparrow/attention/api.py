@@ -6,7 +6,7 @@ P page size, N pages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -162,6 +162,7 @@ def teacher_forced(
     layout: PageLayout,
     implementation: Implementation,
     scale: float | None = None,
+    kept: list[Any] | None = None,
 ) -> Tensor:
     """Whole sequences at once, every position reading what decoding would have read (arXiv 2606.08446, section 7).
 
@@ -179,6 +180,8 @@ def teacher_forced(
         implementation: ``reference`` (eager torch, any device; time and memory of dense attention with a mask) or
             ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
+        kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result and the pages into
+            an empty list, and takes them out of a filled one in place of computing them again.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
@@ -201,7 +204,7 @@ def teacher_forced(
             raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
         from sparrow.attention import triton
 
-        return triton.teacher_forced(*arguments)
+        return triton.teacher_forced(*arguments, kept=kept)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, batched: bool = True) -> None:

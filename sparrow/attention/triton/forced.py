@@ -60,6 +60,7 @@ def teacher_forced(
     layout: PageLayout,
     scale: float,
     tiles: Tiles | None = None,
+    kept: list[Any] | None = None,
 ) -> Tensor:
     """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``.
 
@@ -71,7 +72,7 @@ def teacher_forced(
         raise ValueError(f"the softmax scale must be positive, got {scale}")
     q, k, v = map(_packed, (q_BHTD, k_BKTD, v_BKTD))
     rows = (start_B, length_B, prompt_B, top_k_BT)
-    return _TeacherForced.apply(q, k, v, *rows, layout, scale, tiles or Tiles())
+    return _TeacherForced.apply(q, k, v, *rows, layout, scale, tiles or Tiles(), kept)
 
 
 class _TeacherForced(torch.autograd.Function):
@@ -88,10 +89,16 @@ class _TeacherForced(torch.autograd.Function):
         layout: PageLayout,
         scale: float,
         tiles: Tiles,
+        kept: list[Any] | None,
     ) -> Tensor:
-        call = Call(q, k, v, start, length, layout, scale, tiles)
-        selection = call.select(prompt, top_k)
-        out, lse = call.attend(selection)
+        if kept:
+            selection, out, lse = kept.pop()
+        else:
+            call = Call(q, k, v, start, length, layout, scale, tiles)
+            selection = call.select(prompt, top_k)
+            out, lse = call.attend(selection)
+            if kept is not None:
+                kept.append((selection, out.detach(), lse))
         ctx.save_for_backward(q, k, v, out, lse, start, length, *selection)
         ctx.options = (layout, scale, tiles)
         return out
@@ -103,7 +110,7 @@ class _TeacherForced(torch.autograd.Function):
         d_out = _packed(gradients[0])
         pages = Selection(*selection)
         d_q, delta = call.query_gradient(out, lse, d_out, pages)
-        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 7
+        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 8
 
 
 class Call:
