@@ -105,6 +105,20 @@ def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
         assert (results[0] - other).abs().median() < 1e-6
 
 
+def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tmp_path):
+    calls = []
+    for checkpointing in (False, True):
+        optimizer = OptimizerConfig(token_budget=10**6, gradient_checkpointing=checkpointing)
+        trainer = make_trainer(tmp_path / str(checkpointing), steps=1, optimizer=optimizer)
+        count = [0]
+        mlp = trainer.model.get_decoder().layers[1].mlp
+        mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + torch.is_grad_enabled()))
+        trainer.train()
+        calls.append(count[0])
+        assert not trainer.model.training and not any(m.training for m in trainer.model.modules())
+    assert calls == [1, 2]
+
+
 def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
     make_trainer(tmp_path / "whole", steps=5).train()
 

@@ -68,6 +68,8 @@ class Adapter:
             inject_adapter_in_model(self._lora, model)
         except ValueError as error:
             raise ConfigError(f"cannot put a LoRA on {config.target_modules}: {str(error).splitlines()[0]}") from error
+        for module in self._layers():
+            module.cast_input_dtype_enabled = False  # autocast casts, and not to float32 and back
         self._enable(False)
         self._train_policy(True)
         if config.adapter:
@@ -154,9 +156,11 @@ class Adapter:
                 parameter.requires_grad_(trains)
 
     def _enable(self, enabled: bool) -> None:
-        for module in self.model.modules():
-            if isinstance(module, LoraLayer):
-                module.enable_adapters(enabled)
+        for module in self._layers():
+            module.enable_adapters(enabled)
+
+    def _layers(self) -> list[LoraLayer]:
+        return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
 
 
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sparrow.actor import keep_attention
 from sparrow.engines.base import Counters, Engine, derived_seed, split, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
@@ -107,7 +109,7 @@ class Trainer:
             raise ConfigError(f"{self.ranks.count} processes cannot share {responses} responses; start fewer")
         set_seed(config.seed)
         if config.optimizer.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
         self.model = model
         self.distiller: Distiller | None = None
         if config.distill.enabled:
@@ -192,7 +194,7 @@ class Trainer:
         self.listener("update", {})
         with _uninterrupted():
             metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
-            with self.ranks.connected("update"):
+            with self.ranks.connected("update"), _checkpointing(self.model):
                 metrics |= self._update(experience, assessment)
             metrics |= self._steer(report)
             self.step, self.cursor = self.step + 1, experience.cursor
@@ -452,3 +454,20 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
     if pending:
         raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Layers recompute where they were asked to: transformers has them do so in training mode only.
+
+    A layer in that mode cannot decode with a cache, and a whole model would switch its dropout on.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    before = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, training in zip(layers, before, strict=True):
+            layer.training = training
