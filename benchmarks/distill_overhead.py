@@ -3,9 +3,12 @@
     python benchmarks/distill_overhead.py               # writes benchmarks/results/distill_overhead.json
 
 One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the published 0.86
-schedule. A dense update is everything from the corrections to the optimiser step; "added" is how much longer the same
-takes with the phi pass, its own optimiser step included. Random weights make the sparse pass dear: neighbouring
-positions choose unlike pages (see benchmarks/teacher_forced.py).
+schedule. A dense update is everything from the corrections to the optimiser step; "added" is the time of phi's update,
+its own optimiser step included, over the dense update's.
+
+What sparse attention costs depends on how many pages a tile of 32 neighbouring positions reads for each that one
+position keeps, ``read``. Two kinds of text: "random" tokens, whose neighbours want unlike pages (the worst case), and
+"runs" of one token, long enough that ``read`` is what it is for the trained reasoner, about 3 (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -15,19 +18,23 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
+from sparrow.attention.triton.forced import Call, Selection
 from sparrow.engines.base import Rollout
 from sparrow.tasks import Problem
 from sparrow.train.config import DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from sparrow.train.experience import Assessment, Experience, Group
+from sparrow.train.distill import Distiller
+from sparrow.train.experience import Experience, Group
 from sparrow.train.trainer import Trainer
 
 SHAPE = dict(
@@ -35,22 +42,26 @@ SHAPE = dict(
     head_dim=128, vocab_size=151_936, tie_word_embeddings=True, max_position_embeddings=40_960,
 )  # fmt: skip
 PROMPT, TOP_N = 256, 20
+EVERYTHING = DistillConfig(enabled=True, responses=1.0)
 VARIANTS = {
-    "everything": dict(positions=1.0, responses=1.0),
-    "a_quarter_of_the_positions": dict(positions=0.25, responses=1.0),
-    "half_of_the_responses": dict(positions=1.0, responses=0.5),
-    "a_quarter_of_the_responses": dict(positions=1.0, responses=0.25),
+    "everything": EVERYTHING,
+    "kl_alone": replace(EVERYTHING, policy_loss=False),
+    "a_quarter_of_the_positions": replace(EVERYTHING, positions=0.25),
+    "half_of_the_responses": replace(EVERYTHING, responses=0.5),
+    "a_quarter_of_the_responses": replace(EVERYTHING, responses=0.25),
 }
+TEXTS = {"random": 1, "runs": 12}
+"""Equal tokens in a row."""
 
 
-def experience(tokens: int, responses: int) -> Experience:
-    """Random responses with the lists of an actor that was sure of them."""
+def experience(tokens: int, responses: int, run: int) -> Experience:
+    """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was sure of them."""
     rng = np.random.default_rng(0)
     T = tokens - PROMPT
     rollouts = [
         Rollout(
             rng.integers(1000, 100_000, PROMPT).tolist(),
-            rng.integers(1000, 100_000, T),
+            rng.integers(1000, 100_000, -(-T // run)).repeat(run)[:T],
             np.full(T, -11.9, dtype=np.float32),
             np.stack([rng.permutation(TOP_N) for _ in range(T)]).astype(np.int32),
             np.full((T, TOP_N), -11.9, dtype=np.float32),
@@ -72,20 +83,20 @@ def make_trainer(layers: int, tokens: int, checkpointing: bool, folder: str) -> 
         run_dir=folder,
         rollout=RolloutConfig(prompts=1, max_new_tokens=tokens),
         optimizer=OptimizerConfig(token_budget=tokens, gradient_checkpointing=checkpointing, precision="bf16"),
-        distill=DistillConfig(enabled=True),
+        distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
     unused = cast(Any, None)  # nothing here tokenizes, samples or verifies
     return Trainer(config, model, unused, unused, unused, schedule)
 
 
-def seconds(work: Any, repeats: int) -> dict[str, float]:
-    work()
+def seconds(repeats: int, work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
     times = []
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(repeats):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        work()
+        work(*arguments)
         torch.cuda.synchronize()
         times.append(time.perf_counter() - begin)
     return {
@@ -95,18 +106,43 @@ def seconds(work: Any, repeats: int) -> dict[str, float]:
     }
 
 
-def measure(trainer: Trainer, step: Experience, assessment: Assessment, repeats: int) -> dict[str, Any]:
+@torch.no_grad()
+def read(distiller: Distiller, step: Experience) -> float:
+    """Pages that a tile reads for each that one of its positions keeps: one response, mean over sparse layers."""
+    found = []
+    select = Call.select
+
+    def watched(self: Call, *arguments: Any) -> Selection:
+        selection = select(self, *arguments)
+        kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))
+        found.append(int(selection.counts.sum()) * self.BT / kept)
+        return selection
+
+    with mock.patch.object(Call, "select", watched):
+        distiller._sparse(step, [0], None)
+    return statistics.mean(found)
+
+
+def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Every variant on every text; what there is so far is saved after each."""
     distiller = trainer.distiller
     assert distiller is not None
-    trainer.distiller = None
-    dense = seconds(lambda: trainer._update(step, assessment), repeats)
-    found: dict[str, Any] = {"dense_update": dense}
-    trainer.distiller = distiller
-    for name, shares in VARIANTS.items():
-        distiller.config = replace(distiller.config, distill=replace(distiller.config.distill, **shares))
-        both = seconds(lambda: trainer._update(step, assessment), repeats)
-        found[name] = both | {"added": both["seconds"] / dense["seconds"] - 1}
-    return found
+    found: dict[str, Any] = {}
+    for text, run in TEXTS.items():
+        step = experience(options.tokens, options.responses, run)
+        assessment = trainer._assess(step)[0]
+        advantages_B = torch.tensor([1.0, -1.0]).repeat(options.responses)[: options.responses]
+        found[text] = of_text = {"read": read(distiller, step)}
+        trainer.distiller = None
+        trainer._update(step, assessment)  # compiles
+        dense = of_text["dense_update"] = seconds(options.repeats, trainer._update, step, assessment)
+        trainer.distiller = distiller
+        distiller.update(step, assessment, advantages_B)
+        for name, config in VARIANTS.items():
+            distiller.config = replace(distiller.config, distill=config)
+            alone = seconds(options.repeats, distiller.update, step, assessment, advantages_B)
+            of_text[name] = alone | {"added": alone["seconds"] / dense["seconds"]}
+            save(found)
 
 
 def main() -> None:
@@ -118,18 +154,18 @@ def main() -> None:
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distill_overhead.json"))
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder)
-        step = experience(options.tokens, options.responses)
-        assessment = trainer._assess(step)[0]
-        found = measure(trainer, step, assessment, options.repeats)
-    result = {
+    about = {
         "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE,
         "layers": options.layers, "tokens": options.tokens, "responses": options.responses,
         "gradient_checkpointing": not options.no_checkpointing,
-    } | found  # fmt: skip
-    print(json.dumps(result, indent=1))
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    }  # fmt: skip
+
+    def save(found: dict[str, Any]) -> None:
+        options.out.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
+
+    with tempfile.TemporaryDirectory() as folder:
+        measure(make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder), options, save)
+    print(options.out.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
