@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_model
+from safetensors.torch import load_file, save_file
 from test_trainer import EarlyWords, metrics_of
 
 from sparrow.actor import set_schedule, teacher_forced
@@ -213,8 +214,11 @@ def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
 def test_bad_input_is_one_sentence(tmp_path):
     with pytest.raises(ConfigError, match="schedule is dense already"):
         Adapter(model_(), ON, SparsitySchedule.dense())
-    with pytest.raises(ConfigError, match=r"cannot put a LoRA on \('warp_proj',\)"):
-        Adapter(model_(), replace(ON, target_modules=("warp_proj",)), SCHEDULE)
+    for targets in (("warp_proj",), ("q_proj", "warp_proj")):
+        with pytest.raises(
+            ConfigError, match="cannot put a LoRA on warp_proj: the linear layers of this model are down_"
+        ):
+            Adapter(model_(), replace(ON, target_modules=targets), SCHEDULE)
     with pytest.raises(ConfigError, match=r"kl_coef is -1"):
         DistillConfig(kl_coef=-1)
     other = Adapter(tiny_model(hidden_size=32), ON, SCHEDULE)
@@ -223,6 +227,21 @@ def test_bad_input_is_one_sentence(tmp_path):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "other")), SCHEDULE)
     with pytest.raises(ConfigError, match="cannot read a PEFT adapter"):
         Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
+
+
+def test_an_adapter_of_another_base_is_refused_and_one_of_a_trained_base_is_not(tmp_path):
+    model = model_()
+    adapter = Adapter(model, ON, SCHEDULE)
+    adapter.save(tmp_path, adapter.adapter_weights())
+    config = replace(ON, adapter=str(tmp_path))
+    trained = model_()
+    for p in trained.parameters():
+        p.data += 0.1 * p.std() * torch.randn_like(p) if p.ndim > 1 else 0.0
+    Adapter(trained, config, SCHEDULE)
+    with pytest.raises(ConfigError, match="was trained on other weights"):
+        Adapter(tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3, seed=1), config, SCHEDULE)
+    save_file(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+    Adapter(tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE)  # not said what it was trained on
 
 
 def test_teacher_forced_pass_uses_the_actual_schedule():

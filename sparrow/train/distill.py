@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ from accelerate import Accelerator
 from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, inject_adapter_in_model, load_peft_weights
 from peft.tuners.lora import LoraLayer
 from peft.utils import set_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -37,6 +40,9 @@ from sparrow.train.controller import MIN_SEQUENCES
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
+
+BASE = "sparrow_base"
+"""Metadata of a saved adapter: weights of its base."""
 
 
 class Adapter:
@@ -57,6 +63,10 @@ class Adapter:
         self.model = model
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         set_schedule(model, schedule)
+        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+        if missing := [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+            there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+            raise ConfigError(f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {there}")
         self._lora = LoraConfig(
             r=config.rank,
             lora_alpha=2 * config.rank,
@@ -64,12 +74,10 @@ class Adapter:
             task_type="CAUSAL_LM",
             base_model_name_or_path=model.name_or_path,
         )
-        try:
-            inject_adapter_in_model(self._lora, model)
-        except ValueError as error:
-            raise ConfigError(f"cannot put a LoRA on {config.target_modules}: {str(error).splitlines()[0]}") from error
+        inject_adapter_in_model(self._lora, model)
         for module in self._layers():
             module.cast_input_dtype_enabled = False  # autocast casts, and not to float32 and back
+        self._base = self._sample()
         self._enable(False)
         self._train_policy(True)
         if config.adapter:
@@ -127,12 +135,11 @@ class Adapter:
         return {f"base_model.model.{name}": p for name, p in get_peft_model_state_dict(self.model).items()}
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write ``adapter_weights`` as a standard PEFT adapter."""
-        from safetensors.torch import save_file
-
+        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base it began on."""
         folder.mkdir(parents=True, exist_ok=True)
         contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-        save_file(contiguous, str(folder / "adapter_model.safetensors"))
+        metadata = {"format": "pt", BASE: json.dumps(self._base.tolist())}
+        save_file(contiguous, str(folder / "adapter_model.safetensors"), metadata)
         self._lora.save_pretrained(str(folder))
 
     def _load(self, folder: Path) -> None:
@@ -148,7 +155,22 @@ class Adapter:
                 f"the adapter in {folder} was made for {theirs.base_model_name_or_path!r} or another rank: its "
                 f"{len(weights)} tensors do not match the {len(own)} of this model's adapter"
             )
+        if (base := _saved_base(folder)) is not None:
+            likeness = torch.cosine_similarity(base, self._base, dim=0).item() if len(base) == len(self._base) else 0.0
+            if likeness < 0.5:
+                raise ConfigError(
+                    f"the adapter in {folder} was trained on other weights ({theirs.base_model_name_or_path!r}) than "
+                    f"this model's: they correlate by {likeness:.2f}; give the model it was trained on, or no adapter"
+                )
         set_peft_model_state_dict(self.model, weights)
+
+    def _sample(self) -> Tensor:
+        """Some weights of the layers below the adapter, by which it knows its base again, float32.
+
+        Training turns them by a few degrees; those of an unrelated model are at right angles.
+        """
+        weights = [cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in self._layers()]
+        return torch.cat([w[:: max(1, len(w) // 16)][:16].float().cpu() for w in weights])
 
     def _train_policy(self, trains: bool) -> None:
         for name, parameter in self.model.named_parameters():
@@ -161,6 +183,16 @@ class Adapter:
 
     def _layers(self) -> list[LoraLayer]:
         return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+
+
+def _saved_base(folder: Path) -> Tensor | None:
+    """What ``Adapter.save`` says of the base; None of an adapter that something else has saved."""
+    path = folder / "adapter_model.safetensors"
+    if not path.exists():
+        return None
+    with safe_open(str(path), "pt") as file:
+        known = (file.metadata() or {}).get(BASE)
+    return torch.tensor(json.loads(known)) if known else None
 
 
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
