@@ -114,7 +114,7 @@ def read(distiller: Distiller, step: Experience) -> float:
 
     def watched(self: Call, *arguments: Any) -> Selection:
         selection = select(self, *arguments)
-        kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))
+        kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(8 * selection.masks.element_size()))
         found.append(int(selection.counts.sum()) * self.BT / kept)
         return selection
 
@@ -125,7 +125,7 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Every variant on every text; what there is so far is saved after each."""
-    distiller = trainer.distiller
+    distiller, trainer.distiller = trainer.distiller, None
     assert distiller is not None
     found: dict[str, Any] = {}
     for text, run in TEXTS.items():
@@ -133,13 +133,12 @@ def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[
         assessment = trainer._assess(step)[0]
         advantages_B = torch.tensor([1.0, -1.0]).repeat(options.responses)[: options.responses]
         found[text] = of_text = {"read": read(distiller, step)}
-        trainer.distiller = None
         trainer._update(step, assessment)  # compiles
-        dense = of_text["dense_update"] = seconds(options.repeats, trainer._update, step, assessment)
-        trainer.distiller = distiller
         distiller.update(step, assessment, advantages_B)
         for name, config in VARIANTS.items():
             distiller.config = replace(distiller.config, distill=config)
+            # Anew for each, because a GPU may be slower for a while.
+            dense = of_text["dense_update"] = seconds(options.repeats, trainer._update, step, assessment)
             alone = seconds(options.repeats, distiller.update, step, assessment, advantages_B)
             of_text[name] = alone | {"added": alone["seconds"] / dense["seconds"]}
             save(found)

@@ -28,7 +28,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "docs" / f"{name}.md"
-    for name in ("performance", "cost", "vllm", "scaling", "integrations", "calibration", "method")
+    for name in ("performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill")
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
@@ -460,6 +460,23 @@ def teacher_forced() -> str:
     return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)
 
 
+def distill_overhead() -> str:
+    found = load("distill_overhead")
+    names = {
+        "dense_update": ("the policy's own update", 1.0),
+        "everything": ("PPO and KL on everything", 1.0),
+        "kl_alone": ("KL alone", 1.0),
+        "half_of_the_responses": ("PPO and KL on half of the responses", 0.5),
+        "a_quarter_of_the_responses": ("PPO and KL on a quarter of the responses", 0.25),
+    }
+    rows = []
+    for key, (name, share) in names.items():
+        run = found["random"][key]
+        each = run["seconds"] / (share * found["responses"])
+        rows.append([name, f"{run['seconds']:.2f}", f"{each:.2f}"])
+    return table(["update", "seconds", "seconds a response trained on"], rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "decode steps": decode_steps,
     "rollouts with top 20": lambda: rollouts("top 20"),
@@ -486,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "calibration cost": calibration_cost,
     "scoring passes": scoring_passes,
     "teacher-forced": teacher_forced,
+    "distill overhead": distill_overhead,
 }
 
 
