@@ -145,12 +145,12 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
         tau=TAU,
         logged_rollouts=0,
         rollout=RolloutConfig(prompts=options.prompts, samples=8, max_new_tokens=response(options.lines)),
-        optimizer=OptimizerConfig(options.policy_learning_rate, warmup_steps=5, token_budget=32768),
+        optimizer=OptimizerConfig(options.policy_learning_rate, warmup_steps=5, token_budget=24576),
         loss=LossConfig(normalization="dapo"),
         distill=distill,
     )
     engine = GraphEngine(copy.deepcopy(model), schedule, eos, batch_size, longest(options.lines))
-    measure = HeldOut(options, HFEngine(model, DENSE, eos, token_budget=131072), tokenizer, task, seed)
+    measure = HeldOut(options, HFEngine(model, DENSE, eos), tokenizer, task, seed)
     result: dict[str, Any] = {}
     if arm == "none":
         result = {"dense at the start": measure(engine, DENSE), "start": measure(engine, CHEAP)}
