@@ -11,7 +11,7 @@ from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 from test_trainer import EarlyWords, metrics_of
 
-from sparrow.actor import set_schedule, teacher_forced
+from sparrow.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BinMismatch
@@ -74,6 +74,17 @@ def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse
         model(input_ids=ids).logits.square().mean().backward()
     assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" not in n)
     assert any(p.grad.any() for p in adapter.parameters)
+
+
+def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypatch):
+    contexts = []
+    monkeypatch.setattr(distill, "keep_attention", lambda: contexts.append(keep_attention()) or contexts[-1])
+    model = model_()
+    optimizer = OptimizerConfig(gradient_checkpointing=True)
+    Distiller(model, TrainConfig(run_dir=str(tmp_path), optimizer=optimizer, distill=ON), SCHEDULE)
+    with teacher_forced(model.train(), [10]):
+        model(input_ids=torch.randint(0, 151, (1, 60))).logits.sum().backward()
+    assert len(contexts) == model.config.num_hidden_layers
 
 
 def test_distillation_raises_the_tail_of_a_frozen_policy(tmp_path):

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparrow.actor import set_schedule, teacher_forced
+from sparrow.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.errors import ConfigError
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import BinMismatch
@@ -238,6 +238,8 @@ class Distiller:
     def __init__(self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule) -> None:
         self.config = config
         self._adapter = Adapter(model, config.distill, schedule)
+        if config.optimizer.gradient_checkpointing:  # dense layers recompute as before; sparse ones keep what was found
+            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         self._schedule = schedule
         self.parameter_group = {

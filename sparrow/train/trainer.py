@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sparrow.actor import keep_attention
 from sparrow.engines.base import Counters, Engine, derived_seed, split, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
@@ -109,7 +108,7 @@ class Trainer:
             raise ConfigError(f"{self.ranks.count} processes cannot share {responses} responses; start fewer")
         set_seed(config.seed)
         if config.optimizer.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = model
         self.distiller: Distiller | None = None
         if config.distill.enabled:
