@@ -79,9 +79,9 @@ def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse
 def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypatch):
     contexts = []
     monkeypatch.setattr(distill, "keep_attention", lambda: contexts.append(keep_attention()) or contexts[-1])
+    config = TrainConfig(run_dir=str(tmp_path), optimizer=OptimizerConfig(gradient_checkpointing=True), distill=ON)
     model = model_()
-    optimizer = OptimizerConfig(gradient_checkpointing=True)
-    Distiller(model, TrainConfig(run_dir=str(tmp_path), optimizer=optimizer, distill=ON), SCHEDULE)
+    Trainer(config, model, build_tokenizer(), EarlyWords(), HFEngine(model_(), SCHEDULE, eos_ids=[]), SCHEDULE)
     with teacher_forced(model.train(), [10]):
         model(input_ids=torch.randint(0, 151, (1, 60))).logits.sum().backward()
     assert len(contexts) == model.config.num_hidden_layers

@@ -238,8 +238,7 @@ class Distiller:
     def __init__(self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule) -> None:
         self.config = config
         self._adapter = Adapter(model, config.distill, schedule)
-        if config.optimizer.gradient_checkpointing:  # dense layers recompute as before; sparse ones keep what was found
-            model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": keep_attention})
+        self.checkpointing = {"context_fn": keep_attention}  # sparse attention is not computed again
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         self._schedule = schedule
         self.parameter_group = {

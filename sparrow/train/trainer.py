@@ -107,14 +107,15 @@ class Trainer:
         if responses < self.ranks.count:
             raise ConfigError(f"{self.ranks.count} processes cannot share {responses} responses; start fewer")
         set_seed(config.seed)
-        if config.optimizer.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
         self.model = model
         self.distiller: Distiller | None = None
         if config.distill.enabled:
             from sparrow.train.distill import Distiller  # PEFT takes a second to import
 
             self.distiller = Distiller(model, config, schedule)
+        if config.optimizer.gradient_checkpointing:
+            keeping = self.distiller.checkpointing if self.distiller else {}
+            model.gradient_checkpointing_enable({"use_reentrant": False, **keeping})
         self.ranks.check_equal(model)
         settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
         groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
