@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import special
 
-from sparrow.mismatch import BetaTail, Histogram
+from sparrow.mismatch import BetaTail
 from sparrow.report import theme
 from sparrow.report.log import FloatArray, RunLog
 from sparrow.report.summary import bin_name, verdict
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_LINES = len(theme.BINS)
-"""More length bins than this are drawn as a heat map."""
-
 HALF, WIDE = 6.4, 13.2
 """Widths of figures in inches: two to a row of the page, or one."""
 
 UNSMOOTHED_STEPS = 60
-"""Longer runs also show a rolling mean."""
+"""Longer runs also show a rolling mean, in bold."""
 
 
 @dataclass(frozen=True)
@@ -42,80 +39,27 @@ class Plot:
     size: tuple[float, float]
     draw: Callable[[Figure, RunLog], None]
 
+    @property
+    def wide(self) -> bool:
+        return self.size[0] == WIDE
+
 
 def plots(log: RunLog) -> list[Plot]:
     """The figures that a run gives rise to."""
-    steps, last = len(log.metrics), log.steps[-1]
-    rolling = f" Bold: mean of {_window(steps)} steps." if steps > UNSMOOTHED_STEPS else ""
-    heat_map = log.tail_by_step().shape[1] > MOST_LINES
-    found = [
-        Plot(
-            "reward",
-            "Reward and response length",
-            f"Mean reward of a step's responses; mean and longest response.{rolling}",
-            (HALF, 4.2),
-            draw_reward,
-        ),
-        Plot(
-            "cost",
-            "KV read and time",
-            f"Share of the cached tokens that decoding read; seconds of each phase.{rolling}",
-            (HALF, 4.2),
-            draw_cost,
-        ),
-        Plot(
-            "tail",
-            "Tail of acceptance: p5 by length",
-            "The p5 of the acceptance rate in each bin of sequence length, which predicts whether "
-            f"training stays stable. Left: by step.{' Blank: no response was that long.' if heat_map else rolling} "
-            f"Right: at step {last}; dots are the lower bound and bars its 95 % interval from resampling sequences, "
-            "triangles the upper bound; blue holds τ, orange is below, grey undecided.",
-            (WIDE, 4.2),
-            draw_tail,
-        ),
-        Plot(
-            "acceptance",
-            "Distribution of acceptance",
-            f"Share of the tokens of step {last}, on a log scale, as most tokens are accepted almost surely; on the "
-            "right, so is the distance from 1. The Beta distribution is fitted to the tokens below 0.999.",
-            (WIDE, 3.8),
-            draw_acceptance,
-        ),
-        Plot(
-            "correction",
-            "Importance correction",
-            "Effective sample size; share of the tokens whose weight was cut (clipped) or that were left out (masked); "
-            f"KL divergence KL(actor ‖ policy) by the estimators k1 and k3.{rolling}",
-            (WIDE, 3.5),
-            draw_correction,
-        ),
-        Plot(
-            "schedule",
-            "Schedule",
-            "What a sparse layer reads at each length, the always-kept pages included: in pages, and as a share of the "
-            "cache.",
-            (WIDE, 3.5),
-            draw_schedule,
-        ),
-    ]
-    if len(set(log.schedules)) > 1:
-        caption = "What a sparse layer reads at the end of each length bin, as a share of the cache, by step."
-        found.append(Plot("pages", "Schedule by step", caption, (WIDE, 3.5), draw_pages))
-    return found
+    return [plot for plot in PLOTS if plot.draw is not draw_pages or len(set(log.schedules)) > 1]
 
 
-def render(plot: Plot, log: RunLog) -> tuple[bytes, bytes]:
-    """The figure as PNG, for documents, and as SVG, for the page; the same run gives the same bytes."""
+def render(plot: Plot, log: RunLog) -> bytes:
+    """The figure as PNG; the same run gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**theme.MATPLOTLIB, "svg.hashsalt": plot.name}):
+    with matplotlib.rc_context(theme.MATPLOTLIB):
         figure = Figure(figsize=plot.size, layout="constrained")
         plot.draw(figure, log)
-        png, svg = io.BytesIO(), io.BytesIO()
-        figure.savefig(png, format="png", dpi=160)
-        figure.savefig(svg, format="svg", dpi=200, metadata={"Date": None})
-    return png.getvalue(), svg.getvalue()
+        png = io.BytesIO()
+        figure.savefig(png, dpi=160)
+    return png.getvalue()
 
 
 def draw_reward(figure: Figure, log: RunLog) -> None:
@@ -153,15 +97,12 @@ def draw_tail(figure: Figure, log: RunLog) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(5, 4))
     tail_SN, width = log.tail_by_step(), log.bin_tokens
     count = tail_SN.shape[1]
-    if count > MOST_LINES:
-        _heat_map(figure, left, log, tail_SN, width)
-    else:
-        for n in range(count):
-            color = theme.BINS[(n + 1) * MOST_LINES // count - 1]
-            _line(left, log, tail_SN[:, n], color, f"{bin_name(n * width, (n + 1) * width)} tokens")
-        left.set_ylabel("p5 of acceptance")
-        _tau_line(left, log)
-        _legend(left)
+    names = [bin_name(n * width, (n + 1) * width) for n in range(count)]
+    for n, colour in enumerate(_by_length(count)):
+        _line(left, log, tail_SN[:, n], colour, names[n])
+    left.set_ylabel("p5 of acceptance")
+    _tau_line(left, log)
+    _legend(left)
     _step_axis(left, log)
 
     colors = {"holds": theme.ABOVE, "below": theme.BELOW, "undecided": theme.MUTED}
@@ -172,47 +113,21 @@ def draw_tail(figure: Figure, log: RunLog) -> None:
         right.plot(b.bin, b.lower_bound, "o", color=color, markersize=5)
         right.plot(b.bin, b.upper_bound, "^", color=theme.MUTED, markersize=5, fillstyle="none")
     _tau_line(right, log)
-    _bin_axis(right.xaxis, count, width, most=7)
+    every = max(-(-count // 7), 1)
+    right.set_xticks(range(0, count, every), names[::every])
     right.set_xlim(-0.6, max(count, 1) - 0.4)
     right.set_xlabel("sequence length, tokens")
     right.set_ylabel(f"p5 at step {log.steps[-1]}")
     right.grid(visible=False, axis="x")
 
 
-def _heat_map(figure: Figure, ax: Axes, log: RunLog, tail_SN: FloatArray, width: int) -> None:
-    from matplotlib.colors import LinearSegmentedColormap, TwoSlopeNorm
-
-    count = tail_SN.shape[1]
-    # The colours end where few cells lie beyond: one response alone in its bin would otherwise pale all others.
-    low, high = np.nanpercentile(tail_SN, [2, 98]).tolist()
-    # Each arm has a length of its own, so that noise about tau does not take the strongest colours.
-    low, high = min(low, log.tau - 0.05), max(high, log.tau + 0.05)
-    mesh = ax.pcolormesh(
-        np.append(log.steps, log.steps[-1] + 1) - 0.5,
-        np.arange(count + 1) - 0.5,
-        tail_SN.T,
-        cmap=LinearSegmentedColormap.from_list("tail", [theme.BELOW, theme.NEUTRAL, theme.ABOVE]),
-        norm=TwoSlopeNorm(log.tau, low, high),
-        rasterized=True,
-    )
-    bar = figure.colorbar(mesh, ax=ax, pad=0.02, aspect=30, extend="both")
-    bar.set_ticks([low, log.tau, high], labels=[f"{low:.2f}", f"τ {log.tau:g}", f"{high:.2f}"])
-    bar.outline.set_visible(False)
-    _bin_axis(ax.yaxis, count, width, most=10)
-    ax.set_ylabel("sequence length, tokens")
-    ax.grid(visible=False)
-
-
 def draw_acceptance(figure: Figure, log: RunLog) -> None:
     left, right = figure.subplots(1, 2)
-    fit, found = log.beta_tail(), log.histogram("histogram")
-    edges = np.array(found.edges)
-    _shares(left, log, found, log.histogram("histogram", 0), edges)
-    found = log.histogram("log_histogram")
-    distance = np.array(found.edges)
-    drawn = distance.copy()
-    drawn[0] = distance[1] / 3  # 0 has no place on a log scale
-    _shares(right, log, found, log.histogram("log_histogram", 0), drawn)
+    fit, edges = log.beta_tail(), np.array(log.histogram("histogram").edges)
+    distance = np.array(log.histogram("log_histogram").edges)
+    drawn = np.append(distance[1] / 3, distance[1:])  # 0 has no place on a log scale
+    _shares(left, log, "histogram", edges)
+    _shares(right, log, "log_histogram", drawn)
     if fit:
         style = {"color": theme.SERIES[1], "linewidth": 1.6}
         label = f"Beta({fit.a:.2g}, {fit.b:.2g}) below {fit.cut:g}, KS {fit.ks:.3f}"
@@ -228,16 +143,14 @@ def draw_acceptance(figure: Figure, log: RunLog) -> None:
         ax.set_ylabel("share of tokens")
 
 
-def _shares(ax: Axes, log: RunLog, last: Histogram, first: Histogram, edges: FloatArray) -> None:
-    total = sum(last.counts)
-    floor = 0.5 / total
-    ax.stairs(
-        np.array(last.counts) / total, edges, fill=True, baseline=floor, color=theme.SERIES[0], alpha=0.45,
-        label=f"step {log.steps[-1]}",
-    )  # fmt: skip
+def _shares(ax: Axes, log: RunLog, name: str, edges: FloatArray) -> None:
+    last, first = (np.array(log.histogram(name, index).counts) for index in (-1, 0))
+    floor = 0.5 / last.sum()
+    style = {"fill": True, "baseline": floor, "color": theme.SERIES[0], "alpha": 0.45}
+    ax.stairs(last / last.sum(), edges, label=f"step {log.steps[-1]}", **style)
     if len(log.metrics) > 1:
-        shares = np.array(first.counts) / sum(first.counts)
-        ax.stairs(shares, edges, color=theme.MUTED, linewidth=1, label=f"step {log.steps[0]}", baseline=None)
+        label = f"step {log.steps[0]}"
+        ax.stairs(first / first.sum(), edges, color=theme.MUTED, linewidth=1, label=label, baseline=None)
     ax.set_ylim(floor, 2)
 
 
@@ -247,28 +160,22 @@ def _beta_shares(fit: BetaTail, edges: FloatArray) -> FloatArray:
 
 
 def draw_correction(figure: Figure, log: RunLog) -> None:
-    size, share, divergence = figure.subplots(1, 3)
-    sizes = {"tokens": "ess_token", "sequences": "ess_sequence", "sequences, uncorrected": "ess_sequence_ratio"}
-    lowest = 0.95
-    for (label, key), color in zip(sizes.items(), (*theme.SERIES[:2], theme.MUTED), strict=True):
-        values = log.series("correction", key)
-        lowest = np.nanmin(values, initial=lowest)
-        _line(size, log, values, color, label)
-    size.set_ylim(lowest - 0.05 * (1 - lowest), 1 + 0.05 * (1 - lowest))
-    size.set_ylabel("effective sample size, share")
-    highest = 1.0
-    shares = {"clipped": "clipped", "masked": "masked", "sequences dropped": "dropped_sequence"}
-    for (label, key), color in zip(shares.items(), (*theme.SERIES[:2], theme.MUTED), strict=True):
-        values = 100 * log.series("correction", f"{key}_fraction")
-        highest = np.nanmax(values, initial=highest)
-        _line(share, log, values, color, label)
-    share.set_ylim(-0.03 * highest, 1.08 * highest)
-    share.set_ylabel("share, %")
-    for label, key, color in (("k1", "kl_k1", theme.SERIES[1]), ("k3", "kl_k3", theme.SERIES[0])):
-        _line(divergence, log, log.series("correction", key), color, label)
-    divergence.set_ylabel("KL(actor ‖ policy), nats per token")
-    divergence.yaxis.set_major_formatter("{x:g}")
-    for ax in (size, share, divergence):
+    panels = {
+        "effective sample size, share": (1, {
+            "tokens": "ess_token", "sequences": "ess_sequence", "sequences, uncorrected": "ess_sequence_ratio",
+        }),
+        "share, %": (100, {
+            "clipped": "clipped_fraction", "masked": "masked_fraction",
+            "sequences dropped": "dropped_sequence_fraction",
+        }),
+        "KL(actor ‖ policy), nats per token": (1, {"k1": "kl_k1", "k3": "kl_k3"}),
+    }  # fmt: skip
+    colours = (*theme.SERIES[:2], theme.MUTED)
+    for ax, (name, (scale, series)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
+        for (label, key), colour in zip(series.items(), colours, strict=False):
+            _line(ax, log, scale * log.series("correction", key), colour, label)
+        ax.set_ylabel(name)
+        ax.yaxis.set_major_formatter("{x:g}")
         _legend(ax)
         _step_axis(ax, log)
 
@@ -299,18 +206,82 @@ def draw_schedule(figure: Figure, log: RunLog) -> None:
 def draw_pages(figure: Figure, log: RunLog) -> None:
     ax = figure.subplots()
     width = log.schedules[0].bin_tokens
-    seen = sorted({b.bin for index in range(len(log.metrics)) for b in log.bins(index)})
-    shown = seen[:: -(-len(seen) // MOST_LINES)]
-    for i, n in enumerate(shown):
+    bins = sorted({b.bin for index in range(len(log.metrics)) for b in log.bins(index)})
+    for n, colour in zip(bins, _by_length(len(bins)), strict=True):
         # The last length in the bin: the next token would begin a page of the bin after it.
         length = (n + 1) * width - log.schedules[0].page_size
         share = np.array([100 * s.tokens_read(length) / length for s in log.schedules])
-        color = theme.BINS[(i + 1) * MOST_LINES // len(shown) - 1]
-        _line(ax, log, share, color, f"{bin_name(n * width, (n + 1) * width)} tokens")
+        _line(ax, log, share, colour, bin_name(n * width, (n + 1) * width))
     ax.set_ylim(0, 105)
     ax.set_ylabel("share of the cache, %")
     _legend(ax)
     _step_axis(ax, log)
+
+
+PLOTS = (
+    Plot(
+        "reward",
+        "Reward and response length",
+        "Mean reward of a step's responses; mean and longest response. In long runs the bold line is a rolling mean, "
+        "here and below.",
+        (HALF, 4.2),
+        draw_reward,
+    ),
+    Plot(
+        "cost",
+        "KV read and time",
+        "Share of the cached tokens that decoding read; seconds of each phase.",
+        (HALF, 4.2),
+        draw_cost,
+    ),
+    Plot(
+        "tail",
+        "Tail of acceptance: p5 by length",
+        "The p5 of the acceptance rate in each bin of sequence length. Left: by step, darker for longer sequences. "
+        "Right: at the last step; dots are the lower bound and bars its 95 % interval from resampling sequences, "
+        "triangles the upper bound; blue holds τ, orange is below, grey undecided.",
+        (WIDE, 4.2),
+        draw_tail,
+    ),
+    Plot(
+        "acceptance",
+        "Distribution of acceptance",
+        "Share of tokens, on a log scale, as most tokens are accepted almost surely; on the right, so is the distance "
+        "from 1. The Beta distribution is fitted to the last step's tokens below 0.999.",
+        (WIDE, 3.8),
+        draw_acceptance,
+    ),
+    Plot(
+        "correction",
+        "Importance correction",
+        "Effective sample size; share of the tokens whose weight was cut (clipped) or that were left out (masked); "
+        "KL divergence KL(actor ‖ policy) by the estimators k1 and k3.",
+        (WIDE, 3.5),
+        draw_correction,
+    ),
+    Plot(
+        "schedule",
+        "Schedule",
+        "What a sparse layer reads at each length, the always-kept pages included: in pages, and as a share of the "
+        "cache.",
+        (WIDE, 3.5),
+        draw_schedule,
+    ),
+    Plot(
+        "pages",
+        "Schedule by step",
+        "What a sparse layer reads at the end of each length bin, as a share of the cache, by step.",
+        (WIDE, 3.5),
+        draw_pages,
+    ),
+)
+
+
+def _by_length(count: int) -> FloatArray:
+    """Colours for so many length bins, from the shortest to the longest."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    return LinearSegmentedColormap.from_list("length", theme.BINS)(np.linspace(0, 1, count))
 
 
 def _window(steps: int) -> int:
@@ -326,7 +297,7 @@ def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
     return np.where(count, total / np.maximum(count, 1), np.nan)
 
 
-def _line(ax: Axes, log: RunLog, values: FloatArray, color: str, label: str | None = None) -> None:
+def _line(ax: Axes, log: RunLog, values: FloatArray, color: Any, label: str | None = None) -> None:
     if not np.isfinite(values).any():
         return
     if len(values) > UNSMOOTHED_STEPS:
@@ -350,12 +321,6 @@ def _step_axis(ax: Axes, log: RunLog) -> None:
     else:
         ax.locator_params(axis="x", integer=True)
         ax.set_xlim(log.steps[0] - 0.5, log.steps[-1] + 0.5)
-
-
-def _bin_axis(axis, count: int, width: int, most: int) -> None:
-    every = max(-(-count // most), 1)
-    ticks = range(0, count, every)
-    axis.set_ticks(ticks, [bin_name(n * width, (n + 1) * width) for n in ticks])
 
 
 def _from_zero(ax: Axes) -> None:

@@ -23,7 +23,6 @@ from sparrow.mismatch import BetaTail, BinMismatch, Histogram
 from sparrow.mismatch.tail import FloatArray
 from sparrow.schedule import SparsitySchedule
 
-IntArray = NDArray[np.int64]
 Row = Mapping[str, Any]
 
 CONFIG, METRICS, ROLLOUTS = "config.json", "metrics.jsonl", "rollouts.jsonl"
@@ -79,13 +78,19 @@ class RunLog:
         return self.train["tau"]
 
     @property
-    def steps(self) -> IntArray:
+    def bin_tokens(self) -> int:
+        """Width of a length bin in tokens."""
+        return self.metrics[-1]["mismatch"]["bin_tokens"]
+
+    @property
+    def steps(self) -> NDArray[np.int64]:
         """Step numbers, int64 [S]."""
         return np.array([row["step"] for row in self.metrics], dtype=np.int64)
 
     def series(self, *keys: str) -> FloatArray:
         """The number under nested ``keys`` at each step, float64 [S]."""
-        return np.array([_number(_get(row, keys)) for row in self.metrics])
+        found = (_get(row, keys) for row in self.metrics)
+        return np.array([value if isinstance(value, int | float) else nan for value in found], dtype=float)
 
     def sources(self) -> list[str]:
         """The datasets or tasks whose rewards are recorded apart."""
@@ -98,7 +103,9 @@ class RunLog:
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
         """Mismatch by length bin at one step, by rising length; ``index`` into the recorded steps."""
-        return tuple(BinMismatch(**_without_null(row)) for row in self.metrics[index]["mismatch"]["bins"])
+        rows = self.metrics[index]["mismatch"]["bins"]
+        numbers: list[dict[str, Any]] = [{name: nan if x is None else x for name, x in row.items()} for row in rows]
+        return tuple(BinMismatch(**found) for found in numbers)
 
     def tail_by_step(self) -> FloatArray:
         """p5 of acceptance (lower bound) by step and length bin, float64 [S, N]."""
@@ -109,11 +116,6 @@ class RunLog:
             for b in bins:
                 tail_SN[index, b.bin] = b.lower_bound
         return tail_SN
-
-    @property
-    def bin_tokens(self) -> int:
-        """Width of a length bin in tokens."""
-        return self.metrics[-1]["mismatch"]["bin_tokens"]
 
     def histogram(self, name: str, index: int = -1) -> Histogram:
         """``histogram`` (of acceptance) or ``log_histogram`` (of 1 - acceptance) of one step."""
@@ -144,16 +146,12 @@ def nan_mean(values: FloatArray) -> float:
 
 def _first_and_last(rows: Iterator[Row]) -> tuple[Row, ...]:
     """Those of the first and of the last step; the rest may be many gigabytes and is dropped while reading."""
-    first: list[Row] = []
-    last: list[Row] = []
+    kept: dict[int, list[Row]] = {}
     for row in rows:
-        if not first or row["step"] == first[0]["step"]:
-            first.append(row)
-            continue
-        if last and row["step"] != last[0]["step"]:
-            last.clear()
-        last.append(row)
-    return (*first, *last)
+        if row["step"] not in kept and len(kept) == 2:
+            kept.popitem()
+        kept.setdefault(row["step"], []).append(row)
+    return tuple(row for some in kept.values() for row in some)
 
 
 def _rows(path: Path) -> Iterator[Row]:
@@ -188,12 +186,3 @@ def _get(row: Any, keys: tuple[str, ...]) -> Any:
     for key in keys:
         row = row.get(key) if isinstance(row, Mapping) else None
     return row
-
-
-def _number(value: Any) -> float:
-    return float(value) if isinstance(value, int | float) else nan
-
-
-def _without_null(row: Row) -> dict[str, Any]:
-    """``row`` with nan for null."""
-    return {name: nan if value is None else value for name, value in row.items()}

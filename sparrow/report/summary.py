@@ -20,7 +20,8 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
         ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
     log = RunLog.load(run_dir)
-    return [*result_rows(log), *tail_rows(log)]
+    tail = [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
+    return [*result_rows(log), *tail]
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
@@ -55,22 +56,16 @@ def _rise(log: RunLog, values: FloatArray) -> str:
     first, last, count = log.first_and_last(values)
     if len(log.metrics) == 1:
         return f"{number(last)} (one step)"
-    return f"{number(first)} → {number(last)} (mean of the first and last {plural(count, 'step')})"
-
-
-def tail_rows(log: RunLog) -> list[NamedValue]:
-    """The tail of acceptance in each length bin at the last step, against tau."""
-    return [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
+    steps = "step" if count == 1 else f"{count} steps"
+    return f"{number(first)} → {number(last)} (mean of the first and last {steps})"
 
 
 def describe_tail(b: BinMismatch, tau: float) -> str:
     """The estimate, its interval, and how both stand to ``tau``."""
-    text = number(b.lower_bound)
-    if isfinite(b.interval_low):
-        text += f" [{number(b.interval_low)}, {number(b.interval_high)}]"
+    interval = f" [{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else ""
     found = verdict(b, tau)
-    reach = f" (upper bound {number(b.upper_bound)})" if found == "undecided" else ""
-    return f"{text}, {found}{' against' if reach else ''} tau {tau:g}{reach}"
+    against = f" against tau {tau:g} (upper bound {number(b.upper_bound)})"
+    return f"{number(b.lower_bound)}{interval}, {found}{against if found == 'undecided' else f' tau {tau:g}'}"
 
 
 def verdict(b: BinMismatch, tau: float) -> Literal["holds", "below", "undecided"]:
@@ -91,9 +86,8 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
     pages = f"top {low}" if low == high else f"top {low} to {top} by length"
     always = schedule.sink_pages + schedule.recent_pages
     text = f"{pages} + {always} pages of {schedule.page_size} tokens"
-    if schedule.dense_layers:
-        text += f", dense in {'layer' if len(schedule.dense_layers) == 1 else 'layers'} "
-        text += ", ".join(map(str, schedule.dense_layers))
+    if layers := schedule.dense_layers:
+        text += f", dense in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"
     preset = schedule.provenance.get("preset")
     return f"{preset}: {text}" if preset else text
 
@@ -112,7 +106,3 @@ def number(value: float) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.4g} %" if isfinite(share) else "n/a"
-
-
-def plural(count: int, noun: str) -> str:
-    return noun if count == 1 else f"{count} {noun}s"
