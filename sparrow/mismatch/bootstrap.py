@@ -165,17 +165,10 @@ def sequence_bootstrap(
     resamples: int = 1000,
     seed: int | np.random.Generator = 0,
 ) -> Interval:
-    """95 % interval of any statistic of tokens, from resampling whole sequences with replacement.
+    """95 % interval of a statistic of tokens [T], T >= 1, from resampling whole sequences (ids [T]) with replacement.
 
-    The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap). It takes the sequences
-    given as a sample of those that might have been drawn; with fewer than about 20 of them it is too narrow.
-
-    Args:
-        values: one number per token, [T], T >= 1.
-        sequence: id of each token's sequence, [T].
-        statistic: see `Statistic`; `weighted_mean`, or `partial(weighted_percentile, percentile=...)`.
-        resamples: R, how many samples to draw.
-        seed: an int, or a Generator that the caller owns.
+    The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap); with fewer than about 20
+    sequences it is too narrow.
 
     Raises:
         ValueError: shapes differ, or there are no tokens.
@@ -210,13 +203,9 @@ def interval_by_bin(
     sequences, rng = np.asarray(sequence), np.random.default_rng(seed)
     bins = []
     for index, tokens in split_by_bin(position, bin_tokens):
-        found = sequence_bootstrap(values[tokens], sequences[tokens], statistic, seed=rng)
+        estimate, lower, upper, count = sequence_bootstrap(values[tokens], sequences[tokens], statistic, seed=rng)
         start, end = index * bin_tokens, (index + 1) * bin_tokens
-        bins.append(
-            PercentileInterval(
-                index, start, end, tokens.size, found.n_sequences, found.estimate, found.lower, found.upper
-            )
-        )
+        bins.append(PercentileInterval(index, start, end, tokens.size, count, estimate, lower, upper))
     return bins
 
 
@@ -229,20 +218,14 @@ def percentile_by_bin_interval(
     *,
     seed: int | np.random.Generator = 0,
 ) -> list[PercentileInterval]:
-    """A percentile of acceptance per bin of position, with a 95 % interval resampled by sequence.
+    """A percentile of acceptance per bin of position, by rising position, with a 95 % interval resampled by sequence.
 
     Each bin resamples the sequences that reach it, so intervals widen where few responses are that long.
 
     Args:
-        alpha: acceptance rates in [0, 1], [T].
-        position: 0-based token positions, integer [T].
-        sequence: id of each token's sequence, [T].
-        bin_tokens: width of a bin in tokens.
+        alpha, position, sequence: rates in [0, 1], 0-based token positions, and ids of the tokens' sequences, [T] each.
         percentile: in 0..100.
         seed: an int, or a Generator that the caller owns.
-
-    Returns:
-        One PercentileInterval per bin that holds a token, by rising position.
 
     Raises:
         ValueError: shapes differ, or an argument is out of range.
@@ -264,11 +247,7 @@ def mismatch_report(
 
     Args:
         lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array twice if exact.
-        position: 0-based token positions, integer [T].
-        sequence: id of each token's sequence, [T].
-        bin_tokens: width of a bin in tokens.
-        percentile: the tail statistic reported per bin, in 0..100.
-        seed: of the bootstrap.
+        position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
     Raises:
         ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or an argument is out of
@@ -284,29 +263,22 @@ def mismatch_report(
             "acceptance_bounds in their order."
         )
     intervals = percentile_by_bin_interval(low, position, sequence, bin_tokens, percentile, seed=seed)
-    bins = []
-    for found, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True):
-        bins.append(
-            BinMismatch(
-                bin=found.bin,
-                start=found.start,
-                end=found.end,
-                n_tokens=found.n_tokens,
-                n_sequences=found.n_sequences,
-                mean=float(low[tokens].mean()),
-                lower_bound=found.estimate,
-                interval_low=found.lower,
-                interval_high=found.upper,
-                upper_bound=float(np.percentile(high[tokens], percentile)),
-            )
+    bins = tuple(
+        BinMismatch(
+            found.bin, found.start, found.end, found.n_tokens, found.n_sequences,
+            mean=float(low[tokens].mean()),
+            lower_bound=found.estimate, interval_low=found.lower, interval_high=found.upper,
+            upper_bound=float(np.percentile(high[tokens], percentile)),
         )
+        for found, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True)
+    )  # fmt: skip
     return MismatchReport(
         n_tokens=low.size,
         n_sequences=np.unique(np.asarray(sequence)).size,
         bin_tokens=bin_tokens,
         percentile=percentile,
         mean=float(low.mean()),
-        bins=tuple(bins),
+        bins=bins,
         histogram=_histogram(low, np.linspace(0, 1, 51)),
         log_histogram=_histogram(1 - low, np.append(0, np.logspace(-6, 0, 13))),
         beta_tail=beta_tail_fit(low),
