@@ -4,8 +4,9 @@ The string under each field is its help text on the command line. A value out of
 """
 
 import math
-from dataclasses import dataclass
-from typing import Final, Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Final, Literal
 
 from sparrow.errors import ConfigError
 
@@ -18,8 +19,28 @@ ICEPOP_BAND: Final = (0.5, 5.0)
 SPARSE_RL_BAND: Final = (0.5, 1.5)
 
 
-POSITIVE: Final = "a positive finite number"
-NOT_NEGATIVE: Final = "a finite number of at least 0"
+@dataclass(frozen=True)
+class Range:
+    """The values that a setting may have, and how its error message says so."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "a positive finite number")]
+NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0")]
+Share = Annotated[float, Range(lambda x: 0 < x <= 1, "above 0 and at most 1")]
+Count = Annotated[int, Range(lambda n: n >= 1, "at least 1")]
+CountOrZero = Annotated[int, Range(lambda n: n >= 0, "at least 0")]
+
+
+class Settings:
+    """A base of dataclasses whose fields may be annotated with a Range."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):  # type: ignore[arg-type]
+            for bounds in getattr(setting.type, "__metadata__", ()):
+                _require(self, setting.name, bounds.holds(getattr(self, setting.name)), bounds.expected)
 
 
 def _require(config: object, name: str, holds: bool, expected: str) -> None:
@@ -31,7 +52,7 @@ def _require(config: object, name: str, holds: bool, expected: str) -> None:
 
 
 @dataclass(frozen=True)
-class CorrectionConfig:
+class CorrectionConfig(Settings):
     """How the mismatch between the sparse actor q and the dense policy p is corrected (sparrow.train.corrections)."""
 
     kind: CorrectionKind = "token_tis"
@@ -39,124 +60,102 @@ class CorrectionConfig:
     the product or the geometric mean of its ratios. icepop: drop tokens outside the band. sparse_rl: drop outlier
     sequences and tokens outside the band. obrs: Jackpot's rejection sampling. m2po: drop the most deviating tokens."""
 
-    cap: float = 2.0
+    cap: Positive = 2.0
     """Largest weight C (token_tis, sequence_tis, geometric_tis, obrs)."""
 
-    band: tuple[float, float] | None = None
+    band: Annotated[
+        tuple[float, float] | None,
+        Range(lambda b: b is None or 0 <= b[0] <= 1 <= b[1] < math.inf, "low high with 0 <= low <= 1 <= high"),
+    ] = None
     """Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for sparse_rl."""
 
-    reject_below: float = 1e-4
+    reject_below: Annotated[float, Range(lambda x: 0 <= x < 1, "at least 0 and below 1")] = 1e-4
     """A sequence with any ratio p/q below this is dropped (sparse_rl)."""
 
-    obrs_lambda: float = 1.0
+    obrs_lambda: Positive = 1.0
     """A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs)."""
 
-    m2_bound: float = 0.04
+    m2_bound: Positive = 0.04
     """Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po)."""
-
-    def __post_init__(self) -> None:
-        _require(self, "cap", 0 < self.cap < math.inf, POSITIVE)
-        if self.band is not None:
-            low, high = self.band
-            _require(self, "band", 0 <= low <= 1 <= high < math.inf, "low high with 0 <= low <= 1 <= high")
-        _require(self, "reject_below", 0 <= self.reject_below < 1, "at least 0 and below 1")
-        _require(self, "obrs_lambda", 0 < self.obrs_lambda < math.inf, POSITIVE)
-        _require(self, "m2_bound", 0 < self.m2_bound < math.inf, POSITIVE)
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Settings):
     """The clipped policy objective (sparrow.train.losses)."""
 
-    clip_low: float = 0.2
+    clip_low: Share = 0.2
     """The ratio pi_theta / p_old is clipped from below at 1 - clip_low."""
 
-    clip_high: float = 0.28
+    clip_high: Positive = 0.28
     """The ratio pi_theta / p_old is clipped from above at 1 + clip_high."""
 
     normalization: Normalization = "grpo"
     """grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the batch. dr_grpo:
     sum over tokens, divided by the number of sequences and the longest response allowed."""
 
-    max_log_ratio: float = 20.0
+    max_log_ratio: Positive = 20.0
     """Training stops if |log pi_theta - log p_old| of any token exceeds this."""
-
-    def __post_init__(self) -> None:
-        _require(self, "clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1")
-        _require(self, "clip_high", 0 < self.clip_high < math.inf, POSITIVE)
-        _require(self, "max_log_ratio", 0 < self.max_log_ratio < math.inf, POSITIVE)
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(Settings):
     """What is sampled each step."""
 
-    prompts: int = 16
+    prompts: Count = 16
     """Prompts per step, over all processes."""
 
-    samples: int = 8
+    samples: Count = 8
     """Responses per prompt."""
 
-    max_new_tokens: int = 1024
+    max_new_tokens: Count = 1024
     """Responses are cut at this many tokens."""
 
-    temperature: float = 1.0
+    temperature: Positive = 1.0
     """Softmax temperature of actor and policy alike."""
 
-    top_n: int = 20
+    top_n: Count = 20
     """Length of the recorded lists that bound the acceptance rate."""
 
-    resample: int = 0
+    resample: CountOrZero = 0
     """Rounds in which prompts whose responses all got the same reward are replaced by new ones; those that are left
     after the last round stay."""
 
-    def __post_init__(self) -> None:
-        _require(self, "resample", self.resample >= 0, "at least 0")
-        for name in ("prompts", "samples", "max_new_tokens", "top_n"):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
-        _require(self, "temperature", 0 < self.temperature < math.inf, POSITIVE)
-
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Settings):
     """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
 
-    format: float = 0.0
+    format: NotNegative = 0.0
     """Added for a response that states an answer in the form asked for, right or wrong."""
 
     overlong: OverlongKind = "keep"
     """Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no loss. penalty:
     a response loses up to 1, linearly over the last overlong_window tokens (DAPO)."""
 
-    overlong_window: int | None = None
+    overlong_window: Annotated[int | None, Range(lambda n: n is None or n >= 1, "at least 1")] = None
     """Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens."""
-
-    def __post_init__(self) -> None:
-        _require(self, "format", 0 <= self.format < math.inf, NOT_NEGATIVE)
-        window = self.overlong_window
-        _require(self, "overlong_window", window is None or window >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(Settings):
     """AdamW on the policy."""
 
-    learning_rate: float = 1e-6
+    learning_rate: Positive = 1e-6
     """Peak learning rate, constant after the warm-up."""
 
-    warmup_steps: int = 0
+    warmup_steps: CountOrZero = 0
     """Steps over which the learning rate rises linearly."""
 
-    weight_decay: float = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay."""
 
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, Range(lambda x: x > 0, "above 0")] = 1.0
     """Gradients are scaled down to this norm."""
 
-    minibatches: int = 1
+    minibatches: Count = 1
     """Optimiser steps per rollout batch."""
 
-    token_budget: int = 32768
+    token_budget: Count = 32768
     """Padded tokens of one forward and backward pass; gradients are accumulated over as many as needed."""
 
     gradient_checkpointing: bool = False
@@ -165,91 +164,79 @@ class OptimizerConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 runs forward passes under autocast; weights and optimiser stay float32."""
 
-    def __post_init__(self) -> None:
-        _require(self, "learning_rate", 0 < self.learning_rate < math.inf, POSITIVE)
-        _require(self, "warmup_steps", self.warmup_steps >= 0, "at least 0")
-        _require(self, "weight_decay", 0 <= self.weight_decay < math.inf, NOT_NEGATIVE)
-        _require(self, "max_grad_norm", self.max_grad_norm > 0, "above 0")
-        for name in ("minibatches", "token_budget"):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
-
 
 @dataclass(frozen=True)
-class DistillConfig:
+class DistillConfig(Settings):
     """DistillSparse: a LoRA that only the sparse actor wears, trained towards the dense policy every step."""
 
     enabled: bool = False
     """Train and wear the adapter."""
 
-    rank: int = 16
+    rank: Count = 16
     """Rank of the LoRA; its scale alpha is twice the rank."""
 
-    target_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    target_modules: Annotated[tuple[str, ...], Range(bool, "at least one layer name")] = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+    )
     """Linear layers that get an adapter, by the last part of their name."""
 
-    learning_rate: float = 1e-4
+    learning_rate: Positive = 1e-4
     """Learning rate of the adapter, constant."""
 
-    kl_coef: float = 1.0
+    kl_coef: NotNegative = 1.0
     """Weight lambda of KL(dense || sparse)."""
 
     policy_loss: bool = True
     """Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone."""
 
-    positions: float = 1.0
+    positions: Share = 1.0
     """Share of response tokens trained on, those with the lowest acceptance first; it hardly changes the cost."""
 
-    responses: float = 1.0
+    responses: Share = 1.0
     """Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it."""
 
     step_down: tuple[str, ...] = ()
     """Cheaper schedules to move to, in this order, once their p5 on the latest rollouts holds tau in every bin."""
 
-    step_down_every: int = 10
+    step_down_every: Count = 10
     """Steps between looks at the next cheaper schedule."""
 
     adapter: str | None = None
     """A PEFT adapter folder to start from."""
 
     def __post_init__(self) -> None:
-        for name in ("rank", "step_down_every"):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
-        _require(self, "target_modules", bool(self.target_modules), "at least one layer name")
-        _require(self, "learning_rate", 0 < self.learning_rate < math.inf, POSITIVE)
-        _require(self, "kl_coef", 0 <= self.kl_coef < math.inf, NOT_NEGATIVE)
-        trains = self.policy_loss or self.kl_coef > 0
-        _require(self, "kl_coef", trains, "above 0 without the policy loss")
-        _require(self, "positions", 0 < self.positions <= 1, "above 0 and at most 1")
-        _require(self, "responses", 0 < self.responses <= 1, "above 0 and at most 1")
+        super().__post_init__()
+        _require(self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss")
 
 
 @dataclass(frozen=True)
-class GuardConfig:
+class GuardConfig(Settings):
     """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to half of its best."""
 
     action: Literal["warn", "raise", "stop"] = "warn"
     """warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop."""
 
-    threshold: float | None = None
+    threshold: Annotated[float | None, Range(lambda x: x is None or 0 <= x < 1, "at least 0 and below 1")] = None
     """p5 is too low below this, in a length bin that enough responses reach; unset: 0.02 below tau."""
 
-    patience: int = 3
+    patience: Count = 3
     """Steps in a row before it acts."""
-
-    def __post_init__(self) -> None:
-        inside = self.threshold is None or 0 <= self.threshold < 1
-        _require(self, "threshold", inside, "at least 0 and below 1")
-        _require(self, "patience", self.patience >= 1, "at least 1")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """One training run."""
 
     run_dir: str = "runs/latest"
     """Where metrics, checkpoints and the trained model go."""
 
-    steps: int = 100
+    steps: Count = 100
     """Training steps, counted from the start of the run."""
 
     seed: int = 0
@@ -258,19 +245,19 @@ class TrainConfig:
     resume: bool = False
     """Go on from the last checkpoint in run_dir."""
 
-    save_every: int = 10
+    save_every: Count = 10
     """Steps between checkpoints; the last step is always saved."""
 
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     """Checkpoints kept; older ones are deleted once a newer one is complete."""
 
-    tau: float = 0.86
+    tau: Annotated[float, Range(lambda x: 0 < x < 1, "above 0 and below 1")] = 0.86
     """The 5th percentile of acceptance that every length bin should hold."""
 
     bin_tokens: int | None = None
     """Width of the length bins that the tail is reported in; unset: the schedule's."""
 
-    logged_rollouts: int = 4
+    logged_rollouts: CountOrZero = 4
     """Responses per step kept for the token view of the report."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -288,10 +275,7 @@ class TrainConfig:
     guard: GuardConfig = GuardConfig()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "save_every", "keep_checkpoints"):
-            _require(self, name, getattr(self, name) >= 1, "at least 1")
-        _require(self, "tau", 0 < self.tau < 1, "above 0 and below 1")
-        _require(self, "logged_rollouts", self.logged_rollouts >= 0, "at least 0")
+        super().__post_init__()
         guarded = self.guard.action != "raise" or not self.distill.step_down
         _require(self.guard, "action", guarded, "warn or stop where distill.step_down moves the schedule")
         rollout, window = self.rollout, self.reward.overlong_window
