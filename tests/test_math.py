@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from sparrow.errors import RewardError
 from sparrow.rewards import MathVerifier, extract_answer, verify_math
 from sparrow.rewards.math import MAX_ANSWER_CHARS
-from sparrow.rewards.pool import WorkerPool
 
 DATA = Path(__file__).parent / "data"
 LABELLED = [json.loads(line) for line in (DATA / "math_equivalence.jsonl").read_text().splitlines()]
@@ -229,35 +228,35 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
     with MathVerifier(workers=1, limit_s=20) as verifier:
         assert verifier.equal("x+x", "2x")
         with monkeypatch.context() as patch:
-            patch.setattr("sparrow.rewards.pool.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr("sparrow.rewards.math.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 verifier.equal("x+x", "2x")
         assert not verifier.equal("x+x", "3x")
 
 
-def test_a_worker_is_replaced_after_its_share_of_requests(born):
-    from sparrow.rewards import math
-
-    with WorkerPool(Path(math.__file__).with_name("math_worker.py"), 1, 20, recycle=2) as pool:
+def test_a_worker_is_replaced_after_its_share_of_requests(born, monkeypatch):
+    monkeypatch.setattr("sparrow.rewards.math.RECYCLE", 2)
+    with MathVerifier(1, 20) as verifier:
         pids = []
         for _ in range(3):
-            assert pool.ask(["x+x", "2x"]) is True
+            assert verifier.equal("x+x", "2x")
             pids.append([child.pid for child in born()])
         assert len(pids[0]) == 1 and pids[1] == [] and len(pids[2]) == 1 and pids[2] != pids[0]
-        assert pool.lost == 0
+        assert verifier.lost == 0
 
 
-def test_a_worker_that_cannot_start_says_why(tmp_path):
+def test_a_worker_that_cannot_start_says_why(tmp_path, monkeypatch):
     broken = tmp_path / "broken_worker.py"
     broken.write_text("import no_such_library")
-    with WorkerPool(broken, 1, 5) as pool, pytest.raises(RewardError, match="No module named 'no_such_library'"):
-        pool.ask(1)
+    monkeypatch.setattr("sparrow.rewards.math.WORKER", broken)
+    with MathVerifier(1, 5) as verifier, pytest.raises(RewardError, match="No module named 'no_such_library'"):
+        verifier.equal("x+x", "2x")
 
 
-@pytest.mark.parametrize(("size", "limit_s"), [(0, 1), (1, 0)])
-def test_an_impossible_pool(size, limit_s):
-    with pytest.raises(ValueError, match="size >= 1"):
-        MathVerifier(size, limit_s)
+@pytest.mark.parametrize(("workers", "limit_s"), [(0, 1), (1, 0)])
+def test_an_impossible_verifier(workers, limit_s):
+    with pytest.raises(ValueError, match="workers >= 1"):
+        MathVerifier(workers, limit_s)
 
 
 def test_the_verifier_pickles_and_works_in_a_forked_process():

@@ -3,14 +3,3 @@
 from sparrow.rewards.code import CodeVerifier, Judgement, extract_code, verify_code
 from sparrow.rewards.math import MathVerifier, extract_answer, verify_math
 from sparrow.rewards.sandbox import Limits
-
-__all__ = [
-    "CodeVerifier",
-    "Judgement",
-    "Limits",
-    "MathVerifier",
-    "extract_answer",
-    "extract_code",
-    "verify_code",
-    "verify_math",
-]

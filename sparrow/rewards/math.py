@@ -1,22 +1,36 @@
 r"""Mathematical answers: taken out of a response, and compared with the reference answer.
 
 Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can hang on an
-adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it.
+adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A worker is a script in a fresh
+interpreter: it never imports torch, shares nothing with a CUDA context, and does not run the caller's ``__main__``
+again, as ``multiprocessing`` would have it.
 """
 
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import os
+import queue
 import re
+import select
+import subprocess
+import sys
 import threading
+import time
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-from sparrow.rewards.pool import WorkerLostError, WorkerPool
+from sparrow.errors import RewardError
 
+START_LIMIT_S = 120.0
+"""Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""
+RECYCLE = 5000
+"""Comparisons after which a worker is replaced, so that no library's caches grow without end."""
+WORKER = Path(__file__).with_name("math_worker.py")
 MAX_ANSWER_CHARS = 2000
 """Longer answers are wrong unless identical to the reference; it also keeps a request below a pipe's buffer."""
 
@@ -106,18 +120,79 @@ def _quick(answer: str, reference: str) -> bool | None:
     return None
 
 
-class MathVerifier(WorkerPool):
-    """Judges responses against reference answers with its own worker processes.
+class WorkerLostError(Exception):
+    """The worker was killed at the time limit, or died, before it replied."""
+
+
+class _Worker:
+    """A process that reads a JSON value per line and writes one per line, the first when it is ready."""
+
+    def __init__(self, limit_s: float) -> None:
+        # -P: the script's folder must not be searched for modules, where math.py would hide the standard one.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(WORKER), str(limit_s)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # an interrupt typed at the trainer is not for the workers
+        )
+        self.asked = 0
+        try:
+            self._read(START_LIMIT_S)
+        except WorkerLostError as error:
+            said = self.kill().decode(errors="replace").strip().splitlines() or [str(error)]
+            raise RewardError(f"the worker {WORKER.name} did not start: {said[-1]}; install what is missing") from error
+
+    def _read(self, limit_s: float) -> Any:
+        assert self.process.stdout is not None
+        fd = self.process.stdout.fileno()
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        deadline = time.monotonic() + limit_s
+        reply = b""
+        while not reply.endswith(b"\n"):
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise WorkerLostError(f"no reply within {limit_s:g} s")
+            if not (chunk := os.read(fd, 65536)):
+                raise WorkerLostError("the worker died")
+            reply += chunk
+        return json.loads(reply)
+
+    def ask(self, request: Any, limit_s: float) -> Any:
+        """The reply; the request must fit a pipe's buffer (64 KiB), so that handing it over cannot block."""
+        assert self.process.stdin is not None
+        self.asked += 1
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+        except BrokenPipeError as error:
+            raise WorkerLostError("the worker died") from error
+        return self._read(limit_s)
+
+    def kill(self) -> bytes:
+        """End it; returns what it wrote to standard error."""
+        self.process.kill()
+        return self.process.communicate()[1]
+
+
+class MathVerifier:
+    """Judges responses against reference answers with its own worker processes, started when first needed.
 
     Args:
-        workers: processes; each holds about 100 MB once it is used.
-        limit_s: seconds one comparison may take. A comparison stopped there counts as wrong and is logged.
+        workers: processes at most; each holds about 100 MB. Threads that find none free wait for one.
+        limit_s: seconds one comparison may take. One stopped there counts as wrong, is logged, and counted in ``lost``.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
 
     def __init__(self, workers: int = 2, limit_s: float = 5.0) -> None:
-        super().__init__(Path(__file__).with_name("math_worker.py"), workers, limit_s)
+        if workers < 1 or limit_s <= 0:
+            raise ValueError(f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}")
+        self.limit_s, self.lost = limit_s, 0
+        self._pid = os.getpid()
+        self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
+        for _ in range(workers):
+            self._slots.put(None)
 
     def equal(self, answer: str, reference: str) -> bool:
         r"""Whether two answers are equivalent, e.g. ``\frac12`` and ``0.5``.
@@ -131,16 +206,48 @@ class MathVerifier(WorkerPool):
         verdict = _quick(answer, reference)
         if verdict is None:
             try:
-                verdict = bool(self.ask([answer, reference]))
+                verdict = bool(self._ask([answer, reference]))
             except WorkerLostError as lost:
                 _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
                 verdict = False
         return verdict
 
+    def _ask(self, request: Any) -> Any:
+        worker = self._slots.get()
+        try:
+            worker = worker or _Worker(self.limit_s)
+            reply = worker.ask(request, self.limit_s)
+            if worker.asked >= RECYCLE:
+                worker.kill()
+                worker = None
+            return reply
+        except BaseException as error:
+            # Also for an interrupt: a late reply must not be read as the answer to the next request.
+            if worker is not None:
+                worker.kill()
+                worker = None
+            self.lost += isinstance(error, WorkerLostError)
+            raise
+        finally:
+            self._slots.put(worker)
+
     def __call__(self, response: str, answer: str, *, last_number: bool = False) -> float:
         """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
         stated = extract_answer(response, last_number=last_number)
         return float(stated is not None and self.equal(stated, answer))
+
+    def close(self) -> None:
+        """Kill the idle workers; a later comparison starts new ones. Does nothing in a forked copy."""
+        for _ in range(self._slots.qsize() if os.getpid() == self._pid else 0):
+            if (worker := self._slots.get()) is not None:
+                worker.kill()
+            self._slots.put(None)
+
+    def __enter__(self) -> MathVerifier:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 _lock = threading.Lock()

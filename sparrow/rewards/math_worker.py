@@ -1,4 +1,4 @@
-"""The process that compares two mathematical answers with math-verify; started by ``sparrow.rewards.pool``.
+"""The process that compares two mathematical answers with math-verify; started by ``sparrow.rewards.math``.
 
 It is run by path and imports nothing of this package, so that a worker costs math-verify's imports alone.
 """
@@ -67,7 +67,7 @@ def main(limit_s: float) -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     for line in sys.stdin:
-        # The pool kills at the limit; should the pool be gone, the kernel ends this process a little later.
+        # The verifier kills at the limit; should it be gone, the kernel ends this process a little later.
         signal.setitimer(signal.ITIMER_REAL, limit_s + 1)
         try:
             verdict = equal(*json.loads(line))
