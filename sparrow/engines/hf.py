@@ -140,7 +140,6 @@ class HFEngine:
         ]
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
-        """See ``Engine.score``."""
         scores: dict[int, Scores] = {}
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         for rows in micro_batches(lengths, self.token_budget):
@@ -177,12 +176,10 @@ class HFEngine:
                 own[name].data.copy_(tensor)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``."""
         set_schedule(self.model, schedule)
         self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``."""
         counters = Counters(tokens_read=self._read, tokens_held=self._held)
         self._read = self._held = 0
         return counters

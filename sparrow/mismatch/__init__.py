@@ -16,25 +16,3 @@ from sparrow.mismatch.bootstrap import (
 )
 from sparrow.mismatch.sampled import sampled_acceptance, tail_floor_by_bin
 from sparrow.mismatch.tail import BetaTail, beta_tail_fit, split_by_bin
-
-__all__ = [
-    "AcceptanceBounds",
-    "BetaTail",
-    "BinMismatch",
-    "Histogram",
-    "Interval",
-    "MismatchReport",
-    "PercentileInterval",
-    "acceptance",
-    "acceptance_bounds",
-    "beta_tail_fit",
-    "mismatch_report",
-    "percentile_by_bin_interval",
-    "plain",
-    "sampled_acceptance",
-    "sequence_bootstrap",
-    "split_by_bin",
-    "tail_floor_by_bin",
-    "weighted_mean",
-    "weighted_percentile",
-]

@@ -4,5 +4,3 @@ from sparrow.report.calibration import draw_calibration
 from sparrow.report.log import RunLog
 from sparrow.report.page import write_report
 from sparrow.report.summary import summary_rows
-
-__all__ = ["RunLog", "draw_calibration", "summary_rows", "write_report"]

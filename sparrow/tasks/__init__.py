@@ -7,16 +7,3 @@ from sparrow.tasks.mixture import Mixture
 from sparrow.tasks.registry import load_task, register_task
 from sparrow.tasks.trace import Trace
 from sparrow.tasks.vocabulary import build_tokenizer
-
-__all__ = [
-    "Chase",
-    "DatasetTask",
-    "Mixture",
-    "Problem",
-    "Task",
-    "Trace",
-    "build_tokenizer",
-    "load_dataset_task",
-    "load_task",
-    "register_task",
-]

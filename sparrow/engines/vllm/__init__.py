@@ -2,5 +2,3 @@
 
 from sparrow.engines.vllm.engine import VLLMEngine
 from sparrow.engines.vllm.server import VLLMServer
-
-__all__ = ["VLLMEngine", "VLLMServer"]

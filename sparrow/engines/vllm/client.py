@@ -81,7 +81,6 @@ class Client(ABC):
             raise SparrowError("vLLM cannot drop its prefix cache while requests run; wait for them to end")
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``."""
         counts = self.rpc("sparrow_counters")
         # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
         stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in self._described}

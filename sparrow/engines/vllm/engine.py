@@ -74,7 +74,6 @@ class VLLMEngine(Client):
         self.connect(vllm_config.model_config.max_model_len)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``."""
         from vllm import SamplingParams
 
         sampling.check(prompts, self.context)
@@ -119,14 +118,12 @@ class VLLMEngine(Client):
             self._asleep = True
 
     def wake(self) -> None:
-        """See ``Engine.wake``."""
         if self._asleep:
             torch.cuda.empty_cache()  # what training has freed, torch still holds, and vLLM would not find it
             self.llm.wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """See ``Engine.close``."""
         from vllm.platforms import current_platform
 
         # A trainer that has ended torch's process group took vLLM's groups along, and vLLM would trip over that.

@@ -136,14 +136,12 @@ class VLLMServer(Client):
         return int(sum(map(float, re.findall(rf"^vllm:{counter}_total\{{[^}}]*\}} (\S+)", metrics, re.M))))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``."""
         if self._leads:
             super().update_weights(weights)
         else:
             deque(weights, maxlen=0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``."""
         if self._leads:
             super().set_schedule(schedule)
         else:
@@ -175,7 +173,6 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        """See ``Engine.wake``."""
         if self._leads:
             self._request("POST", "/wake_up")
 
