@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -230,19 +230,17 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def _parse(argv: list[str]) -> Any:
-    """Arguments to one of the dataclasses; ``sparrow train --config FILE`` takes its defaults from TOML."""
-    default: Any = tyro.MISSING_NONPROP
-    if argv[:1] == ["train"] and "--config" in argv:
+    """Arguments to one of the dataclasses; ``--config FILE`` stands for the options that the TOML file has."""
+    if "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
-        default = _read_config(Path(argv[at + 1]))
-        argv = argv[:at] + argv[at + 2 :]
+        # First, so that options on the command line win.
+        argv = [*argv[:1], *_read_config(Path(argv[at + 1])), *argv[1:at], *argv[at + 2 :]]
     try:
         return tyro.cli(
             Demo | Train | Measure | Calibrate | Eval | Cost | Report,
             args=argv,
-            default=default,
             prog="sparrow",
             description="RL rollouts with sparse attention, fast, without breaking the training.",
             config=(tyro.conf.ConsolidateSubcommandArgs,),
@@ -251,28 +249,22 @@ def _parse(argv: list[str]) -> Any:
         _stop(error, code=2)
 
 
-def _read_config(path: Path) -> Train:
-    import cattrs
+def _read_config(path: Path) -> list[str]:
+    def options(table: dict[str, Any], section: str) -> Iterator[str]:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                yield from options(value, f"{section}{key}.")
+                continue
+            yield f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
+            if not isinstance(value, bool):
+                yield from map(str, value if isinstance(value, list) else [value])
 
-    converter = cattrs.Converter(forbid_extra_keys=True)
-    converter.register_structure_hook_func(lambda kind: kind == tuple[str, ...], _structure_strings)
     try:
-        return converter.structure(tomllib.loads(path.read_text(encoding="utf-8")), Train)
+        return list(options(tomllib.loads(path.read_text(encoding="utf-8")), ""))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    except cattrs.BaseValidationError as error:
-        wrong = cattrs.transform_error(error, path="config", format_exception=lambda cause, _: str(cause))
-        raise ConfigError(f"{path}: {'; '.join(wrong)}") from error
-
-
-def _structure_strings(value: Any, _: Any) -> tuple[str, ...]:
-    """One string stands for a list of one."""
-    values = [value] if isinstance(value, str) else value
-    if not isinstance(values, list) or not all(isinstance(v, str) for v in values):
-        raise ValueError(f"expected text or a list of texts, got {value!r}")
-    return tuple(values)
 
 
 def demo(command: Demo) -> None:

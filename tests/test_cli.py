@@ -37,12 +37,15 @@ def test_train_from_toml_with_overrides_then_report_and_resume(checkpoint, tmp_p
     run = tmp_path / "run"
     config.write_text(
         f'model = "{checkpoint}"\ntask = "trace:lines=4"\nschedule = "fixed:1"\nsteps = 1\nrun_dir = "{run}"\n'
-        "[rollout]\nprompts = 2\nsamples = 2\nmax_new_tokens = 8\n[optimizer]\nlearning_rate = 1e-3\n"
+        "resume = false\n"
+        "[rollout]\nprompts = 2\nsamples = 2\nmax_new_tokens = 8\n"
+        "[optimizer]\nlearning_rate = 1e-3\ngradient_checkpointing = true\n[correction]\nband = [0.5, 2]\n"
     )
     main(["train", "--config", str(config), "--optimizer.learning-rate", "2e-3", "--trackers", "tensorboard"])
     assert "reward" in capsys.readouterr().out
     saved = json.loads((run / "config.json").read_text())
     assert saved["train"]["optimizer"]["learning_rate"] == 2e-3 and saved["train"]["rollout"]["samples"] == 2
+    assert saved["train"]["optimizer"]["gradient_checkpointing"] and saved["train"]["correction"]["band"] == [0.5, 2]
     assert saved["schedule"]["top_k"] == [1]
     assert list(run.rglob("events.out.tfevents*"))
     main(["train", "--config", str(config), "--steps", "2", "--resume"])
@@ -92,13 +95,16 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     assert "does not fit the model's context of 1024" in fails(capsys, "train", *base, "--task", "trace:lines=200")
     config = tmp_path / "typo.toml"
     config.write_text("learning_rat = 1\n")
-    assert "learning_rat" in fails(capsys, "train", "--config", str(config))
-    config.write_text("dataset = 7\n")
-    assert "expected text or a list of texts, got 7 @ config.dataset" in fails(capsys, "train", "--config", str(config))
-    config.write_text("[correction]\ncap = -1\n[loss]\nnormalization = 'mean'\nclip_low = 'a'\n")
-    refused = fails(capsys, "train", "--config", str(config))
-    assert "correction.cap is -1.0, but must be a positive finite number; change correction.cap. @ config" in refused
-    assert "mean not in literal" in refused and "could not convert string to float: 'a'" in refused
+    assert "--learning-rat" in fails(capsys, "train", "--config", str(config), code=2)
+    config.write_text("dataset 7\n")
+    assert "is not valid TOML" in fails(capsys, "train", "--config", str(config))
+    assert "cannot read the configuration" in fails(capsys, "train", "--config", str(tmp_path))
+    assert "--config needs a TOML file" in fails(capsys, "train", "--config")
+    config.write_text("[correction]\ncap = -1\n")
+    refused = fails(capsys, "train", "--config", str(config), code=2)
+    assert refused.endswith("correction.cap is -1.0, but must be a positive finite number; change correction.cap.")
+    config.write_text("[loss]\nnormalization = 'mean'\n")
+    assert "invalid choice 'mean'" in fails(capsys, "train", "--config", str(config), code=2)
     config.write_text(
         f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
     )
