@@ -36,8 +36,7 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int, seed: int = 0) -> Score:
 
     1 - C(n - c, k) / C(n, k) with c of n right (a reward of at least 1): Chen et al., arXiv 2107.03374, equation 1.
 
-    Raises:
-        ValueError: fewer responses than k.
+    Raises ValueError: fewer responses than k.
     """
     rewards = _rewards(rewards_Nk)
     n = rewards.shape[1]
@@ -50,8 +49,7 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int, seed: int = 0) -> Score:
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]], seed: int = 0) -> Score:
     """Reward of the most frequent answer; None never wins, and a tie is shared.
 
-    Raises:
-        ValueError: answers that do not match the rewards in number.
+    Raises ValueError: answers that do not match the rewards in number.
     """
     rewards = _rewards(rewards_Nk)
     if [len(a) for a in answers] != [rewards.shape[1]] * len(rewards):

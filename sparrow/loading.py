@@ -37,8 +37,7 @@ HELD_OUT = 10**9
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """The name and its options; values are JSON where they can be.
 
-    Raises:
-        ConfigError: an option that is no ``key=value``.
+    Raises ConfigError: an option that is no ``key=value``.
     """
     name, _, text = spec.partition(":")
     options: dict[str, Any] = {}
@@ -70,8 +69,7 @@ def _model_path(name: str) -> str:
 def load_problems(task: str | None, datasets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Task:
     """A synthetic task, or a mixture of datasets: whichever is given.
 
-    Raises:
-        ConfigError: both or neither, unknown names or options, rows that cannot be used.
+    Raises ConfigError: both or neither, unknown names or options, rows that cannot be used.
     """
     if (task is None) == (not datasets):
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
@@ -119,8 +117,7 @@ def load_prompts(
 ) -> list[list[int]]:
     """Token ids of ``count`` prompts: of a file's, repeated as needed, or of a synthetic task's problems.
 
-    Raises:
-        ConfigError: both or neither are given, or a file that cannot be read.
+    Raises ConfigError: both or neither are given, or a file that cannot be read.
     """
     if (path is None) == (task is None):
         raise ConfigError("say where prompts come from: either --prompts FILE or --task NAME")
@@ -155,8 +152,7 @@ def load_engine(
 ) -> Engine:
     """``hf`` on ``model``; ``vllm`` with options of ``vllm.LLM``, on the model's ``name``; or vLLM servers' addresses.
 
-    Raises:
-        ConfigError: none of these, or more servers than processes.
+    Raises ConfigError: none of these, or more servers than processes.
     """
     if spec.startswith(("http://", "https://")):
         from sparrow.engines.vllm import VLLMServer

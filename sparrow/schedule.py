@@ -40,8 +40,7 @@ class SparsitySchedule:
         dense_layers: layers that always attend to everything.
         provenance: where the table comes from (preset name, or model, data and intervals of a calibration).
 
-    Raises:
-        ConfigError: an empty or shrinking table, or a field out of range.
+    Raises ConfigError: an empty or shrinking table, or a field out of range.
     """
 
     top_k: tuple[int, ...]
@@ -101,8 +100,7 @@ class SparsitySchedule:
     def check_model(self, num_layers: int) -> None:
         """Refuse a model this schedule was not made for.
 
-        Raises:
-            ConfigError: a dense layer beyond the model's ``num_layers``.
+        Raises ConfigError: a dense layer beyond the model's ``num_layers``.
         """
         beyond = [i for i in self.dense_layers if i >= num_layers]
         if beyond:
@@ -129,8 +127,7 @@ class SparsitySchedule:
     def preset(cls, model: str, target: float = 0.86) -> SparsitySchedule:
         """A published table, by model name and p5 target.
 
-        Raises:
-            ConfigError: no such table; the message lists the known ones.
+        Raises ConfigError: no such table; the message lists the known ones.
         """
         published = _published()
         name = f"{model.lower()}-{target:.2f}"
@@ -148,8 +145,7 @@ class SparsitySchedule:
     def load(cls, spec: str | Path) -> SparsitySchedule:
         """A schedule from what a user writes: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET`` or a JSON file.
 
-        Raises:
-            ConfigError: none of these, or a file that is not a valid schedule.
+        Raises ConfigError: none of these, or a file that is not a valid schedule.
         """
         text = str(spec)
         if text == "dense":
@@ -181,8 +177,7 @@ class SparsitySchedule:
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
         """The inverse of ``to_dict``.
 
-        Raises:
-            ConfigError: unknown or missing fields, or values a schedule cannot have.
+        Raises ConfigError: unknown or missing fields, or values a schedule cannot have.
         """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known)
@@ -200,11 +195,7 @@ class SparsitySchedule:
 
     @classmethod
     def from_json(cls, text: str) -> SparsitySchedule:
-        """The inverse of ``to_json``.
-
-        Raises:
-            ConfigError: not JSON, or not a schedule.
-        """
+        """The inverse of ``to_json``. Raises ConfigError: not JSON, or not a schedule."""
         try:
             plain = json.loads(text)
         except json.JSONDecodeError as error:

@@ -46,8 +46,7 @@ class Sampling:
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
         """Refuse prompts that leave no room for a response in a context of so many tokens.
 
-        Raises:
-            ConfigError: the first such prompt.
+        Raises ConfigError: the first such prompt.
         """
         for i, prompt in enumerate(prompts):
             if not 0 < len(prompt) <= context - self.max_new_tokens:
@@ -138,8 +137,7 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """One response per prompt, in order; repeat a prompt to sample it more often.
 
-        Raises:
-            ConfigError: a prompt that leaves no room for a response in the model's context.
+        Raises ConfigError: a prompt that leaves no room for a response in the model's context.
         """
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:

@@ -41,8 +41,7 @@ class HFEngine:
         token_budget: padded tokens scored together.
         autocast: run under autocast to this dtype, as the trainer does.
 
-    Raises:
-        UnsupportedModel, ConfigError: see ``set_schedule``.
+    Raises UnsupportedModel, ConfigError: see ``set_schedule``.
     """
 
     def __init__(
@@ -162,8 +161,7 @@ class HFEngine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``; tensors that are the model's own are left alone.
 
-        Raises:
-            ConfigError: a name or shape the model does not have.
+        Raises ConfigError: a name or shape the model does not have.
         """
         own = dict(self.model.named_parameters())
         for name, tensor in weights:
@@ -235,8 +233,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises:
-        ConfigError: nothing there, or the hub cannot be reached.
+    Raises ConfigError: nothing there, or the hub cannot be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     try:
@@ -254,8 +251,7 @@ def load_model(
 def load_config(name: str) -> dict[str, Any]:
     """The contents of a model's ``config.json``, by hub name.
 
-    Raises:
-        ConfigError: nothing there, or the hub cannot be reached.
+    Raises ConfigError: nothing there, or the hub cannot be reached.
     """
     try:
         return AutoConfig.from_pretrained(name).to_dict()

@@ -36,8 +36,7 @@ def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
     Returns:
         float64 [...] in [0, 1]; symmetric in its arguments.
 
-    Raises:
-        ValueError: shapes differ, or a row is not a probability distribution.
+    Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
     p, q = np.asarray(p_TV, np.float64), np.asarray(q_TV, np.float64)
     if p.shape != q.shape or p.ndim == 0:
@@ -76,9 +75,8 @@ def acceptance_bounds(
         AcceptanceBounds of float64 [...]; they meet where the lists cover the vocabulary. Resolution is that of the
         log-probs given: about 1e-6 for float32.
 
-    Raises:
-        ValueError: shapes do not match; ids are not integers, negative or repeated within a row; a log-prob is NaN or
-            positive beyond rounding; or a row's probabilities sum to more than 1.
+    Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row; a log-prob is NaN
+    or positive beyond rounding; or a row's probabilities sum to more than 1.
     """
     q, q_ids, known = _read_list("actor", actor_ids, actor_logprobs)
     if policy_ids is None:

@@ -124,8 +124,7 @@ def weighted_percentile(
         weights_RB: whole numbers, how often each sequence was drawn; each row draws at least one token.
         percentile: in 0..100.
 
-    Raises:
-        ValueError: the percentile is out of range, or a resample holds no token.
+    Raises ValueError: the percentile is out of range, or a resample holds no token.
     """
     order = np.argsort(values)
     ordered, owner = values[order], sequence[order]
@@ -170,8 +169,7 @@ def sequence_bootstrap(
     The interval holds the middle 95 % of the resampled statistic (the percentile bootstrap); with fewer than about 20
     sequences it is too narrow.
 
-    Raises:
-        ValueError: shapes differ, or there are no tokens.
+    Raises ValueError: shapes differ, or there are no tokens.
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
@@ -227,8 +225,7 @@ def percentile_by_bin_interval(
         percentile: in 0..100.
         seed: an int, or a Generator that the caller owns.
 
-    Raises:
-        ValueError: shapes differ, or an argument is out of range.
+    Raises ValueError: shapes differ, or an argument is out of range.
     """
     statistic = partial(weighted_percentile, percentile=check_percentile(percentile))
     return interval_by_bin(alpha, position, sequence, bin_tokens, statistic, seed)
@@ -249,9 +246,8 @@ def mismatch_report(
         lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array twice if exact.
         position, sequence, bin_tokens, percentile, seed: see `percentile_by_bin_interval`.
 
-    Raises:
-        ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or an argument is out of
-            range.
+    Raises ValueError: there are no tokens, shapes differ, a lower bound exceeds its upper bound, or an argument is out
+    of range.
     """
     low = check_acceptance(lower, upper=upper, position=position, sequence=sequence)
     high = check_acceptance(upper)

@@ -28,8 +28,7 @@ def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) ->
         policy_logprobs: natural log-probs of the sampled tokens under the policy; -inf is allowed.
         actor_logprobs: the same under the actor, at the same temperature; finite, as the tokens were sampled.
 
-    Raises:
-        ValueError: shapes differ, or a log-prob is NaN or, of the actor, infinite.
+    Raises ValueError: shapes differ, or a log-prob is NaN or, of the actor, infinite.
     """
     p, q = np.asarray(policy_logprobs, np.float64), np.asarray(actor_logprobs, np.float64)
     if p.shape != q.shape:

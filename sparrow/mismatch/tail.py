@@ -55,8 +55,7 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     Returns:
         The fit; None where there is nothing to fit: fewer than 10 tokens in the tail, or all equal to within 1e-6.
 
-    Raises:
-        ValueError: alpha or cut is out of range.
+    Raises ValueError: alpha or cut is out of range.
     """
     values = check_acceptance(np.ravel(alpha))
     if not 0 < cut <= 1:
@@ -116,8 +115,7 @@ def check_percentile(percentile: float) -> float:
 def split_by_bin(position: ArrayLike, bin_tokens: int = DEFAULT_BIN_TOKENS) -> list[tuple[int, IntArray]]:
     """(bin, indices of its tokens) for each bin that holds a token, by rising bin; a bin is position // bin_tokens.
 
-    Raises:
-        ValueError: positions are not integers or are negative, or bin_tokens is below 1.
+    Raises ValueError: positions are not integers or are negative, or bin_tokens is below 1.
     """
     positions = np.asarray(position)
     if bin_tokens < 1:

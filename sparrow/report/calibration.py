@@ -15,8 +15,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
     """Draw a schedule that ``sparrow calibrate`` wrote, as a PNG beside it or at ``out``.
 
-    Raises:
-        ConfigError: a schedule without the measurements of a calibration.
+    Raises ConfigError: a schedule without the measurements of a calibration.
     """
     schedule = SparsitySchedule.load(schedule_file)
     evidence = schedule.provenance

@@ -51,8 +51,7 @@ class RunLog:
     def load(cls, run_dir: str | Path) -> RunLog:
         """Read a run directory.
 
-        Raises:
-            ConfigError: not a run directory, a run without a finished step, or a damaged file.
+        Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
         """
         path = Path(run_dir)
         if not (path / CONFIG).is_file():

@@ -30,8 +30,7 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     Returns:
         The page, ``out/index.html``.
 
-    Raises:
-        ConfigError: not a run directory, a run without a finished step, or a damaged file.
+    Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
     log = RunLog.load(run_dir)
     folder = Path(out) if out is not None else log.run_dir / "report"

@@ -16,8 +16,7 @@ NamedValue = tuple[str, str]
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
     """The closing table of a run, as (name, value): steps, reward, tail of acceptance by length bin, tokens, KV read.
 
-    Raises:
-        ConfigError: not a run directory, a run without a finished step, or a damaged file.
+    Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
     """
     log = RunLog.load(run_dir)
     tail = [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]

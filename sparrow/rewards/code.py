@@ -162,9 +162,8 @@ class CodeVerifier:
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
         """Run ``code`` against ``tests``, to the first that is not passed unless told otherwise.
 
-        Raises:
-            RewardError: no way to run programs here, or not the isolation asked for.
-            ValueError: tests of none of the three kinds.
+        Raises RewardError: no way to run programs here, or not the isolation asked for. ValueError: tests of none of
+        the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -307,9 +306,8 @@ def verify_code(response: str, answer: Tests, *, limits: Limits | None = None, i
 
     Calls with the same limits and isolation share one bound on programs at a time, the number of processors.
 
-    Raises:
-        RewardError: no way to run programs here, or not the isolation asked for.
-        ValueError: tests of none of the three kinds.
+    Raises RewardError: no way to run programs here, or not the isolation asked for. ValueError: tests of none of the
+    three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

@@ -200,8 +200,7 @@ class MathVerifier:
         Units and percent signs are ignored in the way of math-verify: ``12 cm`` equals ``12``, and ``50\%``
         equals both ``50`` and ``0.5``.
 
-        Raises:
-            RewardError: math-verify cannot be started.
+        Raises RewardError: math-verify cannot be started.
         """
         verdict = _quick(answer, reference)
         if verdict is None:
@@ -269,8 +268,7 @@ def verify_math(response: str, answer: str, *, last_number: bool = False) -> flo
         answer: the reference answer, as plain text or LaTeX without a box.
         last_number: take the last number of a response that marks no answer.
 
-    Raises:
-        RewardError: math-verify cannot be started.
+    Raises RewardError: math-verify cannot be started.
     """
     with _lock:
         verifier = _shared(os.getpid())

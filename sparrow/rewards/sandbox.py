@@ -137,9 +137,7 @@ def _warn(fault: str) -> None:
 def choose_isolation(isolation: Isolation = "auto") -> Literal["bwrap", "session"]:
     """The isolation that will be used: bubblewrap where it works; ``session`` is announced by a warning.
 
-    Raises:
-        RewardError: ``bwrap`` is asked for and does not work here.
-        ValueError: no such isolation.
+    Raises RewardError: ``bwrap`` is asked for and does not work here. ValueError: no such isolation.
     """
     if isolation not in ("auto", "bwrap", "session"):
         raise ValueError(f"isolation is auto, bwrap or session, got {isolation!r}")
@@ -165,8 +163,7 @@ class Sandbox:
         limits: what it may use.
         isolation: how it is held, from ``choose_isolation``.
 
-    Raises:
-        RewardError: it does not start.
+    Raises RewardError: it does not start.
     """
 
     def __init__(self, request: Mapping[str, Any], limits: Limits, isolation: Literal["bwrap", "session"]) -> None:
@@ -213,9 +210,8 @@ class Sandbox:
     def send(self, header: Mapping[str, Any], body: bytes = b"", deadline: float | None = None) -> None:
         """Hand a frame over.
 
-        Raises:
-            SandboxTimeoutError: not taken by the deadline (of ``time.monotonic``), by default that of starting.
-            SandboxEndedError: nobody takes it any more.
+        Raises SandboxTimeoutError: not taken by the deadline (of ``time.monotonic``), by default that of starting.
+        SandboxEndedError: nobody takes it any more.
         """
         deadline = time.monotonic() + _START_S if deadline is None else deadline
         text = json.dumps(header).encode()
@@ -230,9 +226,8 @@ class Sandbox:
     def receive(self, deadline: float, most: int = _HEADER_BYTES) -> tuple[dict[str, Any], bytes]:
         """The next frame. It may come from a hostile program: only its form is checked.
 
-        Raises:
-            SandboxTimeoutError: none by the deadline.
-            SandboxEndedError: the sandbox ended, or sent something that is no frame.
+        Raises SandboxTimeoutError: none by the deadline. SandboxEndedError: the sandbox ended, or sent something that
+        is no frame.
         """
         header, body = struct.unpack(">II", self._read(8, deadline))
         if header > most or body > most:

@@ -38,8 +38,7 @@ _DETAIL_CHARS = 400
 def pack(value: Any) -> Any:
     """A built-in value as JSON that keeps its type; the wire format of arguments and results.
 
-    Raises:
-        TypeError: a value of another kind.
+    Raises TypeError: a value of another kind.
     """
     if value is None or value is True or value is False:
         return value
@@ -71,11 +70,7 @@ def pack(value: Any) -> Any:
 
 
 def unpack(value: Any) -> Any:
-    """The value that ``pack`` wrote.
-
-    Raises:
-        ValueError: not written by ``pack``.
-    """
+    """The value that ``pack`` wrote. Raises ValueError: not written by ``pack``."""
     if isinstance(value, list):
         return [unpack(item) for item in value]
     if not isinstance(value, dict):
@@ -121,11 +116,7 @@ class Channel:
 
 
 def confine(limits: Mapping[str, Any], instructions: list[list[Any]], cpu_s: int) -> None:
-    """Put this process under its limits for good.
-
-    Raises:
-        OSError: the kernel refuses the system call filter.
-    """
+    """Put this process under its limits for good. Raises OSError: the kernel refuses the system call filter."""
     pid = os.getpid()
     libc = ctypes.CDLL(None, use_errno=True)
     for kind, value in (

@@ -55,11 +55,7 @@ def _argument(number: int, tests: list[Instruction]) -> list[Instruction]:
 
 
 def program_filter() -> list[Instruction]:
-    """The filter for this machine's processor.
-
-    Raises:
-        RewardError: neither x86-64 nor arm64.
-    """
+    """The filter for this machine's processor. Raises RewardError: neither x86-64 nor arm64."""
     machine = platform.machine()
     if machine not in _ARCHES:
         raise RewardError(f"programs can be judged on x86_64 and aarch64, not on {machine!r}; use such a machine")

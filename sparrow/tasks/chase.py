@@ -30,8 +30,7 @@ class Chase:
     Attributes:
         steps: walk length, the difficulty; a response has about 16 tokens a step.
 
-    Raises:
-        ConfigError: fewer than 2 steps.
+    Raises ConfigError: fewer than 2 steps.
     """
 
     steps: int = 24

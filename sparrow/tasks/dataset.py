@@ -56,8 +56,7 @@ class DatasetTask:
 
     Rows that repeat an earlier question, up to spaces and case, are dropped; how many rows were is logged.
 
-    Raises:
-        ConfigError: a row without a question or an answer, no row left, or no verifier for this kind.
+    Raises ConfigError: a row without a question or an answer, no row left, or no verifier for this kind.
     """
 
     def __init__(
@@ -148,8 +147,7 @@ class DatasetTask:
 def load_rows(path: str | Path) -> Sequence[Row]:
     """Rows of a local ``.jsonl``, ``.json`` (a list of objects) or ``.parquet`` file.
 
-    Raises:
-        ConfigError: no such file, an unknown kind of file, or content that is not rows.
+    Raises ConfigError: no such file, an unknown kind of file, or content that is not rows.
     """
     path = Path(path)
     expected = "expected a .jsonl, .json (a list of objects) or .parquet file"
@@ -186,8 +184,7 @@ def _json(text: str, place: str) -> Any:
 def load_hub_rows(format: Format, split: str) -> Sequence[Row]:
     """Rows of a split of a format's dataset on the Hugging Face hub, or in its local cache.
 
-    Raises:
-        ConfigError: the hub cannot be reached, or has no such dataset, configuration or split.
+    Raises ConfigError: the hub cannot be reached, or has no such dataset, configuration or split.
     """
     import datasets
 
@@ -222,8 +219,7 @@ def load_dataset_task(
         split: a split of the hub's dataset; the format's usual one by default.
         options: passed to ``DatasetTask``: extractors, template, render, max_length.
 
-    Raises:
-        ConfigError: no such format, or rows that cannot be loaded or used.
+    Raises ConfigError: no such format, or rows that cannot be loaded or used.
     """
     if name not in FORMATS:
         raise ConfigError(f"no dataset {name!r}; known ones: {', '.join(sorted(FORMATS))}; 'qa' reads any local file")

@@ -77,8 +77,7 @@ class Format:
 def text_of(row: Row, *names: str) -> str:
     """The first of these fields that the row has, as text, whatever its capitals.
 
-    Raises:
-        KeyError: it has none of them, or only empty ones.
+    Raises KeyError: it has none of them, or only empty ones.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:

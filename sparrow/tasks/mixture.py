@@ -17,8 +17,7 @@ class Mixture:
     Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an order that depends on
     the seed only. So datasets go through their epochs as they would alone.
 
-    Raises:
-        ConfigError: weights that are not whole numbers of at least 1, one for each task.
+    Raises ConfigError: weights that are not whole numbers of at least 1, one for each task.
     """
 
     tasks: Sequence[Task]

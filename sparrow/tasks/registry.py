@@ -14,11 +14,7 @@ TASKS: dict[str, Callable[..., Task]] = {"trace": Trace, "chase": Chase}
 
 
 def register_task(name: str, factory: Callable[..., Task]) -> None:
-    """Make ``load_task(name, **options)`` call ``factory(**options)``.
-
-    Raises:
-        ConfigError: the name is taken.
-    """
+    """Make ``load_task(name, **options)`` call ``factory(**options)``. Raises ConfigError: the name is taken."""
     if name in TASKS:
         raise ConfigError(f"the task name {name!r} is taken; choose a name other than {', '.join(sorted(TASKS))}")
     TASKS[name] = factory
@@ -27,8 +23,7 @@ def register_task(name: str, factory: Callable[..., Task]) -> None:
 def load_task(name: str, **options: Any) -> Task:
     """The task ``name`` with its options, e.g. ``load_task("trace", lines=24)``.
 
-    Raises:
-        ConfigError: no such task, or options it does not take.
+    Raises ConfigError: no such task, or options it does not take.
     """
     if name not in TASKS:
         raise ConfigError(f"no task {name!r}; known ones: {', '.join(sorted(TASKS))}")

@@ -39,8 +39,7 @@ class Trace:
         slip: chance that the reference solution miscalculates a line and carries on with the wrong digit.
             Demonstrations with slips teach the skill and leave reinforcement learning room to improve.
 
-    Raises:
-        ConfigError: fewer than 2 lines, or a slip outside [0, 1).
+    Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
     """
 
     lines: int = 24

@@ -32,8 +32,7 @@ def compute_advantages(
         groups_B: integer group ids.
         baseline_B: what remax alone needs: the greedy reward, repeated for each row of its prompt.
 
-    Raises:
-        ValueError: shapes disagree, the batch is empty, a reward is not finite, or remax has no baseline.
+    Raises ValueError: shapes disagree, the batch is empty, a reward is not finite, or remax has no baseline.
     """
     if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape or not len(rewards_B):
         raise ValueError(

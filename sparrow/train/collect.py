@@ -48,8 +48,7 @@ class Collector:
         Groups whose rewards are all equal have no advantage; for ``resample`` rounds they are replaced by groups of
         further problems (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
 
-        Raises:
-            RewardError: a verifier that failed.
+        Raises RewardError: a verifier that failed.
         """
         rollout = self._config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))

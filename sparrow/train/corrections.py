@@ -206,8 +206,7 @@ def compute_correction(
             softmax.
         mask_BT: bool, true on response tokens; padding may hold anything.
 
-    Raises:
-        ValueError: shapes disagree, there is no response token, or one has a log-prob that is not finite.
+    Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is not finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
     if config.kind == "obrs":

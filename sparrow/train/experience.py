@@ -113,8 +113,7 @@ class Assessment:
 def verify(problem: Problem, text: str) -> float:
     """The reward of one response.
 
-    Raises:
-        RewardError: the verifier raised, or returned something that is not a finite number.
+    Raises RewardError: the verifier raised, or returned something that is not a finite number.
     """
     try:
         reward = float(problem.verify(text))

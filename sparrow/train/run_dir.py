@@ -25,8 +25,7 @@ METRICS, ROLLOUTS, CONFIG = "metrics.jsonl", "rollouts.jsonl", "config.json"
 class RunDir:
     """One run's files.
 
-    Raises:
-        ConfigError: a directory that already holds a run, unless ``resume``; or nothing to resume.
+    Raises ConfigError: a directory that already holds a run, unless ``resume``; or nothing to resume.
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -44,8 +43,7 @@ class RunDir:
     def append(self, name: str, rows: list[Mapping[str, Any]]) -> None:
         """Add JSON lines to ``metrics.jsonl`` or ``rollouts.jsonl``; on disk before this returns.
 
-        Raises:
-            CheckpointError: they could not be written.
+        Raises CheckpointError: they could not be written.
         """
         try:
             with open(self.path / name, "a", encoding="utf-8") as file:
@@ -92,8 +90,7 @@ class RunDir:
     def checkpoint_errors(self, step: int) -> Iterator[None]:
         """Around the writing of a checkpoint.
 
-        Raises:
-            CheckpointError: an OSError happened; earlier checkpoints are untouched.
+        Raises CheckpointError: an OSError happened; earlier checkpoints are untouched.
         """
         try:
             yield

@@ -72,9 +72,8 @@ class Trainer:
         listener: told of progress.
         closed_loop: let the schedule follow the measured p5, so that it holds ``config.tau``.
 
-    Raises:
-        ConfigError: a run directory in use, more processes than responses, processes that start from different weights,
-            or a closed loop beside something else that moves the schedule, or in other bins than the schedule's.
+    Raises ConfigError: a run directory in use, more processes than responses, processes that start from different
+    weights, or a closed loop beside something else that moves the schedule, or in other bins than the schedule's.
     """
 
     def __init__(
@@ -138,8 +137,7 @@ class Trainer:
 
         A KeyboardInterrupt saves a checkpoint of the last finished step and is raised again.
 
-        Raises:
-            SparrowError: a verifier, loss or checkpoint that failed; finished steps can be resumed from.
+        Raises SparrowError: a verifier, loss or checkpoint that failed; finished steps can be resumed from.
         """
         saved = self.step
         try:

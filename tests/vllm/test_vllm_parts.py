@@ -221,9 +221,9 @@ def test_layers_with_another_attention_are_refused_by_name(wrong, message):
         kv_cache_dtype="auto", sliding_window=None, attn_type="decoder", alibi_slopes=None, logits_soft_cap=None,
         sinks=None, kv_sharing_target_layer_name=None,
     )  # fmt: skip
-    config.check_layer(**plain)
+    config.check_layer(plain)
     with pytest.raises(UnsupportedModel, match=message):
-        config.check_layer(**(plain | wrong))
+        config.check_layer(plain | wrong)
 
 
 def test_find_looks_through_a_models_layers():

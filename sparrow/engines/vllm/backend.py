@@ -10,6 +10,7 @@ Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M bl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -114,34 +115,11 @@ class SparseImpl(VLLMClass):
     begins_step = False
     begins_decode = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None = None,
-        attn_type: str = "decoder",
-        kv_sharing_target_layer_name: str | None = None,
-        sinks: Tensor | None = None,
-        **kwargs: Any,
-    ) -> None:
-        config.check_layer(
-            kv_cache_dtype,
-            sliding_window,
-            attn_type,
-            alibi_slopes,
-            logits_soft_cap,
-            sinks,
-            kv_sharing_target_layer_name,
-        )
-        super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap,
-            attn_type, kv_sharing_target_layer_name, sinks, **kwargs,
-        )  # fmt: skip
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        asked = signature(super().__init__).bind(*args, **kwargs)
+        asked.apply_defaults()
+        config.check_layer(asked.arguments)
+        super().__init__(*args, **kwargs)
         self._viewed: Tensor | None = None
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -209,8 +187,7 @@ class SparseImpl(VLLMClass):
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     """Tie a layer to its worker's runtime and make room for its landmarks; returns the padded KV cache spec.
 
-    Raises:
-        ConfigError: blocks that do not hold whole pages, or padded for another purpose.
+    Raises ConfigError: blocks that do not hold whole pages, or padded for another purpose.
     """
     schedule = config.requested(vllm_config)
     assert schedule is not None

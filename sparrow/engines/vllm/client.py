@@ -54,8 +54,7 @@ class Client(ABC):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``; a LoRA comes merged, as full weights.
 
-        Raises:
-            ConfigError: a name the model does not have.
+        Raises ConfigError: a name the model does not have.
         """
         for path in weight_files(weights):
             self.rpc("sparrow_load_weights", path)
@@ -64,8 +63,7 @@ class Client(ABC):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; CUDA graphs stay as they are.
 
-        Raises:
-            ConfigError: another page layout, or other dense layers, than vLLM was started with.
+        Raises ConfigError: another page layout, or other dense layers, than vLLM was started with.
         """
         self.rpc("sparrow_set_schedule", schedule.to_json())
         self.schedule = schedule
@@ -74,8 +72,7 @@ class Client(ABC):
     def drop_prefixes(self) -> None:
         """Forget cached keys and values, which other weights computed or other budgets shaped.
 
-        Raises:
-            SparrowError: requests are running.
+        Raises SparrowError: requests are running.
         """
         if not self.reset_prefix_cache():
             raise SparrowError("vLLM cannot drop its prefix cache while requests run; wait for them to end")
@@ -97,11 +94,7 @@ class Client(ABC):
         return Counters(tokens_read=read, tokens_held=held, preemptions=new)
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
-        """Not something vLLM can do.
-
-        Raises:
-            SparrowError: always.
-        """
+        """Not something vLLM can do. Raises SparrowError: always."""
         raise SparrowError(
             "vLLM cannot score given tokens under a schedule, and its dense pass over a prompt gives no entropy; "
             "score with HFEngine, or let the trainer compute the policy's log-probs"

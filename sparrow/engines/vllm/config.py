@@ -20,8 +20,7 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 def parse(value: str | Mapping[str, Any]) -> SparsitySchedule:
     """A schedule from its fields, their JSON, or anything ``SparsitySchedule.load`` takes.
 
-    Raises:
-        ConfigError: none of these.
+    Raises ConfigError: none of these.
     """
     if isinstance(value, Mapping):
         return SparsitySchedule.from_dict(value)
@@ -46,9 +45,8 @@ def requested(vllm_config: Any) -> SparsitySchedule | None:
 def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) -> None:
     """Refuse, by name, what would be decoded densely or wrongly.
 
-    Raises:
-        UnsupportedModel: a kind of model or attention Sparrow does not select pages from.
-        ConfigError: a vLLM feature that has to be switched off, or a schedule that does not match the model.
+    Raises UnsupportedModel: a kind of model or attention Sparrow does not select pages from. ConfigError: a vLLM
+    feature that has to be switched off, or a schedule that does not match the model.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
     name = getattr(model, "architecture", None) or model.model
@@ -84,29 +82,24 @@ def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) 
     schedule.check_model(model.get_total_num_hidden_layers())
 
 
-def check_layer(
-    kv_cache_dtype: str,
-    sliding_window: int | None,
-    attn_type: str,
-    alibi_slopes: object,
-    logits_soft_cap: float | None,
-    sinks: object,
-    kv_sharing_target_layer_name: str | None,
-) -> None:
+def check_layer(asked: Mapping[str, Any]) -> None:
     """Refuse, by name, an attention layer whose decode is not plain softmax over the whole sequence.
 
-    Raises:
-        UnsupportedModel: such a layer.
+    Args:
+        asked: the arguments of vLLM's attention implementation.
+
+    Raises UnsupportedModel: such a layer.
     """
+    dtype, window, kind = asked["kv_cache_dtype"], asked["sliding_window"], asked["attn_type"]
     _refuse(
         "an attention layer",
-        (kv_cache_dtype not in KV_CACHE_DTYPES, f"a KV cache in {kv_cache_dtype!r}"),
-        (sliding_window is not None, f"a sliding window of {sliding_window} tokens"),
-        (attn_type != "decoder", f"attention of the type {getattr(attn_type, 'value', attn_type)!r}"),
-        (alibi_slopes is not None, "ALiBi"),
-        (bool(logits_soft_cap), f"soft-capped logits ({logits_soft_cap})"),
-        (sinks is not None, "attention sinks"),
-        (kv_sharing_target_layer_name is not None, "a KV cache shared with another layer"),
+        (dtype not in KV_CACHE_DTYPES, f"a KV cache in {dtype!r}"),
+        (window is not None, f"a sliding window of {window} tokens"),
+        (kind != "decoder", f"attention of the type {getattr(kind, 'value', kind)!r}"),
+        (asked["alibi_slopes"] is not None, "ALiBi"),
+        (bool(asked["logits_soft_cap"]), f"soft-capped logits ({asked['logits_soft_cap']})"),
+        (asked["sinks"] is not None, "attention sinks"),
+        (asked["kv_sharing_target_layer_name"] is not None, "a KV cache shared with another layer"),
     )
 
 

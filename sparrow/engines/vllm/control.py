@@ -18,8 +18,7 @@ from sparrow.errors import ConfigError, UnsupportedModel
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
     """Decode under another schedule from the next step on; reset the prefix cache afterwards.
 
-    Raises:
-        ConfigError: no schedule, or one that needs a new engine.
+    Raises ConfigError: no schedule, or one that needs a new engine.
     """
     parsed = config.parse(schedule)
     _runtime(self).set_schedule(parsed)
@@ -44,8 +43,7 @@ def sparrow_describe(self: Any) -> dict[str, Any]:
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
     """Take weights by Hugging Face name, from this process or from a safetensors file; reset the prefix cache after.
 
-    Raises:
-        ConfigError: a name the model does not have.
+    Raises ConfigError: a name the model does not have.
     """
     if isinstance(weights, str):
         from safetensors.torch import load_file
@@ -67,8 +65,7 @@ def _runtime(worker: Any) -> Runtime:
 def check(vllm_config: Any) -> None:
     """Make sure that an engine which was asked for a schedule follows it in every layer, and say so in the log.
 
-    Raises:
-        UnsupportedModel: an attention layer that another backend runs.
+    Raises UnsupportedModel: an attention layer that another backend runs.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

@@ -32,8 +32,7 @@ class VLLMEngine(Client):
         options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``, ``gpu_memory_utilization``,
             ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
-    Raises:
-        ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model under a schedule.
+    Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model under a schedule.
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule, **options: Any) -> None:
@@ -93,8 +92,7 @@ class VLLMEngine(Client):
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``; without a copy through the host where the model is in this process.
 
-        Raises:
-            ConfigError: a name the model does not have.
+        Raises ConfigError: a name the model does not have.
         """
         if not self._in_process:
             return super().update_weights(weights)
@@ -142,8 +140,7 @@ class VLLMEngine(Client):
 def check_discoverable() -> None:
     """Make sure that vLLM's other processes load the plugin: they know it by its entry point only.
 
-    Raises:
-        ConfigError: they would not.
+    Raises ConfigError: they would not.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (allowed or plugin.NAME).split(","):

@@ -18,8 +18,7 @@ def register() -> None:
 
     Without a schedule, in ``additional_config`` or the environment, vLLM stays what it was.
 
-    Raises:
-        ConfigError: a schedule in the environment that cannot be read, or that this vLLM cannot follow.
+    Raises ConfigError: a schedule in the environment that cannot be read, or that this vLLM cannot follow.
     """
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum

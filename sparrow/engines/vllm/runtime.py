@@ -87,8 +87,7 @@ class Runtime:
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
-        Raises:
-            ConfigError: another page layout or other dense layers, unless everything is read anyway.
+        Raises ConfigError: another page layout or other dense layers, unless everything is read anyway.
         """
         changed = [name for name in LAYOUT if getattr(schedule, name) != getattr(self._started_with, name)]
         if changed and not schedule.is_dense:

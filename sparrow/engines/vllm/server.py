@@ -47,8 +47,7 @@ class VLLMServer(Client):
         schedule: what the actor may read; where its page counts differ from the server's, they are set at once.
         leads: whether this client controls the server; of several processes that share it, one does.
 
-    Raises:
-        EngineError: no server. ConfigError: one that does not run Sparrow or cannot be controlled.
+    Raises EngineError: no server. ConfigError: one that does not run Sparrow or cannot be controlled.
     """
 
     def __init__(self, url: str, schedule: SparsitySchedule, leads: bool = True) -> None:
@@ -61,8 +60,7 @@ class VLLMServer(Client):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
 
-        Raises:
-            EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
+        Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
         """
         sampling.check(prompts, self.context)
         seeds = sampling.request_seeds(len(prompts))

@@ -19,8 +19,7 @@ __all__ = ["cpu_key_value", "keep_cpu_weights", "key_value", "prepare"]
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     """The same two views of a layer's cache on CPU, where vLLM stores a block's keys transposed, ``[D, N]``.
 
-    Raises:
-        ConfigError: an instruction set that packs keys in another order.
+    Raises ConfigError: an instruction set that packs keys in another order.
     """
     if isa not in ("vec", "vec16"):
         raise ConfigError(

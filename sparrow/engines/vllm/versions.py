@@ -17,8 +17,7 @@ def adapter(version: str) -> ModuleType:
     ``[blocks, kv heads, block tokens, head dim]``; and ``prepare()``, called once where the CUDA backend is
     loaded. The newest also has what the CPU backend needs.
 
-    Raises:
-        ConfigError: a version none was written for.
+    Raises ConfigError: a version none was written for.
     """
     release = Version(version).release[:2]
     if release == (0, 24):
@@ -36,11 +35,7 @@ def adapter(version: str) -> ModuleType:
 
 
 def installed(on_cpu: bool = False) -> ModuleType:
-    """The adapter for the vLLM of this process.
-
-    Raises:
-        ConfigError: no adapter, or none that runs on CPU.
-    """
+    """The adapter for the vLLM of this process. Raises ConfigError: no adapter, or none that runs on CPU."""
     import vllm
 
     found = adapter(vllm.__version__)
