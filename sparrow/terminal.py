@@ -108,12 +108,11 @@ def print_mismatch(found: MismatchReport, tau: float, read_fraction: float) -> N
     """What ``sparrow measure`` found."""
     _print_columns(
         f"acceptance rate of the sparse actor, {found.n_sequences} responses, {found.n_tokens} tokens",
-        ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", f"holds {tau:g}"),
+        ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", f"tau {tau:g}"),
         [
             (
                 f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences), f"{b.mean:.3f}", f"{b.lower_bound:.3f}",
-                f"{b.interval_low:.3f}-{b.interval_high:.3f}", f"{b.upper_bound:.3f}",
-                "yes" if b.interval_low >= tau else "no" if b.interval_high < tau else "unsure",
+                f"{b.interval_low:.3f}-{b.interval_high:.3f}", f"{b.upper_bound:.3f}", b.verdict(tau),
             )
             for b in found.bins
         ],

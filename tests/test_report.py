@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, mismatch_report
 from sparrow.report import RunLog, figures, page, summary_rows, theme, write_report
-from sparrow.report.summary import bin_name, describe_schedule, result_rows, setup_rows, verdict
+from sparrow.report.summary import bin_name, describe_schedule, result_rows, setup_rows
 from sparrow.report.theme import LEVEL_COLORS, LEVEL_INKS, LEVELS
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -287,7 +287,7 @@ def test_first_and_last_average_a_quarter_up_to_ten(steps, count):
     ],
 )
 def test_verdict(p5, low, high, upper, expected):
-    assert verdict(BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper), 0.86) == expected
+    assert BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper).verdict(0.86) == expected
 
 
 def test_names():
@@ -360,7 +360,7 @@ def test_every_token_is_shown_with_its_acceptance(parsed):
 def test_any_text_survives(tokens):
     texts, rates = zip(*tokens, strict=True)
     row = rollout_row(1, list(texts), list(rates), problem=texts[0], prompt=texts[-1])
-    (spans,) = Page(page.html_page(log_of(STEP, rollouts=(row,)), [])).responses
+    (spans,) = Page(page.html_page(log_of(STEP, rollouts=(row,)), {})).responses
     assert [text for _, text in spans] == list(texts)
     for (found, _), rate in zip(spans, rates, strict=True):
         level = int(found["class"][1])
@@ -370,7 +370,7 @@ def test_any_text_survives(tokens):
 def test_a_long_response_loses_its_middle(monkeypatch):
     monkeypatch.setattr(page, "MOST_TOKENS", 20)
     rows = [rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30), rollout_row(1, ["a"] * 10, [0.5] * 10)]
-    long, short = Page(page.html_page(log_of(step_row(1), rollouts=tuple(rows)), [])).responses
+    long, short = Page(page.html_page(log_of(step_row(1), rollouts=tuple(rows)), {})).responses
     assert [text for _, text in long] == [*(f" {i}" for i in range(5)), "20 tokens are not shown",
                                           *(f" {i}" for i in range(25, 30))]  # fmt: skip
     assert len(short) == 10
@@ -475,7 +475,7 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     tables = ((2, 6, ALL_PAGES), (4, 6, ALL_PAGES), (4, 6, ALL_PAGES))
     rows = [step_row(i + 1, guard={"steps_below": i, "alarm": i > 1}) for i in range(3)]
     log = log_of(*rows, schedules=tuple(SCHEDULE.replace(top_k=table) for table in tables))
-    assert [plot.name for plot in figures.plots(log)] == [*FIGURES, "pages"]
+    assert figures.plots(log) == [*FIGURES, "pages"]
     (ax,) = drawn(figures.draw_pages, log).axes
     read = {line.get_label(): line.get_ydata() for line in ax.lines}
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
@@ -483,7 +483,7 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     assert read["100-200"] == pytest.approx([9000 / 190] * 3)
     assert ("guard", "acceptance too low, at 1 of 3 steps, first at step 3") in result_rows(log)
     still = log_of(step_row(1), step_row(2))
-    assert "pages" not in [plot.name for plot in figures.plots(still)]
+    assert "pages" not in figures.plots(still)
 
 
 def test_a_figure_is_the_same_each_time():
@@ -508,7 +508,7 @@ def test_one_step_with_nothing_to_resample(tmp_path):
 
 
 def test_half_a_character_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "plots", lambda log: [])
+    monkeypatch.setattr(page, "plots", lambda log: {})
     path = write_run(tmp_path, [step_row(1)], [rollout_row(1, ["a\ud800b"], [0.5])])
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import ceil, isnan, isqrt, nan
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -72,6 +72,14 @@ class BinMismatch:
     interval_low: float
     interval_high: float
     upper_bound: float  # the same percentile of the upper bound on acceptance
+
+    def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
+        """Whether the tail holds ``tau`` for all that is known: its interval, and the upper bound on acceptance."""
+        if isnan(self.interval_low):
+            return "undecided"  # a single sequence decides nothing
+        if min(self.lower_bound, self.interval_low) >= tau:
+            return "holds"
+        return "below" if max(self.lower_bound, self.interval_high, self.upper_bound) < tau else "undecided"
 
 
 @dataclass(frozen=True)

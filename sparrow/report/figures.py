@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from scipy import special
 from sparrow.mismatch import BetaTail
 from sparrow.report import theme
 from sparrow.report.log import FloatArray, RunLog
-from sparrow.report.summary import bin_name, verdict
+from sparrow.report.summary import bin_name
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,34 +28,23 @@ UNSMOOTHED_STEPS = 60
 """Longer runs also show a rolling mean, in bold."""
 
 
-@dataclass(frozen=True)
-class Plot:
-    """One figure; ``name`` is also that of its file, ``size`` is in inches."""
-
-    name: str
-    title: str
-    caption: str
-    size: tuple[float, float]
-    draw: Callable[[Figure, RunLog], None]
-
-    @property
-    def wide(self) -> bool:
-        return self.size[0] == WIDE
+Draw = Callable[["Figure", RunLog], None]
 
 
-def plots(log: RunLog) -> list[Plot]:
-    """The figures that a run gives rise to."""
-    return [plot for plot in PLOTS if plot.draw is not draw_pages or len(set(log.schedules)) > 1]
+def plots(log: RunLog) -> list[str]:
+    """Names of the figures that a run gives rise to; what they show is explained in ``page.html``."""
+    return [name for name in PLOTS if name != "pages" or len(set(log.schedules)) > 1]
 
 
-def render(plot: Plot, log: RunLog) -> bytes:
+def render(name: str, log: RunLog) -> bytes:
     """The figure as PNG; the same run gives the same bytes."""
     import matplotlib
     from matplotlib.figure import Figure
 
+    size, draw = PLOTS[name]
     with matplotlib.rc_context(theme.MATPLOTLIB):
-        figure = Figure(figsize=plot.size, layout="constrained")
-        plot.draw(figure, log)
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure, log)
         png = io.BytesIO()
         figure.savefig(png, dpi=160)
     return png.getvalue()
@@ -107,7 +95,7 @@ def draw_tail(figure: Figure, log: RunLog) -> None:
 
     colors = {"holds": theme.ABOVE, "below": theme.BELOW, "undecided": theme.MUTED}
     for b in log.bins():
-        color = colors[verdict(b, log.tau)]
+        color = colors[b.verdict(log.tau)]
         # Not error bars: a bootstrap interval need not hold its estimate.
         right.vlines(b.bin, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
         right.plot(b.bin, b.lower_bound, "o", color=color, markersize=5)
@@ -218,63 +206,16 @@ def draw_pages(figure: Figure, log: RunLog) -> None:
     _step_axis(ax, log)
 
 
-PLOTS = (
-    Plot(
-        "reward",
-        "Reward and response length",
-        "Mean reward of a step's responses; mean and longest response. In long runs the bold line is a rolling mean, "
-        "here and below.",
-        (HALF, 4.2),
-        draw_reward,
-    ),
-    Plot(
-        "cost",
-        "KV read and time",
-        "Share of the cached tokens that decoding read; seconds of each phase.",
-        (HALF, 4.2),
-        draw_cost,
-    ),
-    Plot(
-        "tail",
-        "Tail of acceptance: p5 by length",
-        "The p5 of the acceptance rate in each bin of sequence length. Left: by step, darker for longer sequences. "
-        "Right: at the last step; dots are the lower bound and bars its 95 % interval from resampling sequences, "
-        "triangles the upper bound; blue holds τ, orange is below, grey undecided.",
-        (WIDE, 4.2),
-        draw_tail,
-    ),
-    Plot(
-        "acceptance",
-        "Distribution of acceptance",
-        "Share of tokens, on a log scale, as most tokens are accepted almost surely; on the right, so is the distance "
-        "from 1. The Beta distribution is fitted to the last step's tokens below 0.999.",
-        (WIDE, 3.8),
-        draw_acceptance,
-    ),
-    Plot(
-        "correction",
-        "Importance correction",
-        "Effective sample size; share of the tokens whose weight was cut (clipped) or that were left out (masked); "
-        "KL divergence KL(actor ‖ policy) by the estimators k1 and k3.",
-        (WIDE, 3.5),
-        draw_correction,
-    ),
-    Plot(
-        "schedule",
-        "Schedule",
-        "What a sparse layer reads at each length, the always-kept pages included: in pages, and as a share of the "
-        "cache.",
-        (WIDE, 3.5),
-        draw_schedule,
-    ),
-    Plot(
-        "pages",
-        "Schedule by step",
-        "What a sparse layer reads at the end of each length bin, as a share of the cache, by step.",
-        (WIDE, 3.5),
-        draw_pages,
-    ),
-)
+PLOTS: dict[str, tuple[tuple[float, float], Draw]] = {
+    "reward": ((HALF, 4.2), draw_reward),
+    "cost": ((HALF, 4.2), draw_cost),
+    "tail": ((WIDE, 4.2), draw_tail),
+    "acceptance": ((WIDE, 3.8), draw_acceptance),
+    "correction": ((WIDE, 3.5), draw_correction),
+    "schedule": ((WIDE, 3.5), draw_schedule),
+    "pages": ((WIDE, 3.5), draw_pages),
+}
+"""By name: size in inches, and how it is drawn."""
 
 
 def _by_length(count: int) -> FloatArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from collections.abc import Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from math import isfinite, nan
 from pathlib import Path
@@ -13,9 +13,9 @@ import numpy as np
 
 from sparrow.mismatch import BinMismatch
 from sparrow.report import theme
-from sparrow.report.figures import Plot, plots, render
+from sparrow.report.figures import plots, render
 from sparrow.report.log import Row, RunLog, nan_mean
-from sparrow.report.summary import bin_name, number, result_rows, setup_rows, verdict
+from sparrow.report.summary import bin_name, number, result_rows, setup_rows
 
 MOST_TOKENS = 40_000
 """More tokens than this make a page slow to open; longer responses then lose their middle."""
@@ -35,17 +35,17 @@ def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
     log = RunLog.load(run_dir)
     folder = Path(out) if out is not None else log.run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    figures = [(plot, render(plot, log)) for plot in plots(log)]
-    for plot, png in figures:
-        (folder / f"{plot.name}.png").write_bytes(png)
+    figures = {name: render(name, log) for name in plots(log)}
+    for name, png in figures.items():
+        (folder / f"{name}.png").write_bytes(png)
     page = folder / "index.html"
     # A tokenizer may decode half a character to what UTF-8 cannot hold.
     page.write_text(html_page(log, figures), encoding="utf-8", errors="replace")
     return page
 
 
-def html_page(log: RunLog, figures: Sequence[tuple[Plot, bytes]]) -> str:
-    """The whole page, with these figures in it."""
+def html_page(log: RunLog, figures: Mapping[str, bytes]) -> str:
+    """The whole page, with these figures (PNG by name) in it."""
     loader = jinja2.PackageLoader("sparrow.report", ".")
     pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     most = max(MOST_TOKENS // max(len(log.rollouts), 1), 2)
@@ -57,7 +57,7 @@ def html_page(log: RunLog, figures: Sequence[tuple[Plot, bytes]]) -> str:
         last=log.steps[-1],
         tau=f"{log.tau:g}",
         tail=[_tail_row(b, log.tau) for b in log.bins()],
-        figures=[(plot, b64encode(png).decode()) for plot, png in figures],
+        figures={name: b64encode(png).decode() for name, png in figures.items()},
         steps=[(step, [_response(row, most) for row in rows]) for step, rows in by_step],
     )
 
@@ -65,7 +65,7 @@ def html_page(log: RunLog, figures: Sequence[tuple[Plot, bytes]]) -> str:
 def _tail_row(b: BinMismatch, tau: float) -> tuple[str, ...]:
     interval = f"[{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else "one response"
     counts = f"{b.n_tokens:,}", f"{b.n_sequences:,}"
-    return bin_name(b.start, b.end), *counts, number(b.lower_bound), interval, number(b.upper_bound), verdict(b, tau)
+    return bin_name(b.start, b.end), *counts, number(b.lower_bound), interval, number(b.upper_bound), b.verdict(tau)
 
 
 def _response(row: Row, most: int) -> tuple[str, list[str], str, list[Span]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from math import isfinite
 from pathlib import Path
-from typing import Literal
 
 from sparrow.mismatch import BinMismatch
 from sparrow.report.log import FloatArray, RunLog
@@ -62,18 +61,9 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 def describe_tail(b: BinMismatch, tau: float) -> str:
     """The estimate, its interval, and how both stand to ``tau``."""
     interval = f" [{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else ""
-    found = verdict(b, tau)
+    found = b.verdict(tau)
     against = f" against tau {tau:g} (upper bound {number(b.upper_bound)})"
     return f"{number(b.lower_bound)}{interval}, {found}{against if found == 'undecided' else f' tau {tau:g}'}"
-
-
-def verdict(b: BinMismatch, tau: float) -> Literal["holds", "below", "undecided"]:
-    """Whether a bin's tail holds ``tau`` for all that is known: its interval, and the upper bound on acceptance."""
-    if not isfinite(b.interval_low):
-        return "undecided"  # a single sequence decides nothing
-    if min(b.lower_bound, b.interval_low) >= tau:
-        return "holds"
-    return "below" if max(b.lower_bound, b.interval_high, b.upper_bound) < tau else "undecided"
 
 
 def describe_schedule(schedule: SparsitySchedule) -> str:
