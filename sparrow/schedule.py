@@ -102,8 +102,7 @@ class SparsitySchedule:
 
         Raises ConfigError: a dense layer beyond the model's ``num_layers``.
         """
-        beyond = [i for i in self.dense_layers if i >= num_layers]
-        if beyond:
+        if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
                 f"the schedule keeps layer {beyond[0]} dense but the model has {num_layers} layers "
                 f"(0..{num_layers - 1}); set dense_layers to match the model"
@@ -132,14 +131,10 @@ class SparsitySchedule:
         published = _published()
         name = f"{model.lower()}-{target:.2f}"
         if name not in published["top_k"] or float(f"{target:.2f}") != target:
-            raise ConfigError(
-                f"no published schedule for {model!r} and {target}; known ones: {', '.join(sorted(published['top_k']))}"
-            )
-        layout = {
-            key: published[key] for key in ("bin_tokens", "page_size", "sink_pages", "recent_pages", "dense_layers")
-        }
+            known = ", ".join(sorted(published["top_k"]))
+            raise ConfigError(f"no published schedule for {model!r} and {target}; known ones: {known}")
         provenance = {"preset": name, "source": published["source"], "target": target}
-        return cls(top_k=tuple(published["top_k"][name]), provenance=provenance, **layout)
+        return cls.from_dict({**published["layout"], "top_k": published["top_k"][name], "provenance": provenance})
 
     @classmethod
     def load(cls, spec: str | Path) -> SparsitySchedule:
@@ -155,12 +150,9 @@ class SparsitySchedule:
         if text.lower() in _published()["top_k"]:
             model, _, target = text.rpartition("-")
             return cls.preset(model, float(target))
-        path = Path(text)
-        if not path.is_file():
-            raise ConfigError(
-                f"no schedule {text!r}: expected 'dense', 'fixed:PAGES', a JSON file, or one of "
-                f"{', '.join(sorted(_published()['top_k']))}"
-            )
+        if not (path := Path(text)).is_file():
+            known = ", ".join(sorted(_published()["top_k"]))
+            raise ConfigError(f"no schedule {text!r}: expected 'dense', 'fixed:PAGES', a JSON file, or one of {known}")
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
         except ConfigError as error:
@@ -168,10 +160,8 @@ class SparsitySchedule:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``from_dict`` gives the schedule back."""
-        plain = asdict(self)
-        plain["top_k"] = ["all" if k >= ALL_PAGES else k for k in self.top_k]
-        plain["dense_layers"] = list(self.dense_layers)
-        return plain
+        top_k = ["all" if k >= ALL_PAGES else k for k in self.top_k]
+        return {**asdict(self), "top_k": top_k, "dense_layers": list(self.dense_layers)}
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
@@ -183,10 +173,8 @@ class SparsitySchedule:
         unknown = sorted(set(plain) - known)
         if unknown or "top_k" not in plain:
             raise ConfigError(f"a schedule has the fields {sorted(known)}; got unknown {unknown}, top_k is required")
-        values = dict(plain)
         try:
-            values["top_k"] = tuple(ALL_PAGES if k == "all" else k for k in plain["top_k"])
-            return cls(**values)
+            return cls(**{**plain, "top_k": tuple(ALL_PAGES if k == "all" else k for k in plain["top_k"])})
         except TypeError as error:
             raise ConfigError(f"a schedule field has the wrong type: {error}") from error
 

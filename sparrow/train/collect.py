@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -20,27 +21,15 @@ VERIFYING = 64
 itself only."""
 
 
+@dataclass(frozen=True)
 class Collector:
-    """Samples the steps of a run; every process gets all of a step.
+    """Samples the steps of a run; every process gets all of a step."""
 
-    Args:
-        config: of the whole run.
-        tokenizer: encodes prompts and decodes responses.
-        task: where problems come from.
-        engine: the sparse actor.
-        ranks: the processes that share the sampling.
-    """
-
-    def __init__(
-        self,
-        config: TrainConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        task: Task,
-        engine: Engine,
-        ranks: Ranks,
-    ) -> None:
-        self._config, self._tokenizer, self._task, self._engine = config, tokenizer, task, engine
-        self._ranks = ranks
+    config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    engine: Engine
+    ranks: Ranks
 
     def collect(self, cursor: int) -> Experience:
         """The experience of one step, of problems from ``cursor`` on.
@@ -50,7 +39,7 @@ class Collector:
 
         Raises RewardError: a verifier that failed.
         """
-        rollout = self._config.rollout
+        rollout = self.config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
         cursor += rollout.prompts
         for _ in range(rollout.resample):
@@ -67,15 +56,15 @@ class Collector:
     def _sample(self, indices: range) -> list[Group]:
         """Groups of the problems with these indices. The responses to one prompt, which are often alike in length,
         are spread over the processes."""
-        config, rollout = self._config, self._config.rollout
+        config, rollout = self.config, self.config.rollout
         n, limit = rollout.samples, rollout.max_new_tokens
-        problems = [self._task.problem(i, config.seed) for i in indices]
-        prompts = [self._tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+        problems = [self.task.problem(i, config.seed) for i in indices]
+        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
 
         def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
-            rollouts = self._engine.generate([prompts[row // each] for row in rows], sampling)
+            rollouts = self.engine.generate([prompts[row // each] for row in rows], sampling)
             parts = self._verify([problems[row // each] for row in rows], rollouts)
             return list(zip(rollouts, parts, strict=True))
 
@@ -89,8 +78,8 @@ class Collector:
 
         baselines: list[float | None] = [None] * len(problems)
         if config.advantage == "remax":
-            baselines = [*self._ranks.spread("rollout", len(prompts), greedy)]
-        responses = self._ranks.spread("rollout", n * len(prompts), sample)
+            baselines = [*self.ranks.spread("rollout", len(prompts), greedy)]
+        responses = self.ranks.spread("rollout", n * len(prompts), sample)
         return [
             Group(problem, list(rollouts), list(parts), baselines[i])
             for i, problem in enumerate(problems)
@@ -99,12 +88,9 @@ class Collector:
 
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         """The parts of every response's reward."""
-        limit, config = self._config.rollout.max_new_tokens, self._config.reward
-        texts = [str(self._tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
+        limit, config = self.config.rollout.max_new_tokens, self.config.reward
+        texts = [str(self.tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
         with ThreadPoolExecutor(VERIFYING) as threads:
             correct = list(threads.map(verify, problems, texts))
-        stated = [
-            p.extract is not None and p.extract(text) is not None for p, text in zip(problems, texts, strict=True)
-        ]
-        rows = zip(correct, stated, rollouts, strict=True)
-        return [reward_parts(c, s, len(r), limit, config) for c, s, r in rows]
+        stated = [p.extract is not None and p.extract(t) is not None for p, t in zip(problems, texts, strict=True)]
+        return [reward_parts(c, s, len(r), limit, config) for c, s, r in zip(correct, stated, rollouts, strict=True)]

@@ -114,7 +114,9 @@ class Trainer:
             self.distiller = Distiller(model, config, schedule)
         if config.optimizer.gradient_checkpointing:
             keeping = self.distiller.checkpointing if self.distiller else {}
-            model.gradient_checkpointing_enable({"use_reentrant": False, **keeping})
+            # Older transformers know the second name only, and version 6 will know the first only.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False, **keeping})
         self.ranks.check_equal(model)
         settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
         groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
