@@ -5,18 +5,16 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
-import http.client
+import asyncio
 import json
-import queue
 import re
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import httpx
 import numpy as np
 from torch import Tensor
 
@@ -31,8 +29,6 @@ ANSWER_S = 600.0
 """Longest wait for an answer to anything but a prompt."""
 CHECK_S, STALL_S = 15.0, 300.0
 """How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none."""
-FAREWELL_S = 5.0
-"""Longest wait, after an error, for requests under way to notice that the server is gone."""
 
 
 class VLLMServer(Client):
@@ -63,63 +59,47 @@ class VLLMServer(Client):
         Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
         """
         sampling.check(prompts, self.context)
-        seeds = sampling.request_seeds(len(prompts))
+        # The server puts the sampled token in front and then cuts the list to the number asked for.
+        common = dict(
+            max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n + 1,
+            detokenize=False,
+        )  # fmt: skip
+        bodies = [
+            {"token_ids": [int(token) for token in prompt], "sampling_params": {**common, "seed": seed}}
+            for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
+        ]
+        with self._reached():
+            answers = asyncio.run(self._answers("/inference/v1/generate", bodies))
+        choices = [json.loads(answer)["choices"][0] for answer in answers]
+        return [_rollout(prompt, choice, sampling.top_n) for prompt, choice in zip(prompts, choices, strict=True)]
 
-        def one(i: int) -> Rollout:
-            # The server puts the sampled token in front and then cuts the list to the number asked for.
-            parameters = dict(
-                max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n + 1,
-                seed=seeds[i], detokenize=False,
-            )  # fmt: skip
-            body = {"token_ids": [int(token) for token in prompts[i]], "sampling_params": parameters}
-            answer = json.loads(self._request("POST", "/inference/v1/generate", body, timeout=None))
-            return _rollout(prompts[i], answer["choices"][0], sampling.top_n)
+    async def _answers(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[bytes]:
+        limits = httpx.Limits(max_connections=CONNECTIONS)
+        async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None) as client:
 
-        return self._answers(one, len(prompts))
+            async def one(body: dict[str, Any]) -> bytes:
+                return _content(await client.post(path, json=body))
 
-    def _answers(self, one: Callable[[int], Rollout], count: int) -> list[Rollout]:
-        """``one(i)`` for all ``i`` below ``count``."""
-        waiting = iter(range(count))
-        answers: queue.SimpleQueue[tuple[int, Rollout | BaseException]] = queue.SimpleQueue()
-
-        def work() -> None:
-            for i in waiting:
-                try:
-                    answers.put((i, one(i)))
-                except BaseException as error:
-                    answers.put((i, error))
-
-        # A server that hangs must not keep this process from ending.
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(CONNECTIONS, count))]
-        for thread in threads:
-            thread.start()
-        found: dict[int, Rollout] = {}
-        tokens, since = -1, time.monotonic()
-        try:
-            while len(found) < count:
-                try:
-                    i, answer = answers.get(timeout=CHECK_S)
-                except queue.Empty:
+            requests = [asyncio.create_task(one(body)) for body in bodies]
+            waiting, tokens, since = set(requests), -1, time.monotonic()
+            try:
+                while waiting:
+                    done, waiting = await asyncio.wait(waiting, timeout=CHECK_S, return_when=asyncio.FIRST_EXCEPTION)
+                    for request in done:
+                        request.result()
                     now = self._generated()
-                    if now != tokens:
+                    if done or now != tokens:
                         tokens, since = now, time.monotonic()
                     elif time.monotonic() - since > STALL_S:
                         raise EngineError(
                             f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
                             "again and go on with --resume"
-                        ) from None
-                    continue
-                if isinstance(answer, BaseException):
-                    raise answer
-                found[i] = answer
-                tokens, since = -1, time.monotonic()
-            return [found[i] for i in range(count)]
-        finally:
-            # A thread at work while Python ends can abort the process.
-            deque(waiting, maxlen=0)
-            deadline = time.monotonic() + FAREWELL_S
-            for thread in threads:
-                thread.join(max(0.0, deadline - time.monotonic()))
+                        )
+                return [request.result() for request in requests]
+            finally:
+                for request in requests:
+                    request.cancel()
+                await asyncio.gather(*requests, return_exceptions=True)
 
     def _generated(self) -> int:
         """Tokens the server has read and written since it was started; -1 if it does not say."""
@@ -177,21 +157,25 @@ class VLLMServer(Client):
     def close(self) -> None:
         """Nothing: who started the server stops it."""
 
-    def _request(
-        self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = ANSWER_S
-    ) -> bytes:
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"}, method=verb)
+    def _request(self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S) -> bytes:
+        with self._reached():
+            return _content(httpx.request(verb, self._url + path, json=body, timeout=timeout))
+
+    @contextmanager
+    def _reached(self) -> Iterator[None]:
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as answer:
-                return answer.read()
-        except urllib.error.HTTPError as error:
-            raise HTTPStatusError(error.code, path, error.read().decode(errors="replace")[:500]) from error
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
+            yield
+        except httpx.HTTPError as error:
             raise EngineError(
-                f"no vLLM server answers at {self._url} ({reason}); start one, and go on with --resume if it had died"
+                f"no vLLM server answers at {self._url} ({str(error) or type(error).__name__}); start one, and go on "
+                "with --resume if it had died"
             ) from error
+
+
+def _content(answer: httpx.Response) -> bytes:
+    if answer.is_error:
+        raise HTTPStatusError(answer.status_code, answer.url.path, answer.text[:500])
+    return answer.content
 
 
 class HTTPStatusError(EngineError):
