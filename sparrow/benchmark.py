@@ -55,20 +55,18 @@ def run_benchmark(
         some = problems[begin : begin + CHUNK]
         prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in some for _ in range(k)]
         rollouts = engine.generate(prompts, replace(sampling, seed=sampling.seed * 1_000_003 + begin))
-        new = []
-        for i, rollout in enumerate(rollouts):
-            problem = some[i // k]
-            text = str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
-            new.append(
-                {
-                    "problem": problem.id,
-                    "response": text,
-                    "reward": problem.verify(text),
-                    "answer": extract_answer(text, last_number=True),
-                    "tokens": len(rollout),
-                    "finish_reason": rollout.finish_reason,
-                }
-            )
+        texts = [str(tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
+        new = [
+            {
+                "problem": some[i // k].id,
+                "response": text,
+                "reward": some[i // k].verify(text),
+                "answer": extract_answer(text, last_number=True),
+                "tokens": len(rollout),
+                "finish_reason": rollout.finish_reason,
+            }
+            for i, (rollout, text) in enumerate(zip(rollouts, texts, strict=True))
+        ]
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in new))
             file.flush()
@@ -76,16 +74,9 @@ def run_benchmark(
         rows += new
     groups = [rows[i : i + k] for i in range(0, len(problems) * k, k)]
     rewards = [[row["reward"] for row in group] for group in groups]
-    return BenchmarkResult(
-        benchmark,
-        schedule,
-        len(groups),
-        k,
-        mean_at_k(rewards),
-        pass_at_k(rewards, k),
-        majority_at_k(rewards, [[row["answer"] for row in group] for group in groups]),
-        sum(row["tokens"] for row in rows) / len(rows),
-    )
+    majority = majority_at_k(rewards, [[row["answer"] for row in group] for group in groups])
+    scores = mean_at_k(rewards), pass_at_k(rewards, k), majority
+    return BenchmarkResult(benchmark, schedule, len(groups), k, *scores, sum(row["tokens"] for row in rows) / len(rows))
 
 
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:

@@ -19,7 +19,7 @@ import tyro
 
 from sparrow.errors import ConfigError, SparrowError
 from sparrow.schedule import SparsitySchedule
-from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.config import TrainConfig
 
 if TYPE_CHECKING:
     from sparrow.engines.base import Engine
@@ -269,20 +269,10 @@ def _read_config(path: Path) -> list[str]:
 
 def demo(command: Demo) -> None:
     """``sparrow demo``"""
-    train(
-        Train(
-            run_dir=command.run_dir,
-            seed=command.seed,
-            steps=command.steps,
-            save_every=command.steps,
-            task="trace:lines=24",
-            schedule=str(resources.files("sparrow") / "reasoner/demo_schedule.json"),
-            tau=0.95,
-            rollout=RolloutConfig(prompts=24, samples=8, max_new_tokens=300),
-            optimizer=OptimizerConfig(learning_rate=1e-3, token_budget=16384),
-            loss=LossConfig(normalization="dapo"),
-        )
-    )
+    folder, steps = resources.files("sparrow") / "reasoner", str(command.steps)
+    settings = ["--config", f"{folder}/demo.toml", "--schedule", f"{folder}/demo_schedule.json"]
+    length = ["--seed", str(command.seed), "--steps", steps, "--save-every", steps]
+    train(_parse(["train", *settings, *length, "--run-dir", command.run_dir]))
 
 
 def train(command: Train) -> None:

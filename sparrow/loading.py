@@ -27,6 +27,7 @@ from sparrow.errors import ConfigError
 from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
+from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.registry import TASKS
 
 REASONER = "reasoner"
@@ -131,12 +132,14 @@ def load_prompts(
 
 def _read_prompts(path: Path, count: int) -> list[str]:
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [json.loads(line)["prompt"] for line in lines] if path.suffix == ".jsonl" else lines
+        if path.suffix == ".jsonl":
+            prompts = [row["prompt"] for row in load_rows(path)]
+        else:
+            prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except OSError as error:
         raise ConfigError(f"cannot read the prompts {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ConfigError(f'{path}: every line must be a JSON object with a "prompt" field ({error!r})') from error
+    except KeyError as error:
+        raise ConfigError(f'{path}: every line must be a JSON object with a "prompt" field') from error
     if not prompts:
         raise ConfigError(f"{path} holds no prompts")
     return [prompts[i % len(prompts)] for i in range(count)]

@@ -268,14 +268,11 @@ class Trainer:
         metrics = {
             "reward": {**reward_metrics(rewards), "prompts": experience.cursor - self.cursor},
             "response": {
-                "mean": tokens.mean(),
-                "max": tokens.max(),
-                "tokens": tokens.sum(),
-                "ended_fraction": ended.mean(),
+                "mean": tokens.mean(), "max": tokens.max(), "tokens": tokens.sum(), "ended_fraction": ended.mean(),
             },
             "entropy": sum(entropies) / tokens.sum(),
             "mismatch": report.to_dict(),
-        }
+        }  # fmt: skip
         return assessment, report, metrics
 
     def _update(self, experience: Experience, assessment: Assessment) -> Metrics:

@@ -5,6 +5,7 @@ Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) includ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -47,7 +48,7 @@ class Runtime:
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)  # 0 for rows in prefill
         self._all_decode = True
         self._prefill_rows = 0
-        self._counts = _no_counts()
+        self._counts: Counter[str] = Counter()
         self._fill(schedule)
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
@@ -108,7 +109,7 @@ class Runtime:
     def counters(self) -> dict[str, int]:
         """What decode steps did since the last call; see ``control.sparrow_counters``."""
         self._settle()
-        counts, self._counts = self._counts, _no_counts()
+        counts, self._counts = dict(self._counts), Counter()
         return counts
 
     def describe(self) -> dict[str, Any]:
@@ -140,14 +141,7 @@ class Runtime:
             "dense_rows_prefill": self._prefill_rows,
         }
         self._prefill_rows = 0
-        for name, count in settled.items():
-            self._counts[name] += int(count)
-
-
-def _no_counts() -> dict[str, int]:
-    names = ("rows", "tokens_read", "tokens_held", "pages_read")
-    reasons = ("dense_rows_schedule", "dense_rows_short", "dense_rows_prefill")
-    return dict.fromkeys(names + reasons, 0)
+        self._counts.update({name: int(count) for name, count in settled.items()})
 
 
 def find(vllm_config: Any) -> Runtime | None:
