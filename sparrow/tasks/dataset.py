@@ -16,6 +16,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,13 @@ class DatasetTask:
     def _read(self, row: int) -> Question | None:
         fields = self._rows[row]
         try:
-            return self._format.read(fields)
+            question = self._format.read(fields)
+            if question is not None and question.answer is None:
+                stated = self._extract(str(question.solution)) if self._extract else None
+                if stated is None:
+                    raise ValueError("it has no answer, and its solution states none in \\boxed{}")
+                question = replace(question, answer=stated)
+            return question
         except (KeyError, ValueError) as error:
             wrong = f"has no {error.args[0]}" if isinstance(error, KeyError) else f"cannot be used: {error}"
             raise ConfigError(

@@ -40,7 +40,7 @@ class Question:
 
     Attributes:
         text: the question as it is put to the model.
-        answer: what the verifier compares with: text for mathematics, tests for code.
+        answer: what the verifier compares with: text for mathematics, tests for code; None if only the solution has it.
         solution: a reference response, where the dataset has one.
     """
 
@@ -87,24 +87,8 @@ def text_of(row: Row, *names: str) -> str:
     raise KeyError(" or ".join(names))
 
 
-def _last_boxed(solution: str) -> str:
-    r"""Content of the last ``\boxed{...}`` of a reference solution, or what follows the last ``\boxed``."""
-    _, mark, rest = solution.rpartition("\\boxed")
-    if not mark:
-        _, mark, rest = solution.rpartition("\\fbox")
-    depth = 0
-    for i, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
-        if depth == 0 and character == "}":
-            return rest[rest.index("{") + 1 : i].strip()
-    plain = re.match(r" +([^\s$.]+)", rest)
-    if not mark or plain is None:
-        raise ValueError("its solution has no \\boxed{answer}")
-    return plain[1]
-
-
 def question_answer(row: Row) -> Question:
-    r"""A question and its final answer in two fields; a solution that ends in ``\boxed{...}`` serves as well.
+    r"""A question and its final answer in two fields; a solution that states it, in ``\boxed{...}``, serves as well.
 
     The format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most others.
     """
@@ -114,12 +98,11 @@ def question_answer(row: Row) -> Question:
     except KeyError:
         solution = None
     try:
-        answer = text_of(row, "answer", "final_answer")
+        return Question(question, text_of(row, "answer", "final_answer"), solution)
     except KeyError:
         if solution is None:
             raise
-        answer = _last_boxed(solution)
-    return Question(question, answer, solution)
+        return Question(question, None, solution)
 
 
 def gsm8k(row: Row) -> Question:
