@@ -268,7 +268,6 @@ def _read_config(path: Path) -> list[str]:
 
 
 def demo(command: Demo) -> None:
-    """``sparrow demo``"""
     folder, steps = resources.files("sparrow") / "reasoner", str(command.steps)
     settings = ["--config", f"{folder}/demo.toml", "--schedule", f"{folder}/demo_schedule.json"]
     length = ["--seed", str(command.seed), "--steps", steps, "--save-every", steps]
@@ -276,7 +275,6 @@ def demo(command: Demo) -> None:
 
 
 def train(command: Train) -> None:
-    """``sparrow train``"""
     from accelerate import PartialState
 
     from sparrow.loading import load_engine, load_model, load_problems
@@ -310,7 +308,6 @@ def train(command: Train) -> None:
 
 
 def measure(command: Measure) -> None:
-    """``sparrow measure``"""
     from sparrow.engines.base import Sampling
     from sparrow.measure import measure, pool
     from sparrow.terminal import print_mismatch
@@ -327,7 +324,6 @@ def measure(command: Measure) -> None:
 
 
 def calibrate(command: Calibrate) -> None:
-    """``sparrow calibrate``"""
     from datetime import date
 
     from sparrow import __version__
@@ -359,7 +355,6 @@ def calibrate(command: Calibrate) -> None:
 
 
 def evaluate(command: Eval) -> None:
-    """``sparrow eval``"""
     from sparrow.benchmark import markdown_table, run_benchmark
     from sparrow.engines.base import Sampling
     from sparrow.loading import load_benchmark, load_engine, load_model
@@ -387,7 +382,6 @@ def evaluate(command: Eval) -> None:
 
 
 def cost(command: Cost) -> None:
-    """``sparrow cost``"""
     from sparrow import cluster
     from sparrow import cost as one_gpu
     from sparrow.cost import MACHINES, SHAPES, ModelShape
@@ -418,7 +412,6 @@ def cost(command: Cost) -> None:
 
 
 def report(command: Report) -> None:
-    """``sparrow report``"""
     from sparrow.report import draw_calibration, write_report
     from sparrow.terminal import say
 

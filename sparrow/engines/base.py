@@ -132,7 +132,7 @@ def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
 
 
 class Engine(Protocol):
-    """Generates with the sparse actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``."""
+    """Generates with the sparse actor. Implementations: ``hf.HFEngine``, ``vllm.VLLMEngine``, ``vllm.VLLMServer``."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """One response per prompt, in order; repeat a prompt to sample it more often.
@@ -153,10 +153,13 @@ class Engine(Protocol):
         """What was read since the last call."""
 
     def sleep(self) -> None:
-        """Give up the accelerator's memory until ``wake``; a no-op where the engine has none of its own."""
+        """Give up the accelerator's memory until ``wake``; does nothing where the engine has none of its own."""
+        return
 
     def wake(self) -> None:
         """Undo ``sleep``. Weights may have to be updated before the next ``generate``."""
+        return
 
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards."""
+        return

@@ -22,13 +22,13 @@ from transformers import (
 )
 
 from sparrow.actor import NAME, set_schedule, sparse_calls, teacher_forced
-from sparrow.engines.base import Counters, Rollout, Sampling, Scores, split
+from sparrow.engines.base import Counters, Engine, Rollout, Sampling, Scores, split
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import Batch, TokenScorer, micro_batches
 
 
-class HFEngine:
+class HFEngine(Engine):
     """Rollouts by transformers, in this process, on the model it is given: no copy of the weights is made.
 
     Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
@@ -181,15 +181,6 @@ class HFEngine:
         counters = Counters(tokens_read=self._read, tokens_held=self._held)
         self._read = self._held = 0
         return counters
-
-    def sleep(self) -> None:
-        """Nothing to give up: the weights are the caller's and the cache ends with each ``generate``."""
-
-    def wake(self) -> None:
-        """Nothing to undo."""
-
-    def close(self) -> None:
-        """Nothing to free."""
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:

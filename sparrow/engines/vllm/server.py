@@ -60,11 +60,11 @@ class VLLMServer(Client):
         """
         sampling.check(prompts, self.context)
         # The server puts the sampled token in front and then cuts the list to the number asked for.
-        common = dict(
+        common: dict[str, Any] = dict(
             max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n + 1,
             detokenize=False,
         )  # fmt: skip
-        bodies = [
+        bodies: list[dict[str, Any]] = [
             {"token_ids": [int(token) for token in prompt], "sampling_params": {**common, "seed": seed}}
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
