@@ -171,7 +171,7 @@ def test_a_comparison_that_hangs_is_cut_off_and_the_next_is_served(caplog, born)
         with caplog.at_level(logging.WARNING):
             assert not verifier.equal(HANGS, "204")
         assert 1.0 <= time.monotonic() - start < 5.0
-        assert "9^{9^" in caplog.text and "no reply within 1 s" in caplog.text
+        assert "9^{9^" in caplog.text and "no reply in time" in caplog.text
         assert not hung.is_running() and verifier.lost == 1
         assert verifier.equal(r"\frac{2}{4}", r"\frac12")
         assert verifier.lost == 1
@@ -228,7 +228,7 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
     with MathVerifier(workers=1, limit_s=20) as verifier:
         assert verifier.equal("x+x", "2x")
         with monkeypatch.context() as patch:
-            patch.setattr("sparrow.rewards.math.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr("sparrow.rewards.child.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt))
             with pytest.raises(KeyboardInterrupt):
                 verifier.equal("x+x", "2x")
         assert not verifier.equal("x+x", "3x")

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 from sparrow.errors import RewardError
 from sparrow.rewards import CodeVerifier, Limits, sandbox
-from sparrow.rewards.sandbox import Sandbox, SandboxEndedError, SandboxTimeoutError, choose_isolation
+from sparrow.rewards.child import ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox import Sandbox, choose_isolation
 from sparrow.rewards.sandbox_runner import pack, unpack
 from sparrow.rewards.seccomp import program_filter
 
@@ -305,8 +306,8 @@ def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
     with Sandbox(
         {"mode": "stdio", "prelude": "", "code": program}, Limits(wall_s=60, cpu_s=60), choose_isolation(mode)
     ) as box:
-        box.send({})
-        with pytest.raises(SandboxTimeoutError):
+        box.send({"stdin": ""}, time.monotonic() + 60)
+        with pytest.raises(ChildTimeoutError):
             box.receive(time.monotonic() + (0.3 if "close" not in program else 0))
     assert marked()
 
@@ -377,18 +378,19 @@ def test_bubblewrap_that_is_installed_and_fails_is_not_used(monkeypatch, tmp_pat
 
 def test_a_sandbox_that_sends_nonsense(monkeypatch):
     for reply, message in (
-        (b"\xff" * 16, "over the limit"),
-        (b"\0\0\0\1\0\0\0\0[", "not JSON"),
-        (b"\0\0\0\2\0\0\0\0[]", "not an object"),
-        (b"\0\0\0\4\0\0\0\0" + b"[" * 4, "not JSON"),
-        (b"\0\0\0", "ended with status"),
+        (b"\xff" * 1001, "over the limit"),
+        (b"[\n", "not JSON"),
+        (b"\xff\n", "not JSON"),
+        (b"[]\n", "not an object"),
+        (b"[" * 900 + b"\n", "not JSON"),
+        (b"{}", "ended with status"),
     ):
         box = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, LIMITS, "session")
         read, write = os.pipe()
         os.write(write, reply)
         os.close(write)
         box._output = read
-        with pytest.raises(SandboxEndedError, match=message):
+        with pytest.raises(ChildEndedError, match=message):
             box.receive(time.monotonic() + 5, 1000)
         box.close()
         os.close(read)

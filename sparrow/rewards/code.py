@@ -30,14 +30,8 @@ from itertools import zip_longest
 from reprlib import Repr
 from typing import Any, Literal
 
-from sparrow.rewards.sandbox import (
-    Isolation,
-    Limits,
-    Sandbox,
-    SandboxEndedError,
-    SandboxTimeoutError,
-    choose_isolation,
-)
+from sparrow.rewards.child import ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox import Isolation, Limits, Sandbox, choose_isolation
 from sparrow.rewards.sandbox_runner import pack, unpack
 
 Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
@@ -213,7 +207,7 @@ class _Run:
                 box = box or self._sandbox("serve" if name else "stdio")
                 try:
                     result = self._call(box, name, given, expected) if name else self._feed(box, given, expected)
-                except (SandboxTimeoutError, SandboxEndedError) as error:
+                except (ChildTimeoutError, ChildEndedError) as error:
                     result = _broken(error, box)
                     box.close()
                     box = None
@@ -228,11 +222,11 @@ class _Run:
         return results
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
-        box.send({}, given.encode(), self._deadline() + _MARGIN_S)
-        reply, written = box.receive(self._deadline() + _MARGIN_S, self.limits.output_bytes)
+        box.send({"stdin": given}, self._deadline() + _MARGIN_S)
+        reply = box.receive(self._deadline() + _MARGIN_S, 8 * self.limits.output_bytes)  # JSON escapes take some
         outcome = reply.get("outcome")
         if outcome == "ok":
-            actual = written.decode(errors="replace")
+            actual = str(reply.get("stdout"))
             if same_output(actual, expected):
                 return "pass", ""
             return "wrong", f"for {_show(given)} expected {_show(expected)}, got {_show(actual)}"
@@ -241,8 +235,8 @@ class _Run:
 
     def _call(self, box: Sandbox, name: str, given: Sequence[Any], expected: Any) -> tuple[Verdict, str]:
         call = {"call": name, "args": pack(list(given)), "kwargs": pack({})}
-        box.send(call, deadline=self._deadline())
-        reply, _ = box.receive(self._deadline(), self.limits.output_bytes)
+        box.send(call, self._deadline())
+        reply = box.receive(self._deadline(), self.limits.output_bytes)
         if "value" not in reply:
             return _raised(str(reply.get("raised")))
         try:
@@ -266,20 +260,20 @@ class _Run:
         with Sandbox(judge_request, roomy, self.held) as judge, self._sandbox("serve") as program:
             while True:
                 try:
-                    said, _ = judge.receive(self.end)
+                    said = judge.receive(self.end)
                     if "verdict" in said:
                         return said["verdict"], said["detail"]
-                except SandboxTimeoutError:
+                except ChildTimeoutError:
                     return "timeout", f"{self.limits.program_s:g} s were not enough for the tests"
-                except SandboxEndedError as error:
+                except ChildEndedError as error:
                     return "error", f"in the tests: {error}"
                 try:
-                    program.send(said, deadline=self._deadline())
-                    reply, _ = program.receive(self._deadline(), self.limits.output_bytes)
-                except (SandboxTimeoutError, SandboxEndedError) as error:
+                    program.send(said, self._deadline())
+                    reply = program.receive(self._deadline(), self.limits.output_bytes)
+                except (ChildTimeoutError, ChildEndedError) as error:
                     return _broken(error, program)
-                with suppress(SandboxTimeoutError, SandboxEndedError):  # which the next receive reports
-                    judge.send({key: reply[key] for key in ("value", "raised") if key in reply}, deadline=self.end)
+                with suppress(ChildTimeoutError, ChildEndedError):  # which the next receive reports
+                    judge.send({key: reply[key] for key in ("value", "raised") if key in reply}, self.end)
 
 
 def _raised(detail: str) -> tuple[Verdict, str]:
@@ -288,7 +282,7 @@ def _raised(detail: str) -> tuple[Verdict, str]:
 
 def _broken(error: Exception, box: Sandbox) -> tuple[Verdict, str]:
     """The verdict on a program that stopped answering."""
-    if isinstance(error, SandboxTimeoutError) or box.stopped_by_limit:
+    if isinstance(error, ChildTimeoutError) or box.stopped_by_limit:
         return "timeout", "stopped at a time limit"
     return "error", str(error)
 

@@ -9,22 +9,19 @@ again, as ``multiprocessing`` would have it.
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import queue
 import re
-import select
-import subprocess
 import sys
 import threading
 import time
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from sparrow.errors import RewardError
+from sparrow.rewards.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
 """Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""
@@ -120,59 +117,17 @@ def _quick(answer: str, reference: str) -> bool | None:
     return None
 
 
-class WorkerLostError(Exception):
-    """The worker was killed at the time limit, or died, before it replied."""
-
-
-class _Worker:
-    """A process that reads a JSON value per line and writes one per line, the first when it is ready."""
+class _Worker(Child):
+    asked = 0
 
     def __init__(self, limit_s: float) -> None:
         # -P: the script's folder must not be searched for modules, where math.py would hide the standard one.
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", str(WORKER), str(limit_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # an interrupt typed at the trainer is not for the workers
-        )
-        self.asked = 0
+        super().__init__([sys.executable, "-P", str(WORKER), str(limit_s)])
         try:
-            self._read(START_LIMIT_S)
-        except WorkerLostError as error:
-            said = self.kill().decode(errors="replace").strip().splitlines() or [str(error)]
-            raise RewardError(f"the worker {WORKER.name} did not start: {said[-1]}; install what is missing") from error
-
-    def _read(self, limit_s: float) -> Any:
-        assert self.process.stdout is not None
-        fd = self.process.stdout.fileno()
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        deadline = time.monotonic() + limit_s
-        reply = b""
-        while not reply.endswith(b"\n"):
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise WorkerLostError(f"no reply within {limit_s:g} s")
-            if not (chunk := os.read(fd, 65536)):
-                raise WorkerLostError("the worker died")
-            reply += chunk
-        return json.loads(reply)
-
-    def ask(self, request: Any, limit_s: float) -> Any:
-        """The reply; the request must fit a pipe's buffer (64 KiB), so that handing it over cannot block."""
-        assert self.process.stdin is not None
-        self.asked += 1
-        try:
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
-        except BrokenPipeError as error:
-            raise WorkerLostError("the worker died") from error
-        return self._read(limit_s)
-
-    def kill(self) -> bytes:
-        """End it; returns what it wrote to standard error."""
-        self.process.kill()
-        return self.process.communicate()[1]
+            self.receive(time.monotonic() + START_LIMIT_S)
+        except (ChildTimeoutError, ChildEndedError) as error:
+            self.close()
+            raise RewardError(f"the worker {WORKER.name} did not start: {error}; install what is missing") from error
 
 
 class MathVerifier:
@@ -205,30 +160,31 @@ class MathVerifier:
         verdict = _quick(answer, reference)
         if verdict is None:
             try:
-                verdict = bool(self._ask([answer, reference]))
-            except WorkerLostError as lost:
+                verdict = self._ask(answer, reference)
+            except (ChildTimeoutError, ChildEndedError) as lost:
                 _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
                 verdict = False
         return verdict
 
-    def _ask(self, request: Any) -> Any:
+    def _ask(self, answer: str, reference: str) -> bool:
         worker = self._slots.get()
+        fresh = False
         try:
             worker = worker or _Worker(self.limit_s)
-            reply = worker.ask(request, self.limit_s)
-            if worker.asked >= RECYCLE:
-                worker.kill()
-                worker = None
-            return reply
-        except BaseException as error:
-            # Also for an interrupt: a late reply must not be read as the answer to the next request.
-            if worker is not None:
-                worker.kill()
-                worker = None
-            self.lost += isinstance(error, WorkerLostError)
+            deadline = time.monotonic() + self.limit_s
+            worker.send({"answer": answer, "reference": reference}, deadline)
+            verdict = bool(worker.receive(deadline)["equal"])
+            worker.asked += 1
+            fresh = worker.asked < RECYCLE
+            return verdict
+        except (ChildTimeoutError, ChildEndedError):
+            self.lost += 1
             raise
         finally:
-            self._slots.put(worker)
+            # Also after an interrupt: a late reply must not be read as the answer to the next request.
+            if worker is not None and not fresh:
+                worker.close()
+            self._slots.put(worker if fresh else None)
 
     def __call__(self, response: str, answer: str, *, last_number: bool = False) -> float:
         """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
@@ -239,7 +195,7 @@ class MathVerifier:
         """Kill the idle workers; a later comparison starts new ones. Does nothing in a forked copy."""
         for _ in range(self._slots.qsize() if os.getpid() == self._pid else 0):
             if (worker := self._slots.get()) is not None:
-                worker.kill()
+                worker.close()
             self._slots.put(None)
 
     def __enter__(self) -> MathVerifier:

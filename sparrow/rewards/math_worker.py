@@ -55,12 +55,12 @@ def equal(answer: str, reference: str) -> bool:
 
 
 def main(limit_s: float) -> None:
-    """Answer requests ``[answer, reference]`` until standard input ends."""
+    """Answer requests, an answer and a reference each, until standard input ends."""
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w")
     equal("\\frac{1}{2}", "0.25 + 0.25")  # the first comparison builds parsers and caches
-    replies.write('"ready"\n')
+    replies.write('{"ready": true}\n')
     replies.flush()
     # Libraries that print must not be able to speak in the worker's place.
     nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -70,11 +70,11 @@ def main(limit_s: float) -> None:
         # The verifier kills at the limit; should it be gone, the kernel ends this process a little later.
         signal.setitimer(signal.ITIMER_REAL, limit_s + 1)
         try:
-            verdict = equal(*json.loads(line))
+            verdict = equal(**json.loads(line))
         except (Exception, MemoryError, RecursionError):
             verdict = False
         signal.setitimer(signal.ITIMER_REAL, 0)
-        replies.write(json.dumps(verdict) + "\n")
+        replies.write(json.dumps({"equal": verdict}) + "\n")
         replies.flush()
 
 

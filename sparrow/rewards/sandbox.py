@@ -22,7 +22,6 @@ import os
 import select
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparrow.errors import RewardError
+from sparrow.rewards.child import Child, ChildEndedError, ChildTimeoutError
 from sparrow.rewards.seccomp import program_filter
 
 Isolation = Literal["auto", "bwrap", "session"]
@@ -44,7 +44,6 @@ _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYT
                 "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
 _START_S = 60.0
 """Seconds a sandbox may take to start: no program runs yet, and the machine may be busy."""
-_HEADER_BYTES = 64 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -72,14 +71,6 @@ class Limits:
         wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]
         if wrong:
             raise ValueError(f"limits are positive, got {', '.join(wrong)}")
-
-
-class SandboxTimeoutError(Exception):
-    """Nothing came out of the sandbox in time."""
-
-
-class SandboxEndedError(Exception):
-    """The sandbox ended before it replied."""
 
 
 def _bwrap_command(limits: Limits) -> list[str]:
@@ -117,11 +108,11 @@ def _fault(isolation: Literal["bwrap", "session"]) -> str | None:
         return "bubblewrap is not installed"
     try:
         with Sandbox({"mode": "stdio", "prelude": "", "code": "print(6 * 7)"}, Limits(), isolation) as box:
-            box.send({})
-            header, written = box.receive(time.monotonic() + 60)
-    except (RewardError, SandboxTimeoutError, SandboxEndedError) as error:
+            box.send({"stdin": ""}, time.monotonic() + _START_S)
+            reply = box.receive(time.monotonic() + _START_S)
+    except (RewardError, ChildTimeoutError, ChildEndedError) as error:
         return str(error)
-    return None if written == b"42\n" else str(header.get("detail"))
+    return None if reply.get("stdout") == "42\n" else str(reply.get("detail"))
 
 
 @cache
@@ -155,8 +146,8 @@ def choose_isolation(isolation: Isolation = "auto") -> Literal["bwrap", "session
     return "session"
 
 
-class Sandbox:
-    """One sandboxed process and its channel; leaves nothing behind when closed.
+class Sandbox(Child):
+    """One sandboxed process; leaves nothing behind when closed.
 
     Args:
         request: what to run, see ``sandbox_runner``.
@@ -167,143 +158,63 @@ class Sandbox:
     """
 
     def __init__(self, request: Mapping[str, Any], limits: Limits, isolation: Literal["bwrap", "session"]) -> None:
-        self._status: int | None = None
-        self._status_code: int | None = None
+        self._report: int | None = None
         with ExitStack() as stack:
             if isolation == "bwrap":
-                self._status, writer = os.pipe()
-                stack.callback(os.close, self._status)
+                self._report, writer = os.pipe()
+                stack.callback(os.close, self._report)
                 command, folder, inherited = _bwrap_command(limits), "/", [writer]
                 command[1:1] = ["--json-status-fd", str(writer)]
             else:
                 command, inherited = [sys.executable, "-s", "-P", str(_RUNNER)], []
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparrow-", ignore_cleanup_errors=True))
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    cwd=folder,
-                    env=_ENVIRONMENT,
-                    pass_fds=inherited,
-                    start_new_session=True,
-                )
+                super().__init__(command, cwd=folder, env=_ENVIRONMENT, pass_fds=inherited)
             finally:
                 for fd in inherited:
                     os.close(fd)
-            pipes = self._process.stdin, self._process.stdout, self._process.stderr
-            self._input, self._output, self._errors = (stack.enter_context(pipe).fileno() for pipe in pipes if pipe)
-            stack.callback(self._kill)
-            os.set_blocking(self._input, False)
+            stack.callback(super().close)
             whole = {"cpu_s": math.ceil(limits.cpu_s), "program_s": math.ceil(limits.program_s)}
+            request = {**request, "limits": {**asdict(limits), **whole}, "filter": program_filter()}
             try:
-                self.send({**request, "limits": {**asdict(limits), **whole}, "filter": program_filter()})
+                self.send(request, time.monotonic() + _START_S)
                 self.receive(time.monotonic() + _START_S)
-            except (SandboxTimeoutError, SandboxEndedError) as error:
+            except (ChildTimeoutError, ChildEndedError) as error:
                 raise RewardError(
                     f"a sandbox did not start ({isolation}): {error}; try again with fewer workers"
                 ) from error
             self._undo = stack.pop_all()
 
-    def send(self, header: Mapping[str, Any], body: bytes = b"", deadline: float | None = None) -> None:
-        """Hand a frame over.
-
-        Raises SandboxTimeoutError: not taken by the deadline (of ``time.monotonic``), by default that of starting.
-        SandboxEndedError: nobody takes it any more.
-        """
-        deadline = time.monotonic() + _START_S if deadline is None else deadline
-        text = json.dumps(header).encode()
-        rest = memoryview(struct.pack(">II", len(text), len(body)) + text + body)
-        while rest:
-            self._await(self._input, select.POLLOUT, deadline)
-            try:
-                rest = rest[os.write(self._input, rest) :]
-            except BrokenPipeError as error:
-                raise self._ended() from error
-
-    def receive(self, deadline: float, most: int = _HEADER_BYTES) -> tuple[dict[str, Any], bytes]:
-        """The next frame. It may come from a hostile program: only its form is checked.
-
-        Raises SandboxTimeoutError: none by the deadline. SandboxEndedError: the sandbox ended, or sent something that
-        is no frame.
-        """
-        header, body = struct.unpack(">II", self._read(8, deadline))
-        if header > most or body > most:
-            raise SandboxEndedError(f"a reply of {header + body} bytes is over the limit of {most}")
-        try:
-            fields = json.loads(self._read(header, deadline))
-        except (ValueError, RecursionError) as error:
-            raise SandboxEndedError("the reply is not JSON") from error
-        if not isinstance(fields, dict):
-            raise SandboxEndedError("the reply is not an object")
-        return fields, self._read(body, deadline)
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        parts = []
-        while size:
-            self._await(self._output, select.POLLIN, deadline)
-            part = os.read(self._output, min(size, 1 << 20))
-            if not part:
-                raise self._ended()
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
-
-    def _await(self, fd: int, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(fd, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise SandboxTimeoutError("no reply in time")
-
-    def _ended(self) -> SandboxEndedError:
-        with suppress(subprocess.TimeoutExpired):  # perhaps it only closed its channel
-            self._status_code = self._process.wait(1)
-        self._kill()
-        os.set_blocking(self._errors, False)
-        try:
-            message = os.read(self._errors, 4096).decode(errors="replace").strip().splitlines()
-        except BlockingIOError:
-            message = []
-        return SandboxEndedError(message[-1] if message else f"ended with status {self._status_code}")
-
     @property
     def stopped_by_limit(self) -> bool:
         """Whether it ended by itself in the way the limit of processor time ends a process."""
         signals = (signal.SIGXCPU, signal.SIGKILL)
-        return self._status_code in {code for number in signals for code in (-number, 128 + number)}
+        return self.status in {code for number in signals for code in (-number, 128 + number)}
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
         """End every process inside, and wait for it."""
-        if self._process.returncode is not None:
+        if self.process.returncode is not None:
             return
-        if self._status is not None and (first := self._first_process()):
+        if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process ends all others in it. Killing bubblewrap itself would do so
             # too, but leave that process to be reaped by whoever is process 1 here, possibly nobody.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(5)
+                self.process.wait(5)
                 return
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def _first_process(self) -> int | None:
         """Process 1 of the namespace, None if there is none or it was reaped."""
-        assert self._status is not None
+        assert self._report is not None
         poll = select.poll()
-        poll.register(self._status, select.POLLIN)
-        lines = os.read(self._status, 65536).splitlines() if poll.poll(5000) else []
+        poll.register(self._report, select.POLLIN)
+        lines = os.read(self._report, 65536).splitlines() if poll.poll(5000) else []
         said = [json.loads(line) for line in lines]
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
         """End every process inside and remove its files."""
         self._undo.close()
-
-    def __enter__(self) -> Sandbox:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

@@ -1,12 +1,12 @@
 """Runs inside the sandbox, started by path and importing nothing of this package: runs the program under judgement.
 
-It speaks in frames over its standard input and output: two lengths, a JSON header, raw bytes. The first frame
-says what to run and is acknowledged before anything runs; its ``mode`` is one of
+It speaks in lines of JSON over its standard input and output. The first says what to run and is acknowledged before
+anything runs; its ``mode`` is one of
 
-- ``stdio``: every further frame is one test's standard input; the program runs once for each, in a forked
-  process, and the reply is how it ended and what it wrote.
-- ``serve``: the program is loaded once; every further frame is a call of one of its functions.
-- ``judge``: the frame holds trusted test code, which calls the program's functions by frames of its own.
+- ``stdio``: every further line has one test's standard input; the program runs once for each, in a forked process,
+  and the reply is how it ended and what it wrote.
+- ``serve``: the program is loaded once; every further line is a call of one of its functions.
+- ``judge``: the line holds trusted test code, which calls the program's functions by lines of its own.
 
 Nothing here knows an expected output in the first two modes, so a program that takes this process over has gained
 nothing: it can still only say what it computed.
@@ -88,31 +88,26 @@ def unpack(value: Any) -> Any:
 
 
 class Channel:
-    """Frames over two file descriptors."""
+    """Objects in lines of JSON over two file descriptors."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
-        self.read_fd, self.write_fd = read_fd, write_fd
+        self._requests, self._write_fd = os.fdopen(read_fd, "rb"), write_fd
 
-    def receive(self) -> tuple[dict[str, Any], bytes]:
-        """The next frame; ends this process when there is none."""
-        header, body = struct.unpack(">II", self._read(8))
-        return json.loads(self._read(header)), self._read(body)
+    def receive(self) -> dict[str, Any]:
+        """The next object; ends this process when there is none."""
+        line = self._requests.readline()
+        if not line:
+            os._exit(0)
+        return json.loads(line)
 
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = os.read(self.read_fd, min(size, 1 << 20))
-            if not part:
-                os._exit(0)
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+    def send(self, message: dict[str, Any]) -> None:
+        write_whole(self._write_fd, json.dumps(message).encode() + b"\n")
 
-    def send(self, header: dict[str, Any], body: bytes = b"") -> None:
-        text = json.dumps(header).encode()
-        frame = memoryview(struct.pack(">II", len(text), len(body)) + text + body)
-        while frame:
-            frame = frame[os.write(self.write_fd, frame) :]
+
+def write_whole(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
 
 
 def confine(limits: Mapping[str, Any], instructions: list[list[Any]], cpu_s: int) -> None:
@@ -170,13 +165,10 @@ def execute(name: str, *sources: str) -> dict[str, Any]:
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``."""
     while True:
-        _, given = channel.receive()
+        given = channel.receive()["stdin"].encode(errors="replace")
         stdin, stdout, stderr = (os.memfd_create(name) for name in ("stdin", "stdout", "stderr"))
-        rest = memoryview(given)
-        while rest:
-            rest = rest[os.write(stdin, rest) :]
+        write_whole(stdin, given)
         os.lseek(stdin, 0, os.SEEK_SET)
-        start = time.monotonic()
         pid = os.fork()
         if pid == 0:
             for fd, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
@@ -188,19 +180,17 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
                 setattr(sys, f"__{name}__", stream)
             confine(request["limits"], request["filter"], request["limits"]["cpu_s"])
             finish(request["prelude"], request["code"])
-        header = wait(pid, request["limits"])
-        header["wall_s"] = time.monotonic() - start
-        if header["outcome"] != "ok":
+        reply = wait(pid, request["limits"])
+        if reply["outcome"] == "ok":
+            reply["stdout"] = os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace")
+        else:
             tail = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace")
-            header["detail"] = (tail.strip().splitlines() or [header["detail"]])[-1][:_DETAIL_CHARS]
-            if header["outcome"] == "error" and header["detail"].startswith("MemoryError"):
-                header["outcome"] = "memory"
-        written = b""
-        if header["outcome"] == "ok":
-            written = os.pread(stdout, os.fstat(stdout).st_size, 0)
+            reply["detail"] = (tail.strip().splitlines() or [reply["detail"]])[-1][:_DETAIL_CHARS]
+            if reply["outcome"] == "error" and reply["detail"].startswith("MemoryError"):
+                reply["outcome"] = "memory"
         for fd in (stdin, stdout, stderr):
             os.close(fd)
-        channel.send(header, written)
+        channel.send(reply)
 
 
 def finish(*sources: str) -> NoReturn:
@@ -269,7 +259,7 @@ def serve(channel: Channel, request: Mapping[str, Any]) -> None:
     except BaseException as error:
         failure = error
     while True:
-        header, _ = channel.receive()
+        header = channel.receive()
         allow_cpu(limits)
         try:
             if failure is not None:
@@ -303,7 +293,7 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
     def remote(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             channel.send({"call": name, "args": pack(list(args)), "kwargs": pack(kwargs)})
-            reply, _ = channel.receive()
+            reply = channel.receive()
             if "raised" in reply:
                 raise ProgramError(reply["raised"])
             return unpack(reply["value"])
@@ -338,7 +328,7 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
 def main() -> None:
     channel = Channel(os.dup(0), os.dup(1))
     nowhere = os.open(os.devnull, os.O_RDWR)
-    request, _ = channel.receive()
+    request = channel.receive()
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
     libc = ctypes.CDLL(None)
