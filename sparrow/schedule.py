@@ -29,26 +29,18 @@ ALL_PAGES = 2**30
 class SparsitySchedule:
     """Top-k pages by sequence length, and the page layout they refer to.
 
-    Attributes:
-        top_k: pages kept by score in each length bin; the last entry holds for every longer length.
-        bin_tokens: width of a length bin in tokens, a multiple of nothing in particular; a length
-            belongs to bin ``ceil(length / page_size) * page_size // bin_tokens``, which for 16 and
-            2,000 are exactly the published edges (a full page decides, not a token).
-        page_size: tokens in a page.
-        sink_pages: pages always kept at the start of the sequence.
-        recent_pages: pages always kept at its end, the partly filled one included.
-        dense_layers: layers that always attend to everything.
-        provenance: where the table comes from (preset name, or model, data and intervals of a calibration).
-
     Raises ConfigError: an empty or shrinking table, or a field out of range.
     """
 
-    top_k: tuple[int, ...]
+    top_k: tuple[int, ...]  # pages kept by score in each length bin; the last entry holds for every longer length
+    # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) * page_size // bin_tokens``,
+    # which for 16 and 2,000 are exactly the published edges (a full page decides, not a token)
     bin_tokens: int = 2000
-    page_size: int = 16
-    sink_pages: int = 1
-    recent_pages: int = 2
-    dense_layers: tuple[int, ...] = (0, 1)
+    page_size: int = 16  # tokens in a page
+    sink_pages: int = 1  # pages always kept at the start of the sequence
+    recent_pages: int = 2  # pages always kept at its end, the partly filled one included
+    dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
+    # where the table comes from (preset name, or model, data and intervals of a calibration)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:

@@ -19,21 +19,15 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. No top-p or top-k: truncation changes the actor's support.
+    """How responses are sampled. No top-p or top-k: truncation changes the actor's support."""
 
-    Attributes:
-        max_new_tokens: responses are cut here (``finish_reason == "length"``).
-        temperature: softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1).
-        top_n: length of the recorded lists of most likely tokens; 0 records none.
-        seed: makes the samples reproducible on the same engine and hardware.
-        seeds: one for each prompt, so that its samples do not depend on what is sampled beside it; derived from
-            ``seed`` and the prompt's place if left out.
-    """
-
-    max_new_tokens: int
+    max_new_tokens: int  # responses are cut here (``finish_reason == "length"``)
+    # softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1)
     temperature: float = 1.0
-    top_n: int = 20
-    seed: int = 0
+    top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
+    seed: int = 0  # makes the samples reproducible on the same engine and hardware
+    # one for each prompt, so that its samples do not depend on what is sampled beside it; derived from ``seed`` and the
+    # prompt's place if left out
     seeds: Sequence[int] | None = None
 
     def request_seeds(self, count: int) -> list[int]:
@@ -64,23 +58,14 @@ def derived_seed(*entropy: int) -> int:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response and what the actor thought of it.
+    """One sampled response and what the actor thought of it."""
 
-    Attributes:
-        prompt_ids: token ids of the prompt.
-        response_ids: int64 ``[T]``, the end-of-sequence token included if it was sampled.
-        logprobs: float32 ``[T]``, the actor's log-prob of each sampled token at the sampling temperature.
-        top_ids: int32 ``[T, n]``, the actor's most likely tokens, best first.
-        top_logprobs: float32 ``[T, n]``, their log-probs.
-        finish_reason: ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit.
-    """
-
-    prompt_ids: Sequence[int]
-    response_ids: NDArray[np.int64]
-    logprobs: NDArray[np.float32]
-    top_ids: NDArray[np.int32]
-    top_logprobs: NDArray[np.float32]
-    finish_reason: Literal["stop", "length"]
+    prompt_ids: Sequence[int]  # token ids of the prompt
+    response_ids: NDArray[np.int64]  # [T], the end-of-sequence token included if it was sampled
+    logprobs: NDArray[np.float32]  # [T], the actor's log-prob of each sampled token at the sampling temperature
+    top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
+    top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
+    finish_reason: Literal["stop", "length"]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -88,32 +73,20 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs of a rollout's tokens under some model and schedule, at a temperature.
+    """Log-probs of a rollout's tokens under some model and schedule, at a temperature."""
 
-    Attributes:
-        logprobs: float32 ``[T]``, of the response tokens.
-        top_logprobs: float32 ``[T, n]``, of the rollout's ``top_ids``.
-        entropy: float32 ``[T]``, of the whole distribution, in nats.
-    """
-
-    logprobs: NDArray[np.float32]
-    top_logprobs: NDArray[np.float32]
-    entropy: NDArray[np.float32]
+    logprobs: NDArray[np.float32]  # [T], of the response tokens
+    top_logprobs: NDArray[np.float32]  # [T, n], of the rollout's ``top_ids``
+    entropy: NDArray[np.float32]  # [T], of the whole distribution, in nats
 
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done since it was started or ``counters`` was last called.
+    """What an engine has done since it was started or ``counters`` was last called."""
 
-    Attributes:
-        tokens_read: cached tokens read by decode steps, summed over sequences and layers.
-        tokens_held: cached tokens a dense actor would have read in the same steps.
-        preemptions: sequences whose cache was dropped and prefilled anew.
-    """
-
-    tokens_read: int
-    tokens_held: int
-    preemptions: int = 0
+    tokens_read: int  # cached tokens read by decode steps, summed over sequences and layers
+    tokens_held: int  # cached tokens a dense actor would have read in the same steps
+    preemptions: int = 0  # sequences whose cache was dropped and prefilled anew
 
     @property
     def read_fraction(self) -> float:

@@ -31,21 +31,13 @@ RECORDED = {"reward", "response", "mismatch", "correction", "kv", "seconds", "sc
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a run recorded.
+    """What a run recorded."""
 
-    Attributes:
-        run_dir: where it was read from.
-        train: the resolved options of the command line, from ``config.json``.
-        metrics: one row per finished step, at least one.
-        rollouts: the sampled responses of the first and of the last step that logged any.
-        schedules: what the rollouts of each step were decoded under, [S].
-    """
-
-    run_dir: Path
-    train: Row
-    metrics: tuple[Row, ...]
-    rollouts: tuple[Row, ...]
-    schedules: tuple[SparsitySchedule, ...]
+    run_dir: Path  # where it was read from
+    train: Row  # the resolved options of the command line, from ``config.json``
+    metrics: tuple[Row, ...]  # one row per finished step, at least one
+    rollouts: tuple[Row, ...]  # the sampled responses of the first and of the last step that logged any
+    schedules: tuple[SparsitySchedule, ...]  # what the rollouts of each step were decoded under, [S]
 
     @classmethod
     def load(cls, run_dir: str | Path) -> RunLog:

@@ -49,19 +49,12 @@ _MARGIN_S = 5.0
 
 @dataclass(frozen=True)
 class Judgement:
-    """What the tests said.
+    """What the tests said."""
 
-    Attributes:
-        verdicts: one per test that was run, in order.
-        tests: how many there are.
-        detail: what went wrong in the first test that was not passed; empty if none.
-        wall_s: seconds it took.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    tests: int
-    detail: str
-    wall_s: float
+    verdicts: tuple[Verdict, ...]  # one per test that was run, in order
+    tests: int  # how many there are
+    detail: str  # what went wrong in the first test that was not passed; empty if none
+    wall_s: float  # seconds it took
 
     @property
     def passed(self) -> bool:

@@ -49,23 +49,15 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may use.
+    """What one program may use."""
 
-    Attributes:
-        cpu_s: processor seconds per test, rounded up to whole seconds.
-        wall_s: seconds per test, sleeping included; a busy machine needs more of these than of ``cpu_s``.
-        program_s: seconds for all tests of a program, and processor seconds of one that is called, rounded up.
-        memory_bytes: address space.
-        output_bytes: output, and any file it writes.
-        files_bytes: all the files in its private ``/tmp``.
-    """
-
-    cpu_s: float = 6.0
-    wall_s: float = 12.0
+    cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
+    wall_s: float = 12.0  # seconds per test, sleeping included; a busy machine needs more of these than of ``cpu_s``
+    # seconds for all tests of a program, and processor seconds of one that is called, rounded up
     program_s: float = 60.0
-    memory_bytes: int = 1 << 30
-    output_bytes: int = 8 << 20
-    files_bytes: int = 64 << 20
+    memory_bytes: int = 1 << 30  # address space
+    output_bytes: int = 8 << 20  # output, and any file it writes
+    files_bytes: int = 64 << 20  # all the files in its private ``/tmp``
 
     def __post_init__(self) -> None:
         wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]

@@ -9,23 +9,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Problem:
-    """One prompt and how to judge a response to it.
+    """One prompt and how to judge a response to it."""
 
-    Attributes:
-        id: stable name, the same for the same problem in every run.
-        prompt: text given to the model.
-        verify: response text -> reward in [0, 1]; pure, and picklable so that it can run in another process.
-        extract: the answer that a response states, right or wrong, None if it states none; may be left out.
-        source: the task or dataset it comes from, by which rewards are reported.
-        solution: a reference response where one is known.
-    """
-
-    id: str
-    prompt: str
+    id: str  # stable name, the same for the same problem in every run
+    prompt: str  # text given to the model
+    # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
+    # the answer that a response states, right or wrong, None if it states none; may be left out
     extract: Callable[[str], str | None] | None = None
-    source: str = ""
-    solution: str | None = None
+    source: str = ""  # the task or dataset it comes from, by which rewards are reported
+    solution: str | None = None  # a reference response where one is known
 
 
 class Task(Protocol):

@@ -27,13 +27,10 @@ from sparrow.tasks.vocabulary import NAMES
 class Chase:
     """Walks of ``steps`` steps over distinct nodes; beyond 127 steps the map is a ring walked more than once.
 
-    Attributes:
-        steps: walk length, the difficulty; a response has about 16 tokens a step.
-
     Raises ConfigError: fewer than 2 steps.
     """
 
-    steps: int = 24
+    steps: int = 24  # walk length, the difficulty; a response has about 16 tokens a step
 
     def __post_init__(self) -> None:
         if self.steps < 2:

@@ -36,41 +36,28 @@ _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after 
 
 @dataclass(frozen=True)
 class Question:
-    """A row, read.
+    """A row, read."""
 
-    Attributes:
-        text: the question as it is put to the model.
-        answer: what the verifier compares with: text for mathematics, tests for code; None if only the solution has it.
-        solution: a reference response, where the dataset has one.
-    """
-
-    text: str
+    text: str  # the question as it is put to the model
+    # what the verifier compares with: text for mathematics, tests for code; None if only the solution has it
     answer: Any
-    solution: str | None = None
+    solution: str | None = None  # a reference response, where the dataset has one
 
 
 @dataclass(frozen=True)
 class Format:
-    """How to find and read a dataset.
+    """How to find and read a dataset."""
 
-    Attributes:
-        hub: name on the Hugging Face hub, None for local files only.
-        read: row -> question, or None for a row that the dataset is known to hold and nobody can use; raises
-            KeyError or ValueError for a row that lacks something.
-        kind: the verifier its answers are for, ``math`` or ``code``.
-        template: the default prompt; ``{question}`` stands for the question.
-        config: the hub's configuration name.
-        split: the split usually meant.
-        files: patterns of the hub repository's files, for a repository that cannot be loaded by name;
-            ``{split}`` stands for the split.
-    """
-
-    hub: str | None
+    hub: str | None  # name on the Hugging Face hub, None for local files only
+    # row -> question, or None for a row that the dataset is known to hold and nobody can use; raises KeyError or
+    # ValueError for a row that lacks something
     read: Callable[[Row], Question | None]
-    kind: str = "math"
-    template: str = BOXED
-    config: str | None = None
-    split: str = "train"
+    kind: str = "math"  # the verifier its answers are for, ``math`` or ``code``
+    template: str = BOXED  # the default prompt; ``{question}`` stands for the question
+    config: str | None = None  # the hub's configuration name
+    split: str = "train"  # the split usually meant
+    # patterns of the hub repository's files, for a repository that cannot be loaded by name; ``{split}`` stands for the
+    # split
     files: tuple[str, ...] = ()
 
 

@@ -34,15 +34,12 @@ from sparrow.tasks.vocabulary import LINKS, NAMES
 class Trace:
     """Random programs of ``lines`` lines, a quarter as many values waiting to be used at any time.
 
-    Attributes:
-        lines: program length, the difficulty; a response has about 10 tokens a line.
-        slip: chance that the reference solution miscalculates a line and carries on with the wrong digit.
-            Demonstrations with slips teach the skill and leave reinforcement learning room to improve.
-
     Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
     """
 
-    lines: int = 24
+    lines: int = 24  # program length, the difficulty; a response has about 10 tokens a line
+    # chance that the reference solution miscalculates a line and carries on with the wrong digit. Demonstrations with
+    # slips teach the skill and leave reinforcement learning room to improve
     slip: float = 0.0
 
     def __post_init__(self) -> None:

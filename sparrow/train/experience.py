@@ -21,18 +21,12 @@ from sparrow.tasks import Problem
 
 @dataclass(frozen=True)
 class Group:
-    """The responses to one prompt.
+    """The responses to one prompt."""
 
-    Attributes:
-        problem: what was asked.
-        rollouts, parts: per response; ``parts`` are those of its reward, by name.
-        baseline: reward of the greedy response, or None.
-    """
-
-    problem: Problem
+    problem: Problem  # what was asked
     rollouts: list[Rollout]
-    parts: list[dict[str, float]]
-    baseline: float | None
+    parts: list[dict[str, float]]  # of each response's reward, by name
+    baseline: float | None  # reward of the greedy response, or None
 
     @property
     def rewards(self) -> list[float]:
@@ -41,24 +35,15 @@ class Group:
 
 @dataclass
 class Experience:
-    """What one step is trained on; the rows of the fields up to ``baseline`` belong together.
+    """What one step is trained on; the rows of the fields up to ``baseline`` belong together."""
 
-    Attributes:
-        problems, rollouts: per response.
-        rewards: float64 ``[B]``.
-        groups: int64 ``[B]``, equal for responses to one prompt.
-        baseline: float64 ``[B]``, reward of the greedy response to the prompt, or None.
-        drawn: the groups that were sampled, those that were replaced included.
-        cursor: index of the first problem that no process has drawn yet.
-    """
-
-    problems: list[Problem]
-    rollouts: list[Rollout]
-    rewards: np.ndarray
-    groups: np.ndarray
-    baseline: np.ndarray | None
-    drawn: list[Group]
-    cursor: int
+    problems: list[Problem]  # per response
+    rollouts: list[Rollout]  # per response
+    rewards: np.ndarray  # float64 [B]
+    groups: np.ndarray  # int64 [B], equal for responses to one prompt
+    baseline: np.ndarray | None  # float64 [B], reward of the greedy response to the prompt, or None
+    drawn: list[Group]  # the groups that were sampled, those that were replaced included
+    cursor: int  # index of the first problem that no process has drawn yet
 
     @classmethod
     def join(cls, groups: list[Group], drawn: list[Group], cursor: int) -> Experience:
@@ -92,22 +77,14 @@ class Experience:
 
 @dataclass
 class Assessment:
-    """The dense policy's view of the rollouts.
+    """The dense policy's view of the rollouts."""
 
-    Attributes:
-        logp_BT, logq_BT: float32 log-probs of the sampled tokens under policy and actor, zero on padding.
-        mask_BT: bool, response tokens.
-        policy_top: per response, float32 ``[T, n]``, the policy's log-probs of the rollout's top-n tokens.
-        accepted: per response, float64 ``[T]`` lower bounds on the acceptance rate.
-        obrs_z_BT: what Jackpot's correction needs, ``sum_v min(q, p / lambda)`` over the actor's top-n tokens.
-    """
-
-    logp_BT: Tensor
+    logp_BT: Tensor  # float32 log-probs of the sampled tokens under policy and actor, zero on padding
     logq_BT: Tensor
-    mask_BT: Tensor
-    policy_top: list[np.ndarray]
-    accepted: list[np.ndarray]
-    obrs_z_BT: Tensor
+    mask_BT: Tensor  # bool, response tokens
+    policy_top: list[np.ndarray]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
+    accepted: list[np.ndarray]  # per response, float64 [T] lower bounds on the acceptance rate
+    obrs_z_BT: Tensor  # what Jackpot's correction needs, ``sum_v min(q, p / lambda)`` over the actor's top-n tokens
 
 
 def verify(problem: Problem, text: str) -> float:

@@ -34,22 +34,15 @@ else:
 
 @dataclass(frozen=True)
 class Step:
-    """What the builder tells the sparse layers about one batch, whose decode rows come first.
+    """What the builder tells the sparse layers about one batch, whose decode rows come first."""
 
-    Attributes:
-        rows: sequences with one query token.
-        lengths: int32 ``[B]``, cached tokens of these rows, 0 in the padding rows of a CUDA graph.
-        top_k: int32 ``[B]``, pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by the
-            first attention layer.
-        block_table: int32 ``[B, M]``.
-        prefill: vLLM's own metadata of the remaining rows, None if there are none.
-    """
-
-    rows: int
-    lengths: Tensor
+    rows: int  # sequences with one query token
+    lengths: Tensor  # int32 [B], cached tokens of these rows, 0 in the padding rows of a CUDA graph
+    # int32 [B], pages kept by score, ``ALL_PAGES`` for rows that are still in prefill; written by the first attention
+    # layer
     top_k: Tensor
-    block_table: Tensor
-    prefill: Any
+    block_table: Tensor  # int32 [B, M]
+    prefill: Any  # vLLM's own metadata of the remaining rows, None if there are none
 
 
 class SparseBuilder(VLLMClass):
