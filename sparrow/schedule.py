@@ -129,12 +129,16 @@ class SparsitySchedule:
         return cls.from_dict({**published["layout"], "top_k": published["top_k"][name], "provenance": provenance})
 
     @classmethod
-    def load(cls, spec: str | Path) -> SparsitySchedule:
-        """A schedule from what a user writes: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET`` or a JSON file.
+    def load(cls, spec: str | Path | Mapping[str, Any]) -> SparsitySchedule:
+        """A schedule as a user writes it: ``dense``, ``fixed:PAGES``, ``MODEL-TARGET``, a JSON file or its contents.
 
-        Raises ConfigError: none of these, or a file that is not a valid schedule.
+        Raises ConfigError: none of these, or contents that are not a valid schedule.
         """
+        if isinstance(spec, Mapping):
+            return cls.from_dict(spec)
         text = str(spec)
+        if text.lstrip().startswith("{"):
+            return cls.from_json(text)
         if text == "dense":
             return cls.dense()
         if text.startswith("fixed:") and text[6:].isdecimal():

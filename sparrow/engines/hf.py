@@ -33,13 +33,8 @@ class HFEngine(Engine):
 
     Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
 
-    Args:
-        model: a causal language model; the trainer's own, or one for the engine alone.
-        schedule: what the actor may read.
-        eos_ids: tokens that end a response.
-        batch_size: sequences decoded together.
-        token_budget: padded tokens scored together.
-        autocast: run under autocast to this dtype, as the trainer does.
+    ``batch_size`` sequences are decoded together, and ``token_budget`` padded tokens scored together, under autocast to
+    the dtype ``autocast`` if there is one.
 
     Raises UnsupportedModel, ConfigError: see ``set_schedule``.
     """

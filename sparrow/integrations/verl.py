@@ -129,7 +129,7 @@ def requested(config: Mapping[str, Any]) -> SparsitySchedule:
         )
     additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("additional_config") or {}
     given = additional.get(vllm_config.KEY)
-    schedule = vllm_config.from_environment() if given is None else vllm_config.parse(given)
+    schedule = vllm_config.from_environment() if given is None else SparsitySchedule.load(given)
     if schedule is None:
         raise ConfigError(
             "no schedule; set +actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} and "

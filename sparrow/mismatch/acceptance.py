@@ -27,14 +27,7 @@ class AcceptanceBounds(NamedTuple):
 
 
 def acceptance(p_TV: ArrayLike, q_TV: ArrayLike) -> FloatArray:
-    """Exact acceptance rate from two full distributions.
-
-    Args:
-        p_TV: probabilities of the policy, [..., V], each row summing to 1.
-        q_TV: probabilities of the actor, same shape.
-
-    Returns:
-        float64 [...] in [0, 1]; symmetric in its arguments.
+    """Exact acceptance rate, float64 [...] in [0, 1], from two full distributions [..., V]; symmetric in them.
 
     Raises ValueError: shapes differ, or a row is not a probability distribution.
     """
@@ -71,9 +64,8 @@ def acceptance_bounds(
         policy_ids: ids of an independent list of the policy's, integer [..., m]; -inf in `policy_logprobs` marks
             padding. What is known on both sides is then the intersection of the lists.
 
-    Returns:
-        AcceptanceBounds of float64 [...]; they meet where the lists cover the vocabulary. Resolution is that of the
-        log-probs given: about 1e-6 for float32.
+    The bounds, float64 [...], meet where the lists cover the vocabulary. Resolution is that of the log-probs given:
+    about 1e-6 for float32.
 
     Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row; a log-prob is NaN
     or positive beyond rounding; or a row's probabilities sum to more than 1.

@@ -122,15 +122,10 @@ def weighted_percentile(
 ) -> FloatArray:
     """Exact percentile of each resample, float64 [R]; with `percentile` bound, a Statistic.
 
-    Equals np.percentile of the values repeated as often as their sequence's weight. The values are sorted once. A
-    resample's order statistic is found in two steps: the block of sorted tokens that it falls in, by the weights of
-    the sequences times the tokens each has in a block, then the token within the block. Memory: O(T + R (B + sqrt T)).
-
-    Args:
-        values: [T].
-        sequence: sequence of each token as 0..B-1, integer [T].
-        weights_RB: whole numbers, how often each sequence was drawn; each row draws at least one token.
-        percentile: in 0..100.
+    Equals np.percentile of the values repeated as often as their sequence's weight, a whole number. The values are
+    sorted once. A resample's order statistic is found in two steps: the block of sorted tokens that it falls in, by the
+    weights of the sequences times the tokens each has in a block, then the token within the block. Memory:
+    O(T + R (B + sqrt T)).
 
     Raises ValueError: the percentile is out of range, or a resample holds no token.
     """

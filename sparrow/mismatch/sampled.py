@@ -22,11 +22,7 @@ from sparrow.mismatch.tail import DEFAULT_BIN_TOKENS, FloatArray, IntArray, chec
 
 
 def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) -> FloatArray:
-    """min(1, p/q) of sampled tokens, float64 of the same shape, in [0, 1].
-
-    Args:
-        policy_logprobs: natural log-probs of the sampled tokens under the policy; -inf is allowed.
-        actor_logprobs: the same under the actor, at the same temperature; finite, as the tokens were sampled.
+    """min(1, p/q) of sampled tokens, float64 in [0, 1], from their natural log-probs at one temperature.
 
     Raises ValueError: shapes differ, or a log-prob is NaN or, of the actor, infinite.
     """

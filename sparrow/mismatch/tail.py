@@ -48,12 +48,7 @@ def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     exact zeros among them, are moved to that distance for the fit, where the likelihood is finite; the KS statistic
     is taken on the values as they are. Published: KS below 0.04 (Sparrow, arXiv 2606.08446, section 3).
 
-    Args:
-        alpha: acceptance rates in [0, 1], any shape.
-        cut: upper end of the tail, in (0, 1].
-
-    Returns:
-        The fit; None where there is nothing to fit: fewer than 10 tokens in the tail, or all equal to within 1e-6.
+    None where there is nothing to fit: fewer than 10 tokens in the tail, or all equal to within 1e-6.
 
     Raises ValueError: alpha or cut is out of range.
     """

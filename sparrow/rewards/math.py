@@ -219,12 +219,8 @@ def _shared(pid: int) -> MathVerifier:
 def verify_math(response: str, answer: str, *, last_number: bool = False) -> float:
     """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share two workers.
 
-    Args:
-        response: the model's text; see ``extract_answer`` for what counts as its answer.
-        answer: the reference answer, as plain text or LaTeX without a box.
-        last_number: take the last number of a response that marks no answer.
-
-    Raises RewardError: math-verify cannot be started.
+    See ``extract_answer`` for what counts as an answer; the reference is plain text or LaTeX without a box. Raises
+    RewardError: math-verify cannot be started.
     """
     with _lock:
         verifier = _shared(os.getpid())

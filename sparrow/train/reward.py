@@ -21,12 +21,8 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
 def reward_parts(correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig) -> dict[str, float]:
     """The parts of one response's reward, by name; the reward is their sum.
 
-    Args:
-        correct: what the verifier said.
-        stated: whether the response states an answer, right or wrong.
-        tokens: its length.
-        limit: the longest response allowed.
-        config: what counts beside being correct; parts that do not are left out.
+    They are what the verifier said (``correct``) and, where ``config`` asks for it, what is added for having stated an
+    answer, right or wrong, and what its length in tokens takes off, ``limit`` being the longest allowed.
     """
     parts = {"correct": correct}
     if config.format:

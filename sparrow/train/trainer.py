@@ -62,15 +62,8 @@ Listener = Callable[[str, Metrics], None]
 class Trainer:
     """Trains ``model`` with rollouts from ``engine``.
 
-    Args:
-        config: everything about the run.
-        model: the dense policy, float32 weights.
-        tokenizer: encodes prompts and decodes responses.
-        task: where problems come from.
-        engine: the sparse actor.
-        schedule: what the engine decodes under.
-        listener: told of progress.
-        closed_loop: let the schedule follow the measured p5, so that it holds ``config.tau``.
+    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
+    under; with ``closed_loop`` the schedule follows the measured p5, so that it holds ``config.tau``.
 
     Raises ConfigError: a run directory in use, more processes than responses, processes that start from different
     weights, or a closed loop beside something else that moves the schedule, or in other bins than the schedule's.

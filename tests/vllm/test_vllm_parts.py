@@ -159,7 +159,7 @@ def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwi
     monkeypatch.setenv("SPARROW_SCHEDULE", "qwen9-9b-0.99")
     with pytest.raises(ConfigError, match="no schedule 'qwen9-9b"):
         asked({})
-    with pytest.raises(ConfigError, match="an object or a string, got int"):
+    with pytest.raises(ConfigError, match="no schedule '3'"):
         asked({"sparrow": 3})
 
 

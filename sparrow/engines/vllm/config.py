@@ -17,29 +17,17 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 """The model's own precision; a quantised cache would need landmarks and scales of its own."""
 
 
-def parse(value: str | Mapping[str, Any]) -> SparsitySchedule:
-    """A schedule from its fields, their JSON, or anything ``SparsitySchedule.load`` takes.
-
-    Raises ConfigError: none of these.
-    """
-    if isinstance(value, Mapping):
-        return SparsitySchedule.from_dict(value)
-    if not isinstance(value, str):
-        raise ConfigError(f"a schedule is an object or a string, got {type(value).__name__}")
-    return SparsitySchedule.from_json(value) if value.lstrip().startswith("{") else SparsitySchedule.load(value)
-
-
 def from_environment() -> SparsitySchedule | None:
     """The schedule in ``SPARROW_SCHEDULE``, or None if it is unset or empty."""
     text = os.environ.get(ENVIRONMENT, "").strip()
-    return parse(text) if text else None
+    return SparsitySchedule.load(text) if text else None
 
 
 def requested(vllm_config: Any) -> SparsitySchedule | None:
     """The schedule an engine was asked to decode under: ``additional_config`` first, then the environment."""
     additional = getattr(vllm_config, "additional_config", None)
     value = additional.get(KEY) if isinstance(additional, Mapping) else None
-    return from_environment() if value is None else parse(value)
+    return from_environment() if value is None else SparsitySchedule.load(value)
 
 
 def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) -> None:

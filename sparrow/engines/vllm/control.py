@@ -13,6 +13,7 @@ from torch import Tensor
 from sparrow.engines.vllm import config
 from sparrow.engines.vllm.runtime import Runtime, find
 from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.schedule import SparsitySchedule
 
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
@@ -20,8 +21,7 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 
     Raises ConfigError: no schedule, or one that needs a new engine.
     """
-    parsed = config.parse(schedule)
-    _runtime(self).set_schedule(parsed)
+    _runtime(self).set_schedule(SparsitySchedule.load(schedule))
 
 
 def sparrow_counters(self: Any) -> dict[str, int]:
