@@ -31,8 +31,7 @@ from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.registry import TASKS
 
 REASONER = "reasoner"
-HELD_OUT = 10**9
-"""The problem stream of evaluation, which no training seed reaches."""
+HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:

@@ -21,8 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.errors import ConfigError
 
-ALL_PAGES = 2**30
-"""A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``."""
+ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
 
 
 @dataclass(frozen=True)

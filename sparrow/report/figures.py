@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-HALF, WIDE = 6.4, 13.2
-"""Widths of figures in inches: two to a row of the page, or one."""
+HALF, WIDE = 6.4, 13.2  # widths of figures in inches: two to a row of the page, or one
 
-UNSMOOTHED_STEPS = 60
-"""Longer runs also show a rolling mean, in bold."""
+UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
 
 
 Draw = Callable[["Figure", RunLog], None]

@@ -17,11 +17,9 @@ from sparrow.report.figures import plots, render
 from sparrow.report.log import Row, RunLog, nan_mean
 from sparrow.report.summary import bin_name, number, result_rows, setup_rows
 
-MOST_TOKENS = 40_000
-"""More tokens than this make a page slow to open; longer responses then lose their middle."""
+MOST_TOKENS = 40_000  # more tokens than this make a page slow to open; longer responses then lose their middle
 
-Span = tuple[str, str, str]
-"""Style class, title and text of one token."""
+Span = tuple[str, str, str]  # style class, title and text of one token
 
 
 def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:

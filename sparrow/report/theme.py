@@ -8,8 +8,7 @@ SERIES = ("#1f6fb5", "#d9730d", "#16826b", "#a14690")
 BINS = ("#8bbce6", "#4a90cf", "#1a62a5", "#082f57")  # from the shortest length to the longest
 
 # One hue, ever further from the background; the ranges are closer together towards 1, as acceptance is skewed.
-LEVELS = (0.999, 0.99, 0.97, 0.9, 0.8, 0.6, 0.3, 0.0)
-"""Lower ends of the acceptance ranges that tokens are coloured by."""
+LEVELS = (0.999, 0.99, 0.97, 0.9, 0.8, 0.6, 0.3, 0.0)  # lower ends of the acceptance ranges that tokens are coloured by
 LEVEL_COLORS = ("#ffffff", "#fff3e4", "#ffe2c2", "#fdc791", "#f7a35c", "#e67a2e", "#b4490a", "#742a02")
 LEVEL_INKS = (*["#1f2328"] * 6, *["#ffffff"] * 2)
 

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-MOST_BYTES = 64 << 20
-"""Longest answer, unless a caller takes less."""
+MOST_BYTES = 64 << 20  # longest answer, unless a caller takes less
 
 
 class ChildTimeoutError(Exception):

@@ -25,8 +25,7 @@ from sparrow.rewards.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
 """Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""
-RECYCLE = 5000
-"""Comparisons after which a worker is replaced, so that no library's caches grow without end."""
+RECYCLE = 5000  # comparisons after which a worker is replaced, so that no library's caches grow without end
 WORKER = Path(__file__).with_name("math_worker.py")
 MAX_ANSWER_CHARS = 2000
 """Longer answers are wrong unless identical to the reference; it also keeps a request below a pipe's buffer."""

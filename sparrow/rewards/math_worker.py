@@ -15,8 +15,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-MEMORY_BYTES = 4 << 30
-"""Address space of a worker: sympy can be led to write out numbers of any size."""
+MEMORY_BYTES = 4 << 30  # address space of a worker: sympy can be led to write out numbers of any size
 
 _COMMAND = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _TEXT = re.compile(r"\(?[a-z][\w' -]*\)?")

@@ -42,8 +42,7 @@ Isolation = Literal["auto", "bwrap", "session"]
 _RUNNER = Path(__file__).with_name("sandbox_runner.py")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
                 "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
-_START_S = 60.0
-"""Seconds a sandbox may take to start: no program runs yet, and the machine may be busy."""
+_START_S = 60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
 _log = logging.getLogger(__name__)
 
 

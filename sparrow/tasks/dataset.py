@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 Verifier = Callable[..., float]
 """Called as ``verifier(response, answer=answer)``; a module-level function or other picklable callable."""
 
-Extractor = Callable[[str], str | None]
-"""The answer that a response states, None if it states none."""
+Extractor = Callable[[str], str | None]  # the answer that a response states, None if it states none
 
 
 @lru_cache(maxsize=8)

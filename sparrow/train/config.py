@@ -1,6 +1,6 @@
 """Settings of a training run, one frozen dataclass per concern. Imports no torch, so `--help` is instant.
 
-The string under each field is its help text on the command line. A value out of range raises ConfigError.
+The comment beside or above a field is its help text on the command line. A value out of range raises ConfigError.
 """
 
 import math
@@ -17,6 +17,7 @@ OverlongKind = Literal["keep", "mask", "penalty"]
 
 ICEPOP_BAND: Final = (0.5, 5.0)
 SPARSE_RL_BAND: Final = (0.5, 1.5)
+PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -55,160 +56,97 @@ def _require(config: object, name: str, holds: bool, expected: str) -> None:
 class CorrectionConfig(Settings):
     """How the mismatch between the sparse actor q and the dense policy p is corrected (sparrow.train.corrections)."""
 
+    # token_tis: weight min(p/q, cap) per token. sequence_tis, geometric_tis: one truncated weight per sequence, from
+    # the product or the geometric mean of its ratios. icepop: drop tokens outside the band. sparse_rl: drop outlier
+    # sequences and tokens outside the band. obrs: Jackpot's rejection sampling. m2po: drop the most deviating tokens.
     kind: CorrectionKind = "token_tis"
-    """token_tis: weight min(p/q, cap) per token. sequence_tis, geometric_tis: one truncated weight per sequence, from
-    the product or the geometric mean of its ratios. icepop: drop tokens outside the band. sparse_rl: drop outlier
-    sequences and tokens outside the band. obrs: Jackpot's rejection sampling. m2po: drop the most deviating tokens."""
-
-    cap: Positive = 2.0
-    """Largest weight C (token_tis, sequence_tis, geometric_tis, obrs)."""
-
+    cap: Positive = 2.0  # Largest weight C (token_tis, sequence_tis, geometric_tis, obrs).
+    # Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for sparse_rl.
     band: Annotated[
         tuple[float, float] | None,
         Range(lambda b: b is None or 0 <= b[0] <= 1 <= b[1] < math.inf, "low high with 0 <= low <= 1 <= high"),
     ] = None
-    """Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for sparse_rl."""
-
+    # A sequence with any ratio p/q below this is dropped (sparse_rl).
     reject_below: Annotated[float, Range(lambda x: 0 <= x < 1, "at least 0 and below 1")] = 1e-4
-    """A sequence with any ratio p/q below this is dropped (sparse_rl)."""
-
+    # A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs).
     obrs_lambda: Positive = 1.0
-    """A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs)."""
-
-    m2_bound: Positive = 0.04
-    """Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po)."""
+    m2_bound: Positive = 0.04  # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
 
 
 @dataclass(frozen=True)
 class LossConfig(Settings):
     """The clipped policy objective (sparrow.train.losses)."""
 
-    clip_low: Share = 0.2
-    """The ratio pi_theta / p_old is clipped from below at 1 - clip_low."""
-
-    clip_high: Positive = 0.28
-    """The ratio pi_theta / p_old is clipped from above at 1 + clip_high."""
-
+    clip_low: Share = 0.2  # The ratio pi_theta / p_old is clipped from below at 1 - clip_low.
+    clip_high: Positive = 0.28  # The ratio pi_theta / p_old is clipped from above at 1 + clip_high.
+    # grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the batch. dr_grpo: sum
+    # over tokens, divided by the number of sequences and the longest response allowed.
     normalization: Normalization = "grpo"
-    """grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the batch. dr_grpo:
-    sum over tokens, divided by the number of sequences and the longest response allowed."""
-
-    max_log_ratio: Positive = 20.0
-    """Training stops if |log pi_theta - log p_old| of any token exceeds this."""
+    max_log_ratio: Positive = 20.0  # Training stops if |log pi_theta - log p_old| of any token exceeds this.
 
 
 @dataclass(frozen=True)
 class RolloutConfig(Settings):
     """What is sampled each step."""
 
-    prompts: Count = 16
-    """Prompts per step, over all processes."""
-
-    samples: Count = 8
-    """Responses per prompt."""
-
-    max_new_tokens: Count = 1024
-    """Responses are cut at this many tokens."""
-
-    temperature: Positive = 1.0
-    """Softmax temperature of actor and policy alike."""
-
-    top_n: Count = 20
-    """Length of the recorded lists that bound the acceptance rate."""
-
+    prompts: Count = 16  # Prompts per step, over all processes.
+    samples: Count = 8  # Responses per prompt.
+    max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
+    temperature: Positive = 1.0  # Softmax temperature of actor and policy alike.
+    top_n: Count = 20  # Length of the recorded lists that bound the acceptance rate.
+    # Rounds in which prompts whose responses all got the same reward are replaced by new ones; those that are left
+    # after the last round stay.
     resample: CountOrZero = 0
-    """Rounds in which prompts whose responses all got the same reward are replaced by new ones; those that are left
-    after the last round stay."""
 
 
 @dataclass(frozen=True)
 class RewardConfig(Settings):
     """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
 
-    format: NotNegative = 0.0
-    """Added for a response that states an answer in the form asked for, right or wrong."""
-
+    format: NotNegative = 0.0  # Added for a response that states an answer in the form asked for, right or wrong.
+    # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no loss. penalty: a
+    # response loses up to 1, linearly over the last overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"
-    """Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no loss. penalty:
-    a response loses up to 1, linearly over the last overlong_window tokens (DAPO)."""
-
+    # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens.
     overlong_window: Annotated[int | None, Range(lambda n: n is None or n >= 1, "at least 1")] = None
-    """Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig(Settings):
     """AdamW on the policy."""
 
-    learning_rate: Positive = 1e-6
-    """Peak learning rate, constant after the warm-up."""
-
-    warmup_steps: CountOrZero = 0
-    """Steps over which the learning rate rises linearly."""
-
-    weight_decay: NotNegative = 0.0
-    """Decoupled weight decay."""
-
-    max_grad_norm: Annotated[float, Range(lambda x: x > 0, "above 0")] = 1.0
-    """Gradients are scaled down to this norm."""
-
-    minibatches: Count = 1
-    """Optimiser steps per rollout batch."""
-
+    learning_rate: Positive = 1e-6  # Peak learning rate, constant after the warm-up.
+    warmup_steps: CountOrZero = 0  # Steps over which the learning rate rises linearly.
+    weight_decay: NotNegative = 0.0  # Decoupled weight decay.
+    max_grad_norm: Annotated[float, Range(lambda x: x > 0, "above 0")] = 1.0  # Gradients are scaled down to this norm.
+    minibatches: Count = 1  # Optimiser steps per rollout batch.
+    # Padded tokens of one forward and backward pass; gradients are accumulated over as many as needed.
     token_budget: Count = 32768
-    """Padded tokens of one forward and backward pass; gradients are accumulated over as many as needed."""
-
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory."""
-
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
+    # bf16 runs forward passes under autocast; weights and optimiser stay float32.
     precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 runs forward passes under autocast; weights and optimiser stay float32."""
 
 
 @dataclass(frozen=True)
 class DistillConfig(Settings):
     """DistillSparse: a LoRA that only the sparse actor wears, trained towards the dense policy every step."""
 
-    enabled: bool = False
-    """Train and wear the adapter."""
-
-    rank: Count = 16
-    """Rank of the LoRA; its scale alpha is twice the rank."""
-
-    target_modules: Annotated[tuple[str, ...], Range(bool, "at least one layer name")] = (
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-    )
-    """Linear layers that get an adapter, by the last part of their name."""
-
-    learning_rate: Positive = 1e-4
-    """Learning rate of the adapter, constant."""
-
-    kl_coef: NotNegative = 1.0
-    """Weight lambda of KL(dense || sparse)."""
-
+    enabled: bool = False  # Train and wear the adapter.
+    rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
+    # Linear layers that get an adapter, by the last part of their name.
+    target_modules: Annotated[tuple[str, ...], Range(bool, "at least one layer name")] = PROJECTIONS
+    learning_rate: Positive = 1e-4  # Learning rate of the adapter, constant.
+    kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
+    # Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone.
     policy_loss: bool = True
-    """Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone."""
-
+    # Share of response tokens trained on, those with the lowest acceptance first; it hardly changes the cost.
     positions: Share = 1.0
-    """Share of response tokens trained on, those with the lowest acceptance first; it hardly changes the cost."""
-
+    # Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it.
     responses: Share = 1.0
-    """Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it."""
-
+    # Cheaper schedules to move to, in this order, once their p5 on the latest rollouts holds tau in every bin.
     step_down: tuple[str, ...] = ()
-    """Cheaper schedules to move to, in this order, once their p5 on the latest rollouts holds tau in every bin."""
-
-    step_down_every: Count = 10
-    """Steps between looks at the next cheaper schedule."""
-
-    adapter: str | None = None
-    """A PEFT adapter folder to start from."""
+    step_down_every: Count = 10  # Steps between looks at the next cheaper schedule.
+    adapter: str | None = None  # A PEFT adapter folder to start from.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -219,52 +157,30 @@ class DistillConfig(Settings):
 class GuardConfig(Settings):
     """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to half of its best."""
 
+    # warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
-    """warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop."""
-
+    # p5 is too low below this, in a length bin that enough responses reach; unset: 0.02 below tau.
     threshold: Annotated[float | None, Range(lambda x: x is None or 0 <= x < 1, "at least 0 and below 1")] = None
-    """p5 is too low below this, in a length bin that enough responses reach; unset: 0.02 below tau."""
-
-    patience: Count = 3
-    """Steps in a row before it acts."""
+    patience: Count = 3  # Steps in a row before it acts.
 
 
 @dataclass(frozen=True)
 class TrainConfig(Settings):
     """One training run."""
 
-    run_dir: str = "runs/latest"
-    """Where metrics, checkpoints and the trained model go."""
-
-    steps: Count = 100
-    """Training steps, counted from the start of the run."""
-
-    seed: int = 0
-    """Seeds the order of the problems and every sample."""
-
-    resume: bool = False
-    """Go on from the last checkpoint in run_dir."""
-
-    save_every: Count = 10
-    """Steps between checkpoints; the last step is always saved."""
-
-    keep_checkpoints: Count = 2
-    """Checkpoints kept; older ones are deleted once a newer one is complete."""
-
+    run_dir: str = "runs/latest"  # Where metrics, checkpoints and the trained model go.
+    steps: Count = 100  # Training steps, counted from the start of the run.
+    seed: int = 0  # Seeds the order of the problems and every sample.
+    resume: bool = False  # Go on from the last checkpoint in run_dir.
+    save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
+    keep_checkpoints: Count = 2  # Checkpoints kept; older ones are deleted once a newer one is complete.
+    # The 5th percentile of acceptance that every length bin should hold.
     tau: Annotated[float, Range(lambda x: 0 < x < 1, "above 0 and below 1")] = 0.86
-    """The 5th percentile of acceptance that every length bin should hold."""
-
-    bin_tokens: int | None = None
-    """Width of the length bins that the tail is reported in; unset: the schedule's."""
-
-    logged_rollouts: CountOrZero = 4
-    """Responses per step kept for the token view of the report."""
-
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
-    """Also log to these through accelerate."""
-
+    bin_tokens: int | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
+    logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # Also log to these through accelerate.
+    # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others. remax: reward of the greedy response.
     advantage: AdvantageKind = "grpo"
-    """grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others. remax: reward of the greedy response."""
 
     rollout: RolloutConfig = RolloutConfig()
     reward: RewardConfig = RewardConfig()

@@ -38,12 +38,9 @@ from sparrow.train.config import ICEPOP_BAND, SPARSE_RL_BAND, CorrectionConfig
 class Correction:
     """Token weights of a rollout batch."""
 
-    weight_BT: Tensor
-    """float32, >= 0; 0 where mask_BT is false. No gradient."""
-    mask_BT: Tensor
-    """bool, the tokens kept: a subset of the response tokens."""
-    metrics: dict[str, float]
-    """As listed in the module's docstring."""
+    weight_BT: Tensor  # float32, >= 0; 0 where mask_BT is false. No gradient.
+    mask_BT: Tensor  # bool, the tokens kept: a subset of the response tokens.
+    metrics: dict[str, float]  # As listed in the module's docstring.
 
 
 def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:

@@ -24,12 +24,9 @@ from sparrow.train.config import LossConfig
 class Normalizers:
     """Denominators of one optimiser step, over all its micro-batches and ranks."""
 
-    sequences: int
-    """Sequences with at least one token."""
-    tokens: int
-    """Tokens of all sequences."""
-    max_length: int
-    """Longest response allowed, in tokens: the constant of the dr_grpo normalisation."""
+    sequences: int  # Sequences with at least one token.
+    tokens: int  # Tokens of all sequences.
+    max_length: int  # Longest response allowed, in tokens: the constant of the dr_grpo normalisation.
 
     def __post_init__(self) -> None:
         if min(self.sequences, self.tokens, self.max_length) < 1:

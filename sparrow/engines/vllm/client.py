@@ -18,8 +18,7 @@ from sparrow.schedule import SparsitySchedule
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**30
-"""Weights are handed to other processes in files of about this size."""
+CHUNK_BYTES = 2**30  # weights are handed to other processes in files of about this size
 
 
 class Client(ABC):

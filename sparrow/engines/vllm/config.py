@@ -9,10 +9,8 @@ from typing import Any
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 
-KEY = "sparrow"
-"""The entry of vLLM's ``additional_config`` that holds a schedule."""
-ENVIRONMENT = "SPARROW_SCHEDULE"
-"""The variable that holds one for frameworks that pass nothing to vLLM."""
+KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that holds a schedule
+ENVIRONMENT = "SPARROW_SCHEDULE"  # the variable that holds one for frameworks that pass nothing to vLLM
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 """The model's own precision; a quantised cache would need landmarks and scales of its own."""
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from sparrow.engines.vllm import config
 
-GROUP, NAME = "vllm.general_plugins", "sparrow"
-"""The entry point, as the package declares it."""
+GROUP, NAME = "vllm.general_plugins", "sparrow"  # the entry point, as the package declares it
 CUDA = "sparrow.engines.vllm.cuda.CudaBackend"
 CUDA_FLASH = "sparrow.engines.vllm.cuda.CudaFlashBackend"
 CPU = "sparrow.engines.vllm.cpu.CpuBackend"

@@ -23,10 +23,8 @@ from sparrow.engines.vllm.client import Client
 from sparrow.errors import ConfigError, EngineError
 from sparrow.schedule import SparsitySchedule
 
-CONNECTIONS = 256
-"""Requests under way at a time; vLLM would queue more than that too."""
-ANSWER_S = 600.0
-"""Longest wait for an answer to anything but a prompt."""
+CONNECTIONS = 256  # requests under way at a time; vLLM would queue more than that too
+ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
 CHECK_S, STALL_S = 15.0, 300.0
 """How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none."""
 
