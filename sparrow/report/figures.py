@@ -6,7 +6,7 @@ Shapes: S steps, N length bins.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,34 +49,40 @@ def render(name: str, log: RunLog) -> bytes:
 
 
 def draw_reward(figure: Figure, log: RunLog) -> None:
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _line(top, log, log.series("reward", "mean"), theme.SERIES[0], "all")
-    for name, colour in zip(log.sources(), theme.SERIES[1:], strict=False):
-        _line(top, log, log.series("reward", "sources", name), colour, name)
-    top.set_ylabel("reward")
-    _legend(top)
-    _line(bottom, log, log.series("response", "max"), theme.MUTED, "longest")
-    _line(bottom, log, log.series("response", "mean"), theme.SERIES[1], "mean")
-    bottom.set_ylabel("response tokens")
-    _from_zero(bottom)
-    _legend(bottom)
-    _step_axis(bottom, log)
+    sources = {name: ("reward", "sources", name) for name in log.sources()}
+    rewards = {"all": ("reward", "mean"), **sources}
+    lengths = {"mean": ("response", "mean"), "longest": ("response", "max")}
+    axes = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _panels(axes, log, {"reward": (1, rewards), "response tokens": (1, lengths)})
 
 
 def draw_cost(figure: Figure, log: RunLog) -> None:
-    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
-    _line(top, log, 100 * log.series("kv", "read_fraction"), theme.SERIES[0])
-    top.set_ylim(0, 105)
-    top.set_ylabel("KV read, %")
-    phases = list(log.metrics[-1]["seconds"])
-    seconds = np.array([log.series("seconds", name) for name in phases])
-    # Each step is as wide as its distance to the next, so that a run of one step shows, too.
-    edges = np.append(log.steps, log.steps[-1] + 1) - 0.5
-    stacked = np.append(seconds, seconds[:, -1:], axis=1)
-    bottom.stackplot(edges, stacked, labels=phases, colors=theme.SERIES, step="post", linewidth=0, alpha=0.85)
-    bottom.set_ylabel("seconds")
-    _legend(bottom)
-    _step_axis(bottom, log)
+    phases = {name: ("seconds", name) for name in log.metrics[-1]["seconds"]}
+    axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 3))
+    _panels(axes, log, {"KV read, %": (100, {"read": ("kv", "read_fraction")}), "seconds": (1, phases)})
+    axes[0].set_ylim(0, 105)
+
+
+def draw_correction(figure: Figure, log: RunLog) -> None:
+    sizes = {"tokens": "ess_token", "sequences": "ess_sequence", "sequences, uncorrected": "ess_sequence_ratio"}
+    shares = {"clipped": "clipped_fraction", "masked": "masked_fraction", "dropped": "dropped_sequence_fraction"}
+    divergences = {"k1": "kl_k1", "k3": "kl_k3"}
+    size, share, divergence = (
+        {label: ("correction", key) for label, key in keys.items()} for keys in (sizes, shares, divergences)
+    )
+    names = "effective sample size, share", "share, %", "KL(actor ‖ policy), nats per token"
+    _panels(figure.subplots(1, 3), log, dict(zip(names, ((1, size), (100, share), (1, divergence)), strict=True)))
+
+
+def _panels(axes: Any, log: RunLog, panels: Mapping[str, tuple[float, Mapping[str, Sequence[str]]]]) -> None:
+    """Series by step; each panel, by its axis label, has a scale and the keys of its series by their label."""
+    for ax, (name, (scale, series)) in zip(axes, panels.items(), strict=True):
+        for (label, keys), colour in zip(series.items(), (*theme.SERIES, theme.MUTED), strict=False):
+            _line(ax, log, scale * log.series(*keys), colour, label)
+        ax.set_ylabel(name)
+        ax.yaxis.set_major_formatter("{x:g}")
+        _legend(ax)
+        _step_axis(ax, log)
 
 
 def draw_tail(figure: Figure, log: RunLog) -> None:
@@ -143,27 +149,6 @@ def _shares(ax: Axes, log: RunLog, name: str, edges: FloatArray) -> None:
 def _beta_shares(fit: BetaTail, edges: FloatArray) -> FloatArray:
     """Share of all tokens that the fit puts between rising ``edges`` of acceptance, one fewer than the edges."""
     return fit.fraction_in_tail * np.diff(special.betainc(fit.a, fit.b, np.clip(edges / fit.cut, 0, 1)))
-
-
-def draw_correction(figure: Figure, log: RunLog) -> None:
-    panels = {
-        "effective sample size, share": (1, {
-            "tokens": "ess_token", "sequences": "ess_sequence", "sequences, uncorrected": "ess_sequence_ratio",
-        }),
-        "share, %": (100, {
-            "clipped": "clipped_fraction", "masked": "masked_fraction",
-            "sequences dropped": "dropped_sequence_fraction",
-        }),
-        "KL(actor ‖ policy), nats per token": (1, {"k1": "kl_k1", "k3": "kl_k3"}),
-    }  # fmt: skip
-    colours = (*theme.SERIES[:2], theme.MUTED)
-    for ax, (name, (scale, series)) in zip(figure.subplots(1, 3), panels.items(), strict=True):
-        for (label, key), colour in zip(series.items(), colours, strict=False):
-            _line(ax, log, scale * log.series("correction", key), colour, label)
-        ax.set_ylabel(name)
-        ax.yaxis.set_major_formatter("{x:g}")
-        _legend(ax)
-        _step_axis(ax, log)
 
 
 def draw_schedule(figure: Figure, log: RunLog) -> None:
@@ -253,7 +238,8 @@ def _tau_line(ax: Axes, log: RunLog) -> None:
 
 
 def _step_axis(ax: Axes, log: RunLog) -> None:
-    ax.set_xlabel("step")
+    if (place := ax.get_subplotspec()) and place.is_last_row():
+        ax.set_xlabel("step")
     if len(log.metrics) == 1:
         ax.set_xticks(log.steps)
         ax.set_xlim(log.steps[0] - 1, log.steps[0] + 1)
