@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from rich import box, progress
 from rich.console import Console
@@ -20,22 +20,14 @@ if TYPE_CHECKING:
     from sparrow.mismatch import MismatchReport
 
 
-class _Bar:
+class _Bar(progress.Progress):
     """A progress bar on stderr, in a ``with`` block."""
 
     def __init__(self, total: int | None, *columns: progress.ProgressColumn, shown: bool = True) -> None:
         named = progress.TextColumn("{task.description}")
         noted = progress.TextColumn("{task.fields[note]}")
-        bar = progress.BarColumn()
-        self._bar = progress.Progress(named, bar, *columns, noted, console=Console(stderr=True), disable=not shown)
-        self._task = self._bar.add_task("starting", total=total, note="")
-
-    def __enter__(self) -> Self:
-        self._bar.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._bar.__exit__(*exception)
+        super().__init__(named, progress.BarColumn(), *columns, noted, console=Console(stderr=True), disable=not shown)
+        self._bar = self.add_task("starting", total=total, note="")
 
 
 class Progress(_Bar):
@@ -52,9 +44,9 @@ class Progress(_Bar):
             tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
             reward, read = metrics["reward"]["mean"], metrics["kv"]["read_fraction"]
             note = f"reward {reward:.3f}  lowest p5 {tail:.3f}  KV read {read:.0%}"
-            self._bar.update(self._task, completed=metrics["step"], note=note)
+            self.update(self._bar, completed=metrics["step"], note=note)
         else:
-            self._bar.update(self._task, description=event)
+            self.update(self._bar, description=event)
 
 
 class CalibrationProgress(_Bar):
@@ -64,12 +56,12 @@ class CalibrationProgress(_Bar):
         super().__init__(None, progress.TimeElapsedColumn())
 
     def __call__(self, phase: str, left: float) -> None:
-        spent = self._bar.tasks[self._task].elapsed or 0.0
+        spent = self.tasks[self._bar].elapsed or 0.0
         if isnan(left):
-            self._bar.update(self._task, description=phase)
+            self.update(self._bar, description=phase)
         else:
             note = f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left"
-            self._bar.update(self._task, description=phase, completed=spent, total=spent + left, note=note)
+            self.update(self._bar, description=phase, completed=spent, total=spent + left, note=note)
 
 
 def say(text: str) -> None:
