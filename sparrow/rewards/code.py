@@ -26,7 +26,6 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
-from itertools import zip_longest
 from reprlib import Repr
 from typing import Any, Literal
 
@@ -99,16 +98,10 @@ def _close(actual: float, expected: float) -> bool:
 
 def same_output(actual: str, expected: str) -> bool:
     """Whether two outputs agree: line by line and word by word, spaces aside, decimal numbers within tolerance."""
-    lines = zip_longest(actual.rstrip().split("\n"), expected.rstrip().split("\n"))
-    for ours, theirs in lines:
-        if ours is None or theirs is None:
-            return False
-        if ours.rstrip() == theirs.rstrip():
-            continue
-        a, b = ours.split(), theirs.split()
-        if len(a) != len(b) or not all(map(_same_token, a, b)):
-            return False
-    return True
+    ours, theirs = ([line.split() for line in side.rstrip().split("\n")] for side in (actual, expected))
+    return len(ours) == len(theirs) and all(
+        len(a) == len(b) and all(map(_same_token, a, b)) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def same_value(actual: Any, expected: Any) -> bool:
@@ -119,11 +112,8 @@ def same_value(actual: Any, expected: Any) -> bool:
         ours, theirs = ({str(key): value for key, value in side.items()} for side in (actual, expected))
         return ours.keys() == theirs.keys() and all(same_value(ours[key], theirs[key]) for key in theirs)
     if isinstance(expected, (list, tuple)):
-        return (
-            isinstance(actual, (list, tuple))
-            and len(actual) == len(expected)
-            and all(map(same_value, actual, expected))
-        )
+        alike = isinstance(actual, (list, tuple)) and len(actual) == len(expected)
+        return alike and all(map(same_value, actual, expected))
     if isinstance(expected, float) and isinstance(actual, (int, float)) and not isinstance(actual, bool):
         return _close(actual, expected)
     return bool(actual == expected)  # as Python has it: 3.0 equals 3, and True equals 1

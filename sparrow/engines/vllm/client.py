@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from sparrow.engines.base import Counters, Rollout, Scores
@@ -122,3 +123,15 @@ def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         if chunk:
             save_file(chunk, path)
             yield path
+
+
+def rollout(prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: str) -> Rollout:
+    """A rollout from ids and log-probs ``[T, 1 + n]`` of the sampled token and of the most likely ones, best first."""
+    return Rollout(
+        prompt_ids=prompt,
+        response_ids=np.asarray(tokens, dtype=np.int64),
+        logprobs=logprobs[:, 0],
+        top_ids=ids[:, 1:],
+        top_logprobs=logprobs[:, 1:],
+        finish_reason="stop" if end == "stop" else "length",
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.vllm import config, plugin
-from sparrow.engines.vllm.client import Client
+from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
@@ -155,11 +155,4 @@ def _rollout(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
     logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32).reshape(T, -1)[:, : top_n + 1]
-    return Rollout(
-        prompt_ids=prompt,
-        response_ids=np.asarray(completion.token_ids, dtype=np.int64),
-        logprobs=logprobs[:, 0],
-        top_ids=ids[:, 1:],
-        top_logprobs=logprobs[:, 1:],
-        finish_reason="stop" if completion.finish_reason == "stop" else "length",
-    )
+    return rollout(prompt, completion.token_ids, ids, logprobs, completion.finish_reason)

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from sparrow.engines.base import Counters, Rollout, Sampling
-from sparrow.engines.vllm.client import Client
+from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.schedule import SparsitySchedule
 
@@ -189,21 +189,13 @@ class HTTPStatusError(EngineError):
 
 
 def _rollout(prompt: Sequence[int], choice: dict[str, Any], top_n: int) -> Rollout:
-    content = choice["logprobs"]["content"]
-    top_ids = np.zeros((len(content), top_n), dtype=np.int32)
-    top_logprobs = np.zeros((len(content), top_n), dtype=np.float32)
-    for t, position in enumerate(content):
-        best = sorted(position["top_logprobs"], key=lambda entry: -entry["logprob"])[:top_n]
-        top_ids[t] = [_token_id(entry) for entry in best]
-        top_logprobs[t] = [entry["logprob"] for entry in best]
-    return Rollout(
-        prompt_ids=prompt,
-        response_ids=np.asarray(choice["token_ids"], dtype=np.int64),
-        logprobs=np.asarray([position["logprob"] for position in content], dtype=np.float32),
-        top_ids=top_ids,
-        top_logprobs=top_logprobs,
-        finish_reason="stop" if choice["finish_reason"] == "stop" else "length",
-    )
+    rows = [
+        [position, *sorted(position["top_logprobs"], key=lambda entry: -entry["logprob"])[:top_n]]
+        for position in choice["logprobs"]["content"]
+    ]
+    ids = np.array([[_token_id(entry) for entry in row] for row in rows], np.int32).reshape(len(rows), top_n + 1)
+    logprobs = np.array([[entry["logprob"] for entry in row] for row in rows], np.float32).reshape(ids.shape)
+    return rollout(prompt, choice["token_ids"], ids, logprobs, choice["finish_reason"])
 
 
 def _token_id(entry: dict[str, Any]) -> int:
