@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparrow.errors import RewardError
-from sparrow.rewards import CodeVerifier, Limits, sandbox
+from sparrow.rewards import CodeVerifier, Limits, sandbox, sandbox_runner
 from sparrow.rewards.child import ChildEndedError, ChildTimeoutError
 from sparrow.rewards.sandbox import Sandbox, choose_isolation
 from sparrow.rewards.sandbox_runner import pack, unpack
@@ -315,7 +315,7 @@ def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
 def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     program = f"""
         import os, tempfile, threading, time
-        from sparrow.rewards import CodeVerifier, Limits, sandbox
+        from sparrow.rewards import CodeVerifier, Limits, sandbox, sandbox_runner
         tempfile.tempdir = {str(tmp_path)!r}
         sandbox._ENVIRONMENT["MARK"] = {sandbox._ENVIRONMENT["MARK"]!r}
         verifier = CodeVerifier(Limits(wall_s=60), {mode!r})
@@ -327,6 +327,23 @@ def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True)
     assert run.returncode == -signal.SIGKILL
     assert marked()
+
+
+def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch):
+    reap = os.wait4
+
+    def slowly(*arguments):
+        found = reap(*arguments)
+        time.sleep(0.3)  # the alarm rings meanwhile
+        return found
+
+    monkeypatch.setattr(sandbox_runner.os, "wait4", slowly)
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    before = signal.getsignal(signal.SIGALRM)
+    reply = sandbox_runner.wait(pid, {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30})
+    signal.signal(signal.SIGALRM, before)
+    assert reply == {"outcome": "ok", "detail": ""}
 
 
 def test_files_and_processes_do_not_pile_up(mode, marked):

@@ -24,11 +24,12 @@ import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any, NoReturn
+    from typing import Any
 
 _NO_NEW_PRIVS, _SECCOMP, _DUMPABLE, _DEATH_SIGNAL = 38, 22, 4, 1
 _STACK_BYTES = 112 << 20  # as far as the main thread's stack can always grow: the kernel leaves 128 MiB
@@ -103,6 +104,10 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n")
 
+    def close(self) -> None:
+        self._requests.close()
+        os.close(self._write_fd)
+
 
 def write_whole(fd: int, data: bytes) -> None:
     rest = memoryview(data)
@@ -173,13 +178,13 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
         if pid == 0:
             for fd, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
                 os.dup2(fd, target)
+            channel.close()
             os.closerange(3, 256)
-            for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-                stream = os.fdopen(number, "w" if number else "r", encoding="utf-8", errors="replace")
-                setattr(sys, name, stream)
-                setattr(sys, f"__{name}__", stream)
+            for stream in (sys.stdin, sys.stdout, sys.stderr):
+                stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
             confine(request["limits"], request["filter"], request["limits"]["cpu_s"])
-            finish(request["prelude"], request["code"])
+            execute("__main__", request["prelude"], request["code"])
+            sys.exit()
         reply = wait(pid, request["limits"])
         if reply["outcome"] == "ok":
             reply["stdout"] = os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace")
@@ -193,34 +198,6 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
         channel.send(reply)
 
 
-def finish(*sources: str) -> NoReturn:
-    """Run source code as a whole program and end this process as the interpreter would.
-
-    Without the interpreter's own end, which would free, and so copy, every page shared with the parent.
-    """
-    import atexit
-    import threading
-
-    status = 0
-    try:
-        execute("__main__", *sources)
-    except SystemExit as error:
-        if error.code is not None:
-            status = error.code & 0xFF if isinstance(error.code, int) else 1
-    except BaseException as error:
-        sys.stderr.write(describe(error))
-        status = 1
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BaseException as error:
-        os.write(2, describe(error).encode(errors="replace"))
-        status = status or 1
-    os._exit(status)
-
-
 def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
     """How the process ended, killed if it takes longer than ``wall_s``."""
     late = False
@@ -228,7 +205,8 @@ def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
     def kill(*_: object) -> None:
         nonlocal late
         late = True
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it has just ended by itself
+            os.kill(pid, signal.SIGKILL)
 
     signal.signal(signal.SIGALRM, kill)
     signal.setitimer(signal.ITIMER_REAL, limits["wall_s"])
@@ -244,7 +222,7 @@ def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
         outcome, detail = "memory", f"ended by signal {-code}"
     else:
         outcome, detail = "error", f"ended by signal {-code}" if code < 0 else f"exit status {code}"
-    return {"outcome": outcome, "detail": detail, "cpu_s": cpu_s}
+    return {"outcome": outcome, "detail": detail}
 
 
 def serve(channel: Channel, request: Mapping[str, Any]) -> None:
