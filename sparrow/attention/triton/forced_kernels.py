@@ -354,6 +354,19 @@ def reader_list_kernel(
 
 
 @triton.jit
+def _add(total, lost, part, COMPENSATED: tl.constexpr):
+    """``total + part``, and what rounding adds to it (Kahan) if COMPENSATED."""
+    if COMPENSATED:
+        part -= lost
+        before = total
+        total += part
+        lost = (total - before) - part
+    else:
+        total += part
+    return total, lost
+
+
+@triton.jit
 def key_gradient_kernel(
     q, k, v, d_out, d_k, d_v, lse, delta, start, length, ends, readers, scale, scale_log2,
     stride_q_row, stride_q_head, stride_q_token, stride_k_row, stride_k_head, stride_k_token,
@@ -362,7 +375,11 @@ def key_gradient_kernel(
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PAGES: tl.constexpr, KEYS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one run's keys and values: a loop over the positions that keep any of it, BT at a time."""
+    """Gradients of one run's keys and values: a loop over the positions that keep any of it, BT at a time.
+
+    Everybody keeps the first page: float32 is summed with compensation, or rounding would grow with the length.
+    """
+    COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)
     item = tl.program_id(1).to(tl.int64)
     b = item // K
@@ -387,6 +404,7 @@ def key_gradient_kernel(
         stat = (b * K * G + head) * T
         dk_ND = tl.zeros((KEYS, DP), tl.float32)
         dv_ND = tl.zeros((KEYS, DP), tl.float32)
+        dk_lost, dv_lost = dk_ND, dv_ND
         reader = tl.arange(0, BT)
         entry = tl.load(readers + tl.minimum(reader, count - 1))
         for _ in range(0, count, BT):
@@ -402,10 +420,12 @@ def key_gradient_kernel(
             logit = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee") * scale_log2
             seen = ((kept[None, :] & page_bit[:, None]) != 0) & (token[:, None] <= position[None, :])
             weight = tl.where(seen, tl.exp2(logit - lse_M[None, :]), 0.0)
-            dv_ND += tl.dot(weight.to(do_MD.dtype), do_MD, input_precision="ieee")
+            part = tl.dot(weight.to(do_MD.dtype), do_MD, input_precision="ieee")
+            dv_ND, dv_lost = _add(dv_ND, dv_lost, part, COMPENSATED)
             d_weight = tl.dot(v_ND, tl.trans(do_MD), input_precision="ieee")
             d_logit = weight * (d_weight - delta_M[None, :])
-            dk_ND += tl.dot(d_logit.to(q_MD.dtype), q_MD, input_precision="ieee")
+            part = tl.dot(d_logit.to(q_MD.dtype), q_MD, input_precision="ieee")
+            dk_ND, dk_lost = _add(dk_ND, dk_lost, part, COMPENSATED)
         d = tl.arange(0, DP)
         cells = own[:, None] & (d < D)[None, :]
         d_k += b * stride_dk_row + item % K * stride_dk_head
