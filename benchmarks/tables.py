@@ -365,34 +365,23 @@ def calibrations() -> list[tuple[str, list[Row]]]:
 
 def calibration() -> str:
     runs = load("calibration_table")["runs"]
-    starts = sorted({b["start"] for run in runs for b in run["bins"]})
-    width = starts[1] - starts[0]
+    ends = sorted({b["end"] for run in runs for b in run["bins"]})
     rows = []
     for what, same in calibrations():
-        cells = [[b["over_target"] for run in same for b in run["bins"] if b["start"] == start] for start in starts]
+        cells = [[b["over_target"] for run in same for b in run["bins"] if b["end"] == end] for end in ends]
         rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
-    return table(["target, rounds on policy", *(f"{a}-{a + width}" for a in starts)], rows)
+    return table(["target, rounds on policy", *(f"up to {end}" for end in ends)], rows)
 
 
 def calibration_summary() -> str:
     names = {0: "no round on policy", 2: "two rounds"}
     rows = []
     for found in load("calibration_table")["summary"]:
-        unreachable = found["above_0.02_at_the_smallest_budget"]
-        bins = found["bins"] - unreachable
-        rows.append(
-            [names[found["on_policy"]], f"{found['within_0.02']} of {bins}", found["above_0.02"] - unreachable,
-             found["below_0.02"], f"{found['lowest']:+.3f}", unreachable]
-        )  # fmt: skip
-    head = [
-        "",
-        "within 0.02 of the target",
-        "above by more",
-        "below by more",
-        "lowest",
-        "left out: cannot be met from above",
-    ]
-    return table(head, rows)
+        counts = (found[name] for name in ("above_0.02", "above_0.02_held_up_by_a_shorter_bin", "below_0.02"))
+        within = f"{found['within_0.02']} of {found['bins']}, {found['share_within']:.0%}"
+        rows.append([names[found["on_policy"]], within, *counts, f"{found['lowest']:+.3f}", f"{found['highest']:+.3f}"])
+    head = ["", "within 0.02 of the target", "above by more", "of these held up by a shorter bin", "below by more"]
+    return table([*head, "lowest", "highest"], rows)
 
 
 def shortcut() -> str:

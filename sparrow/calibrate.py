@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
 WIDE = 1.5  # between budgets further apart than this factor, p5 is not taken to be a straight line
-AROUND = 0.75, 4 / 3  # what is tried around a schedule, in parts of its pages
+STEP = 4 / 3  # the first step from a budget that will not do, or is more than needed
 
 
 class Acceptance(NamedTuple):
@@ -45,12 +45,11 @@ class BinChoice:
     """What was chosen in one length bin, and on what evidence.
 
     Attributes:
-        start, end: lengths in tokens.
+        start, end: lengths in tokens; the first may span several bins of the schedule, see ``calibrate``.
         top_k: pages in the schedule.
         p5, lower, upper: the tail at that budget and its confidence interval, interpolated; NaN for a dense bin.
         n_tokens, n_sequences: what they were computed from.
-        borrowed: the bin alone had too few sequences, so its neighbours were pooled in, and half as many pages again
-            were taken unless only longer lengths were there to be pooled.
+        borrowed: it had too few tokens alone: shorter lengths were pooled in, and half as many pages again were taken.
     """
 
     start: int
@@ -94,6 +93,9 @@ def calibrate(
     Between two measured budgets the limit is taken to rise in a straight line. It rises ever more slowly in truth, so
     this errs towards more pages; brackets wider than ``WIDE`` are bisected first.
 
+    A bin has too few tokens if fewer than ``min_sequences`` sequences reach it, or so few of its tokens would lie below
+    p5. The first bins are joined until together they have enough; a later one borrows from shorter lengths.
+
     Args:
         measure: acceptance under a schedule; called once per pass.
         trials: schedules to measure first, all of one layout.
@@ -101,34 +103,35 @@ def calibrate(
         fewest: pages below which no bin is searched.
         refine: passes after the trials, at most. Each tries, in every bin where it is not settled, more pages if none
             yet will do, fewer if all will, and otherwise the middle between those that fail and those that will do.
-        min_sequences: a bin that fewer sequences reach borrows from other lengths, shorter ones first.
+        min_sequences: that a bin needs, and tokens of it below p5.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
 
     Raises:
-        ConfigError: no trials, a target outside (0, 1), or fewer than ``min_sequences`` sequences in all.
+        ConfigError: no trials, a target outside (0, 1), or too few tokens in all.
     """
     if not trials or not 0 < target < 1:
         raise ConfigError(f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}")
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
-    own: dict[int, int] = {}  # bin -> sequences that reach it; the same in every pass
+    thin: dict[int, bool] = {}  # bin -> it has too few tokens; the same in every pass
 
     def add(trial: SparsitySchedule) -> None:
         found = measure(trial)
-        own.update((b, len(sequences)) for b, sequences in sorted(_reaching(found, layout.bin_tokens).items()))
-        pages = tuple(trial.top_k[min(b, len(trial.top_k) - 1)] for b in own)
-        curves[pages] = tuple(_tail(found, layout.bin_tokens, min_sequences, seed))
+        bins = _joined(found, layout.bin_tokens, min_sequences)
+        thin.update((int(b), _is_thin(found, bins == b, min_sequences)) for b in np.unique(bins))
+        pages = tuple(trial.top_k[min(b, len(trial.top_k) - 1)] for b in thin)
+        curves[pages] = tuple(_tail(found, bins, layout.bin_tokens, min_sequences, seed))
 
     for trial in trials:
         add(trial)
     for _ in range(refine):
         if (wanted := _wanted(_by_bin(curves), target, fewest, layout.page_size)) is None:
             break
-        add(layout.replace(top_k=_table(own, wanted)))
+        add(layout.replace(top_k=_table(thin, wanted)))
     bins: list[BinChoice] = []
-    for tried, n in zip(_by_bin(curves), own.values(), strict=True):
-        bins.append(_bin_choice(tried, target, n < min_sequences, bins[-1].top_k if bins else None))
+    for tried, borrowed in zip(_by_bin(curves), thin.values(), strict=True):
+        bins.append(_bin_choice(tried, target, borrowed, bins[-1].top_k if bins else 0))
     evidence = {
         "curves": {
             " ".join(map(str, pages if len(set(pages)) > 1 else pages[:1])): [
@@ -140,25 +143,13 @@ def calibrate(
         "measured_up_to": bins[-1].end,
         "bins": [plain(asdict(b)) for b in bins],
     }
-    table = (*_table(own, (b.top_k for b in bins)), ALL_PAGES)
+    table = (*_table(thin, (b.top_k for b in bins)), ALL_PAGES)
     schedule = layout.replace(top_k=table, provenance={**(provenance or {}), **evidence})
     return Calibration(schedule, tuple(bins), curves)
 
 
-def around(schedule: SparsitySchedule, fewest: int) -> list[SparsitySchedule]:
-    """A schedule that was found, a sparser and a fuller one, to search on what the actor writes; none if it is dense.
-
-    The others keep their last budget at lengths that were not measured, where the schedule itself is dense.
-    """
-    if schedule.is_dense:
-        return []
-    tables = [[k if k >= ALL_PAGES else max(fewest, math.ceil(k * factor)) for k in schedule.top_k[:-1]]
-              for factor in AROUND]  # fmt: skip
-    return [schedule, *(schedule.replace(top_k=tuple(table), provenance={}) for table in tables)]
-
-
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """A schedule's table that does not shrink. Bins before the first hold prompts only; its budget serves them."""
+    """A schedule's table that does not shrink. Bins before the first, prompts or joined to it, have its budget."""
     rising = np.maximum.accumulate(list(pages)).tolist()
     return (rising[0],) * min(bins) + tuple(rising)
 
@@ -180,15 +171,20 @@ def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
 
 def _wanted(by_bin: Sequence[Tried], target: float, fewest: int, page_size: int) -> list[int] | None:
     """What to measure next in every bin, or again where a bin is settled; None if all are."""
-    wanted, settled, needed = [], True, -1
+    wanted: list[int] = []
+    settled, needed = True, -1
     for tried in by_bin:
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            if fails is not None:
-                pages = 2 * fails + 1 if fails * page_size < tried[fails].end else fails
+            if fails is None:  # only dense was tried, as at lengths that no earlier search has seen
+                pages = wanted[-1] if wanted else ALL_PAGES
+            elif fails * page_size < tried[fails].end:
+                pages = 2 * fails + 1 if len(tried) > 1 else max(fails + 1, math.ceil(fails * STEP))
+            else:
+                pages = fails
         elif fails is None:
-            pages = max(fewest, math.floor(enough * AROUND[0]))
+            pages = max(fewest, math.floor(enough / STEP))
         elif enough - fails > 1 and enough > WIDE * fails:
             pages = (fails + enough) // 2
         if pages <= needed and enough < ALL_PAGES:  # a shorter bin needs more
@@ -199,16 +195,16 @@ def _wanted(by_bin: Sequence[Tried], target: float, fewest: int, page_size: int)
     return None if settled else wanted
 
 
-def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int | None) -> BinChoice:
+def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int) -> BinChoice:
     """The cheapest budget of a bin whose lower limit meets the target, no cheaper than in the bin before."""
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
         low, high = tried[fails].lower, tried[top_k].lower
         top_k = fails + math.ceil((top_k - fails) * (target - low) / (high - low))
-    if borrowed and at_least is not None:
+    if borrowed:
         # Pooled shorter lengths flatter the bin, whose own tail is lower.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
-    top_k = max(top_k, at_least or 0)
+    top_k = max(top_k, at_least)
     p5, lower, upper = (
         float(np.interp(top_k, list(tried), [getattr(tail, name) for tail in tried.values()]))
         if top_k < ALL_PAGES
@@ -219,39 +215,36 @@ def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int | Non
     return BinChoice(tail.start, tail.end, top_k, p5, lower, upper, tail.n_tokens, tail.n_sequences, borrowed)
 
 
-def _tail(found: Acceptance, bin_tokens: int, min_sequences: int, seed: int) -> list[PercentileInterval]:
-    """p5 by bin; one that too few sequences reach is pooled with shorter ones, and only then with longer ones."""
+def _is_thin(found: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
+    """Too few of the tokens ``inside`` (bool ``[T]``) would lie below the percentile, or of too few sequences."""
+    return inside.sum() * PERCENTILE < 100 * min_sequences or len(np.unique(found.sequence[inside])) < min_sequences
+
+
+def _joined(found: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
+    """The bin of every token, int64 ``[T]``; the first ones are joined until together they have enough."""
     bins = found.position // bin_tokens
-    reaching = _reaching(found, bin_tokens)
-    everyone = set().union(*reaching.values())
-    if len(everyone) < min_sequences:
-        raise ConfigError(
-            f"{len(everyone)} sequences were measured, at least {min_sequences} are needed for an interval; sample more"
-        )
-    tail = []
-    for b in sorted(reaching):
-        pooled, chosen = set(reaching[b]), [b]
-        others = sorted((x for x in reaching if x < b), reverse=True) + sorted(x for x in reaching if x > b)
-        for x in others:
-            if len(pooled) >= min_sequences:
-                break
-            pooled |= reaching[x]
-            chosen.append(x)
-        inside = np.isin(bins, chosen)
+    for b in np.unique(bins):
+        if not _is_thin(found, bins <= b, min_sequences):
+            return np.maximum(bins, b)
+    raise ConfigError(
+        f"{len(bins)} tokens of {len(np.unique(found.sequence))} sequences were measured, at least "
+        f"{100 * min_sequences // PERCENTILE} of {min_sequences} are needed for an interval; sample more"
+    )
+
+
+def _tail(
+    found: Acceptance, bins: np.ndarray, bin_tokens: int, min_sequences: int, seed: int
+) -> list[PercentileInterval]:
+    """p5 by bin; shorter lengths are pooled in where one has too few tokens."""
+    tail: list[PercentileInterval] = []
+    for b in np.unique(bins):
+        first = b
+        while _is_thin(found, inside := (bins >= first) & (bins <= b), min_sequences):
+            first -= 1
         # Position 0 puts everything that was pooled into a single bin.
         (interval,) = percentile_by_bin_interval(
             found.alpha[inside], np.zeros(inside.sum(), np.int64), found.sequence[inside], 1, PERCENTILE, seed=seed
         )
-        tail.append(
-            PercentileInterval(
-                b, b * bin_tokens, (b + 1) * bin_tokens, interval.n_tokens, interval.n_sequences,
-                interval.estimate, interval.lower, interval.upper,
-            )
-        )  # fmt: skip
+        start = b if tail else found.position.min() // bin_tokens
+        tail.append(replace(interval, bin=int(b), start=int(start * bin_tokens), end=int((b + 1) * bin_tokens)))
     return tail
-
-
-def _reaching(found: Acceptance, bin_tokens: int) -> dict[int, set[int]]:
-    """Bin -> the sequences with a token in it."""
-    bins = found.position // bin_tokens
-    return {int(b): set(np.unique(found.sequence[bins == b]).tolist()) for b in np.unique(bins)}

@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparrow.calibrate import AROUND, Acceptance, Calibration, around, calibrate
+from sparrow.calibrate import Acceptance, Calibration, calibrate
 from sparrow.engines.base import Engine, Rollout, Sampling, Scores, split
+from sparrow.errors import ConfigError
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -119,18 +120,24 @@ def calibrate_engine(
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` on an engine's model, on trajectories sampled once.
 
-    Sampled is with ``layout``, the dense model by default. But the actor writes other tokens, which are harder for it.
-    So each of the ``on_policy`` rounds samples under the schedule found so far and searches again around it; only the
-    last round takes all prompts, those before it a tenth.
+    The actor writes other tokens than the dense model, and they are harder for it. So each of the ``on_policy`` rounds
+    samples under the schedule found so far and searches again from there; only the last round takes all prompts, those
+    before it a tenth. Of the schedule sampled under, the rollouts hold what a pass would compute.
 
     Args:
         engine, prompts, sampling, folder: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
         target, refine, provenance: see ``sparrow.calibrate.calibrate``.
-        layout: sampled under first; gives page size, bins and dense layers.
+        layout: gives page size, bins and dense layers. Sampled under first, but if it is dense and rounds follow, the
+            largest of ``budgets`` is, at a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
+
+    Raises:
+        ConfigError: rounds on policy without a pass to refine what they start from.
     """
+    if on_policy and not refine:
+        raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
     fewest = min(budgets)
 
@@ -138,7 +145,7 @@ def calibrate_engine(
     def step(phase: str, kind: str, responses: int, passes_left: int, rounds_left: int) -> Iterator[None]:
         ahead = {"sampling": responses * (kind == "sampling"), "scoring": passes_left * responses}
         ahead["sampling"] += rounds_left * len(prompts)
-        ahead["scoring"] += rounds_left * len(prompts) * len(AROUND)
+        ahead["scoring"] += rounds_left * len(prompts) * 2
         listener(phase, sum(n * slowest[k] for k, n in ahead.items()))
         began = time.monotonic()
         yield
@@ -156,7 +163,6 @@ def calibrate_engine(
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
             phase = f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages"
             with step(phase, "scoring", len(some), max(next(left), 0) + 1, later):
-                # Of the schedule sampled under, the rollouts hold what a pass would compute.
                 found = trajectories.acceptance(None if schedule == behaviour else schedule)
             lower, _, position, sequence = flatten(found)
             return Acceptance(lower, position, sequence)
@@ -164,10 +170,11 @@ def calibrate_engine(
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
         return calibrate(scored, trials, target, fewest, refine, seed=again.seed, provenance={**provenance, **sampled})
 
-    found = search(0, layout, [layout.replace(top_k=(k,)) for k in sorted(set(budgets))])
+    trials = [layout.replace(top_k=(k,)) for k in sorted(set(budgets))]
+    found = search(0, trials[-1] if layout.is_dense and on_policy else layout, trials)
     for number in range(1, on_policy + 1):
-        if trials := around(found.schedule, fewest):
-            found = search(number, found.schedule, trials)
+        if not found.schedule.is_dense:
+            found = search(number, found.schedule, [found.schedule])
     return found
 
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from sparrow.calibrate import Acceptance, around, calibrate
+from sparrow.calibrate import Acceptance, calibrate
 from sparrow.errors import ConfigError
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -52,11 +52,11 @@ def test_a_line_between_budgets_errs_towards_more_pages():
 
 def test_larger_budgets_follow_where_none_will_do():
     calls: list = []
-    found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2), 0.8999, refine=6)
+    found = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), fixed(2, 5), 0.8999, refine=6)
     assert calls[2:5] == [(3, 11, 11, 11), (3, 23, 23, 23), (3, 17, 17, 47)]
     assert found.schedule.top_k == (3, 13, 23, 33, ALL_PAGES)
     calls.clear()
-    found = calibrate(world([640] * 30, lambda b: 900 + 0 * b, calls), fixed(2), 0.9, refine=9)
+    found = calibrate(world([640] * 30, lambda b: 900 + 0 * b, calls), fixed(2, 5), 0.9, refine=9)
     assert found.schedule.is_dense and calls[-1] == (11, 23, 47, 47)  # 47 pages of 16 hold all 640 tokens
 
 
@@ -98,32 +98,47 @@ def test_thin_bins_borrow_are_marked_and_take_half_as_many_pages_again():
 
 
 def test_refusals():
-    with pytest.raises(ConfigError, match="3 sequences were measured, at least 20"):
+    with pytest.raises(ConfigError, match="960 tokens of 3 sequences were measured, at least 400 of 20"):
         calibrate(world([320] * 3, lambda b: 20 + 0 * b), fixed(4), 0.9)
     with pytest.raises(ConfigError, match="at least one budget"):
         calibrate(world([320] * 30, lambda b: 20 + 0 * b), fixed(), 0.9)
 
 
-def test_around_a_schedule():
-    found = LAYOUT.replace(top_k=(4, 12, 20, ALL_PAGES), provenance={"model": "this"})
-    own, sparser, fuller = around(found, 4)
-    assert own is found and sparser.top_k == (4, 9, 15) and fuller.top_k == (6, 16, 27) and not fuller.provenance
-    assert around(LAYOUT, 4) == []
-    # A second search around what a first one found, where the actor needs two pages more, takes one pass a schedule.
-    calls: list = []
+def test_a_search_that_starts_from_a_schedule_takes_one_step_in_every_bin():
     found = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 40), 0.8999, refine=6)
-    again = calibrate(world([640] * 30, lambda b: 12 + 8 * b, calls), around(found.schedule, 2), 0.8999)
-    assert again.schedule.top_k == (7, 15, 23, 32, ALL_PAGES) and len(calls) == 3
+    assert found.schedule.top_k == (5, 13, 21, 29, ALL_PAGES)
+    calls: list = []
+    again = calibrate(world([640] * 30, lambda b: 8 + 10 * b, calls), [found.schedule], 0.8999)
+    # Fewer by a quarter or more by a third; where fewer will do, fewer still.
+    assert calls == [found.schedule.top_k, (3, 9, 28, 39), (2, 13, 28, 39)]
+    assert again.schedule.top_k == (3, 13, 23, 34, ALL_PAGES)  # 33 would do, the line says one more
+    # Lengths beyond the schedule were sampled densely, and are tried with what the bin before wants.
+    calls.clear()
+    shorter = LAYOUT.replace(top_k=(9, 9, 9, ALL_PAGES))
+    longer = calibrate(world([640] * 30, lambda b: 12 + 0 * b, calls), [shorter], 0.8999)
+    assert calls[1] == (6, 6, 6, 6) and longer.schedule.top_k == (7, 7, 7, 7, ALL_PAGES)
 
 
-def test_a_first_bin_that_borrows_from_longer_ones_takes_no_budget_more():
-    def late(schedule):  # one response starts in bin 0, thirty in bin 1
-        found = world([320] * 31, lambda b: 20 + 0 * b)(schedule)
-        seen = (found.position >= 160) | (found.sequence == 0)
+def early(count, tokens):
+    """Thirty responses that start at 160, and ``count`` that start up to ``tokens`` tokens before."""
+
+    def measure(schedule):
+        found = world([480] * 30 + [480] * count, lambda b: 20 * (b > 0))(schedule)
+        seen = found.position >= np.where(found.sequence < 30, 160, 160 - tokens)
         return Acceptance(*(x[seen] for x in found))
 
-    found = calibrate(late, fixed(10, 15, 25), 0.8999, refine=0)
-    assert [b.borrowed for b in found.bins] == [True, False] and found.schedule.top_k == (15, 15, ALL_PAGES)
+    return measure
+
+
+def test_first_bins_with_too_few_tokens_are_joined():
+    for world_ in (early(5, 100), early(30, 10)):  # too few sequences, and too few tokens: 300 where 400 are needed
+        found = calibrate(world_, fixed(10, 15, 25), 0.8999, refine=0)
+        assert [(b.start, b.end, b.top_k, b.borrowed) for b in found.bins] == [
+            (0, 320, 15, False), (320, 480, 15, False)
+        ]  # fmt: skip
+        assert found.schedule.top_k == (15, 15, 15, ALL_PAGES)
+    found = calibrate(early(30, 20), fixed(10, 15, 25), 0.8999, refine=0)
+    assert [b.start for b in found.bins] == [0, 160, 320] and found.schedule.top_k == (10, 15, 15, ALL_PAGES)
 
 
 def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
