@@ -217,7 +217,8 @@ def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int) -> B
 
 def _is_thin(found: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
     """Too few of the tokens ``inside`` (bool ``[T]``) would lie below the percentile, or of too few sequences."""
-    return inside.sum() * PERCENTILE < 100 * min_sequences or len(np.unique(found.sequence[inside])) < min_sequences
+    tokens, sequences = int(inside.sum()), len(np.unique(found.sequence[inside]))
+    return tokens * PERCENTILE < 100 * min_sequences or sequences < min_sequences
 
 
 def _joined(found: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
