@@ -21,7 +21,7 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, pla
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
-WIDE = 1.5  # between budgets further apart than this factor, p5 is not taken to be a straight line
+WIDE = 1.5  # between budgets further apart than this factor, p5 is not interpolated
 STEP = 4 / 3  # the first step from a budget that will not do, or is more than needed
 
 
@@ -90,8 +90,8 @@ def calibrate(
 ) -> Calibration:
     """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
 
-    Between two measured budgets the limit is taken to rise in a straight line. It rises ever more slowly in truth, so
-    this errs towards more pages; brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets the limit is taken to rise with the budget's logarithm. Where measured it rises ever
+    more slowly even so, which errs towards more pages; brackets wider than ``WIDE`` are bisected first.
 
     A bin has too few tokens if fewer than ``min_sequences`` sequences reach it, or so few of its tokens would lie below
     p5. The first bins are joined until together they have enough; a later one borrows from shorter lengths.
@@ -200,13 +200,13 @@ def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int) -> B
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
         low, high = tried[fails].lower, tried[top_k].lower
-        top_k = fails + math.ceil((top_k - fails) * (target - low) / (high - low))
+        top_k = math.ceil((1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1)
     if borrowed:
         # Pooled shorter lengths flatter the bin, whose own tail is lower.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
-        float(np.interp(top_k, list(tried), [getattr(tail, name) for tail in tried.values()]))
+        float(np.interp(np.log1p(top_k), np.log1p(list(tried)), [getattr(tail, name) for tail in tried.values()]))
         if top_k < ALL_PAGES
         else math.nan
         for name in ("estimate", "lower", "upper")
