@@ -97,7 +97,8 @@ class Calibrate(FromPrompts):
     refine: int = 3  # Passes after those, at most: each tries the next budget of every length bin that is not settled.
     # Rounds that sample under the schedule found so far and search again; only the last takes all prompts.
     on_policy: int = 2
-    layout: str = "dense"  # A schedule to take page size, bin width and dense layers from.
+    # A schedule to take page size, bin width and dense layers from; if it is sparse, the first responses' too.
+    layout: str = "dense"
 
 
 @dataclass(frozen=True, kw_only=True)

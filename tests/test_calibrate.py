@@ -172,6 +172,10 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     assert phases[:2] == ("round 0: sampling 24 responses", "round 0: scoring with 2 pages")
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith("round 1: scoring with")
     assert np.isnan(left[:2]).all() and 0 < left[-1] < left[2]
+    # Every round has a dense pass more, and none for what it sampled under, in the first the largest budget.
+    assert len(list((tmp_path / "work").glob("scores-*"))) == sum("scoring" in phase for phase in phases)
+    with pytest.raises(ConfigError, match="raise refine"):
+        calibrate_engine(engine, prompts, sampling, tmp_path, **dict(options, refine=0))
     # A second call finds everything on disk; other responses are not taken for those asked for.
     other = dict(options, budgets=(8,), refine=0, on_policy=0, target=0.5)
     calibrate_engine(engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other)
