@@ -7,11 +7,15 @@
 Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient checkpointing), and the new
 weights into vLLM. Weights are random, rewards a coin's, and a response ends where its length, drawn beforehand, says.
+A step with a sixteenth of the lengths comes first and is left out: it compiles, and AdamW gets its moments.
 
-A real step, 240 responses of 14,268 tokens on average, would take most of an hour with its training. Here lengths are
-scaled by 1/8 (mean 1,783, cut at 4,096), the schedule with them (an eighth of the pages in bins of an eighth), and all
-240 run at once. So a step reads as many bytes of KV as one of 30 responses at full length. The longest responses are
-alone at the end, as they are in a real one.
+A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two ways to shorten it:
+
+- ``--scale 8``: an eighth of the lengths (mean 1,783, cut at 4,096), the schedule with them (an eighth of the pages in
+  bins of an eighth), all 240 at once. So a decode step reads as many bytes of KV as one of 30 responses at full length.
+  The longest responses are alone at the end, as they are in a real step.
+- ``--part 15``: every fifteenth response, by length, as long as it is. Training adds up over responses, rollouts do
+  not. ``--variant given`` has no rollouts: random tokens in their place.
 """
 
 from __future__ import annotations
@@ -20,11 +24,13 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from rollout import SHAPES
@@ -42,8 +48,9 @@ from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.trainer import Trainer
 
-PROMPTS, SAMPLES = 30, 8
+RESPONSES, SAMPLES = 240, 8
 SHAPE = "qwen3-1.7b"
+VOCABULARY = 151936
 
 
 class Coin:
@@ -54,27 +61,25 @@ class Coin:
         return Problem(str(index), " 1" * 64, lambda text: float(chance.random() < 0.5))
 
 
-class Engine:
-    """vLLM, stock or with Sparrow, as the trainer wants it, with response lengths given."""
+class Given:
+    """In an engine's place: random tokens, as many as ``lengths`` says of every response of every step."""
 
-    def __init__(self, llm: LLM, lengths: Sequence[int]) -> None:
-        self.llm, self._lengths = llm, lengths
+    def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
+        self._lengths = lengths
+        self.measured: dict[str, Any] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        parameters = [
-            SamplingParams(
-                max_tokens=length, temperature=sampling.temperature, logprobs=sampling.top_n, ignore_eos=True,
-                seed=seed, detokenize=False, flat_logprobs=True,
-            )
-            for length, seed in zip(self._lengths, sampling.request_seeds(len(prompts)), strict=True)
-        ]  # fmt: skip
-        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
-        return [_rollout(p, output.outputs[0], sampling.top_n) for p, output in zip(prompts, outputs, strict=True)]
+        rng, found = np.random.default_rng(0), []
+        for prompt, n in zip(prompts, next(self._lengths), strict=True):
+            ids = rng.integers(0, VOCABULARY, n, dtype=np.int32)
+            top = (ids[:, None] + np.arange(sampling.top_n, dtype=np.int32)) % VOCABULARY
+            even = np.full(top.shape, -np.log(VOCABULARY), dtype=np.float32)
+            found.append(Rollout(prompt, ids, even[:, 0], top, even, "length"))
+        return found
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.llm.collective_rpc("sparrow_load_weights", args=(weights,))
-        self.llm.reset_prefix_cache()
+        for _, weight in weights:
+            weight.bfloat16()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """It stays what vLLM was started with."""
@@ -82,8 +87,53 @@ class Engine:
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
 
+    def sleep(self) -> None: ...
+
+    def wake(self) -> None: ...
+
+
+class Engine(Given):
+    """vLLM, stock or with Sparrow, as the trainer wants it, with response lengths given."""
+
+    def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
+        super().__init__(lengths)
+        self.llm, self._step, self._ends = llm, llm.llm_engine.step, [0.0]
+        llm.llm_engine.step = self._timed  # type: ignore[method-assign]
+
+    def _timed(self) -> Any:
+        outputs = self._step()
+        self._ends.append(time.perf_counter())
+        return outputs
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        parameters = [
+            SamplingParams(
+                max_tokens=length, temperature=sampling.temperature, logprobs=sampling.top_n, ignore_eos=True,
+                seed=seed, detokenize=False, flat_logprobs=True,
+            )
+            for length, seed in zip(next(self._lengths), sampling.request_seeds(len(prompts)), strict=True)
+        ]  # fmt: skip
+        requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        self._ends = [time.perf_counter()]
+        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        found = [_rollout(p, output.outputs[0], sampling.top_n) for p, output in zip(prompts, outputs, strict=True)]
+        ms = 1e3 * np.diff(self._ends)
+        self.measured = {
+            "generate_s": time.perf_counter() - self._ends[0],
+            "decode_s": ms.sum() / 1e3,
+            "steps": len(ms),
+            "ms": [float(part.mean()) for part in np.array_split(ms, 32)],
+        }
+        return found
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.llm.collective_rpc("sparrow_load_weights", args=(weights,))
+        self.llm.reset_prefix_cache()
+
     def sleep(self) -> None:
+        began = time.perf_counter()
         self.llm.sleep(level=1)
+        self.measured["sleep_s"] = time.perf_counter() - began
 
     def wake(self) -> None:
         torch.cuda.empty_cache()
@@ -99,64 +149,80 @@ def scaled(schedule: SparsitySchedule, scale: int) -> SparsitySchedule:
     return schedule.replace(top_k=pages, bin_tokens=schedule.bin_tokens // scale)
 
 
+def chosen(part: int, scale: int) -> list[int]:
+    """Tokens of every ``part``-th response by length, in the order of the trace."""
+    lengths = np.array(responses(RESPONSES))
+    return [max(1, int(n) // scale) for n in lengths[np.sort(np.argsort(lengths, kind="stable")[part // 2 :: part])]]
+
+
+def start(variant: str, folder: str, schedule: SparsitySchedule, responses: int, longest: int) -> LLM:
+    """vLLM for the model in ``folder``."""
+    options: dict[str, Any] = dict(
+        load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest + 256,
+        max_num_seqs=responses, gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
+        enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )  # fmt: skip
+    if variant == "stock":
+        return LLM(folder, attention_backend="FLASH_ATTN", **options)
+    return VLLMEngine(folder, schedule, **options).llm
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
+    parser.add_argument("--variant", choices=["stock", "sparse", "given"], required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
+    parser.add_argument("--part", type=int, default=1, help="of so many responses one")
     arguments = parser.parse_args()
     state = PartialState()
     scale = arguments.scale
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    lengths = [max(1, n // scale) for n in responses(PROMPTS * SAMPLES)]
+    lengths = chosen(arguments.part, scale)
+    dealt = lengths[state.process_index :: state.num_processes]
+    steps = iter([[max(1, n // 16) for n in dealt], dealt])
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     with tempfile.TemporaryDirectory() as folder:
         shape = Qwen3Config(
-            vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="float32",
+            vocab_size=VOCABULARY, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="float32",
             architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
             **SHAPES[SHAPE],
         )  # fmt: skip
         shape.save_pretrained(folder)
-        options: dict[str, Any] = dict(
-            load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CUTOFF // scale + 256,
-            max_num_seqs=PROMPTS * SAMPLES, gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
-            enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-        )  # fmt: skip
-        if arguments.variant == "stock":
-            llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
-        else:
-            llm = VLLMEngine(folder, schedule, **options).llm
+        engine = Given(steps)
+        if arguments.variant != "given":
+            engine = Engine(start(arguments.variant, folder, schedule, len(dealt), CUTOFF // scale), steps)
         torch.manual_seed(0)
         with state.device:
             model = Qwen3ForCausalLM(shape)
         config = TrainConfig(
             run_dir=f"{folder}/run",
-            rollout=RolloutConfig(prompts=PROMPTS, samples=SAMPLES, max_new_tokens=CUTOFF // scale),
+            steps=2,
+            save_every=10**9,
+            rollout=RolloutConfig(prompts=len(lengths) // SAMPLES, samples=SAMPLES, max_new_tokens=CUTOFF // scale),
             optimizer=OptimizerConfig(precision="bf16", gradient_checkpointing=True, token_budget=65536),
             loss=LossConfig(normalization="dapo"),
         )
         found: dict[str, Any] = {
             "device": torch.cuda.get_device_name(), "shape": SHAPE, "variant": arguments.variant, "scale": scale,
-            "responses": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
+            "part": arguments.part, "responses": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
             "schedule": schedule.to_dict()["top_k"] if arguments.variant == "sparse" else None,
         }  # fmt: skip
 
         def listen(event: str, metrics: dict[str, Any]) -> None:
-            if event == "step":
-                if not state.is_main_process:
-                    raise Done
-                found.update({key: metrics[key] for key in ("seconds", "response", "entropy")})
-                found["imbalance"] = metrics["imbalance"]
-                found["acceptance"] = metrics["mismatch"]["mean"]
-                found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                print(found, flush=True)
-                arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+            if event == "step" and metrics["step"] == 1:
+                torch.cuda.reset_peak_memory_stats()
+            elif event == "step":
+                if state.is_main_process:
+                    found.update({key: metrics[key] for key in ("seconds", "response", "entropy", "imbalance")})
+                    found["acceptance"] = metrics["mismatch"]["mean"]
+                    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                    found["engine"] = engine.measured
+                    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
                 raise Done  # before a checkpoint is written
 
         tokenizer = AutoTokenizer.from_pretrained(str(Path(sparrow.__file__).parent / "reasoner"))
-        dealt = lengths[state.process_index :: state.num_processes]
-        trainer = Trainer(config, model, tokenizer, Coin(), Engine(llm, dealt), schedule, listener=listen)
+        trainer = Trainer(config, model, tokenizer, Coin(), engine, schedule, listener=listen)
         found["gpus"], found["sharded"] = trainer.ranks.count, trainer.ranks.is_sharded
         with suppress(Done):
             trainer.train()
