@@ -6,9 +6,9 @@
 How far DDP and FSDP2 are from one GPU stands beside how far two runs on one GPU are from each other: *again* has vLLM
 take fewer responses at a time, so bfloat16 is rounded otherwise; *seed* has other problems and samples.
 
-*killed* is DDP whose second process is killed after three steps; one GPU goes on from its checkpoint. *server* samples
-in a ``vllm serve`` on the other GPU, which is killed after two steps. The server finds the plugin where Sparrow is
-installed.
+*killed* is DDP whose second process is killed after three steps; one GPU goes on from its checkpoint.
+*killed_fsdp2* is the same with FSDP2, with which it goes on. *server* samples in a ``vllm serve`` on the other GPU,
+which is killed after two steps. The server finds the plugin where Sparrow is installed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from vllm_train import ENGINE, SPARSE, read, rounded
 import sparrow
 
 TWO = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
+FSDP2 = [*TWO, "--use_fsdp", "--fsdp_version", "2"]
 RUNS: dict[str, tuple[str, list[str], list[str]]] = {
     "one": ("0", [], []),
     "ddp": ("0,1", TWO, []),
-    "fsdp2": ("0,1", [*TWO, "--use_fsdp", "--fsdp_version", "2"], []),
+    "fsdp2": ("0,1", FSDP2, []),
     "again": ("1", [], ["--engine", ENGINE.replace("max_num_seqs=256", "max_num_seqs=64")]),
     "seed": ("1", [], ["--seed", "1"]),
 }
@@ -91,14 +92,20 @@ class Bench:
         return self.ended(name, self.train(name, gpus, launcher, more))
 
     def killed(self) -> dict[str, Any]:
-        launcher = self.train("killed", "0,1", TWO)
-        self.until_step("killed", 3, launcher)
+        return self.loses_a_process("killed", TWO, "0", [])
+
+    def killed_fsdp2(self) -> dict[str, Any]:
+        return self.loses_a_process("killed_fsdp2", FSDP2, "0,1", FSDP2)
+
+    def loses_a_process(self, name: str, first: list[str], gpus: str, then: list[str]) -> dict[str, Any]:
+        launcher = self.train(name, "0,1", first)
+        self.until_step(name, 3, launcher)
         children = psutil.Process(launcher.pid).children(recursive=True)
         victim = next(p for p in children if p.environ().get("LOCAL_RANK") == "1")
         began = time.monotonic()
         victim.kill()
-        stopped = self.ended("killed", launcher) | {"seconds": time.monotonic() - began}
-        resumed = self.ended("killed", self.train("killed", "0", more=["--resume"]))
+        stopped = self.ended(name, launcher) | {"seconds": time.monotonic() - began}
+        resumed = self.ended(name, self.train(name, gpus, then, ["--resume"]))
         return {"stopped": stopped, "resumed": resumed}
 
     def server(self) -> dict[str, Any]:
@@ -146,7 +153,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="keeps what it has of runs not asked for")
-    parser.add_argument("--runs", nargs="+", choices=[*RUNS, "killed", "server"], default=[*RUNS, "killed", "server"])
+    runs = [*RUNS, "killed", "killed_fsdp2", "server"]
+    parser.add_argument("--runs", nargs="+", choices=runs, default=runs)
     parser.add_argument("--logs", type=Path, help="keep the ends of the runs' output in this folder")
     parser.add_argument(
         "options", nargs="*", default=["--steps", "10"], help="after --: other options of sparrow train"
