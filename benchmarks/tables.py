@@ -46,10 +46,6 @@ def load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def load_lines(name: str) -> list[Any]:
-    return [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-
-
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(map(str, line)) + " |\n" for line in lines)
@@ -333,7 +329,7 @@ def trainers() -> str:
     logs = {
         "TRL, vLLM colocated": load("trl_grpo")["log"],
         "TRL, vLLM server": load("trl_grpo_server")["log"],
-        "verl": [line["data"] for line in load_lines("verl_grpo")],
+        "verl": [line["data"] for line in load("verl_grpo")["log"]],
     }
     rows = []
     for name, logged in logs.items():
@@ -352,6 +348,23 @@ def trainers() -> str:
         )  # fmt: skip
     head = ["trainer", "steps", "reward, first and last five", "p5, first and last (times measured)", "mean acceptance"]
     return table([*head, "p5's floor, mean", "s a step, median"], rows)
+
+
+def sampled_tail() -> str:
+    rows = []
+    for row in load("sampled_tail")["rows"]:
+        floor, low, high = row["p5_floor"]
+        cells = [f"{row['mean']:.4f}", f"{row['mean_sampled']:.4f}", f"{row['p5'][0]:.3f}"]
+        rows.append([row["pages"], *cells, f"{floor:.3f} ({low:.3f} to {high:.3f})", f"{row['p5_of_sampled']:.3f}"])
+    head = [
+        "pages of 8",
+        "mean acceptance",
+        "from sampled tokens",
+        "p5",
+        "its floor (95 % interval)",
+        "p5 of min(1, p/q)",
+    ]
+    return table(head, rows)
 
 
 def calibrations() -> list[tuple[str, list[Row]]]:
@@ -493,6 +506,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "same run": same_run,
     "planned": planned,
     "trainers": trainers,
+    "sampled tail": sampled_tail,
     "calibration": calibration,
     "calibration summary": calibration_summary,
     "shortcut": shortcut,
