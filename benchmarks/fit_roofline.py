@@ -4,10 +4,11 @@
     python benchmarks/fit_roofline.py measured.json         # another machine, engine or version
 
 The JSON names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole decode steps with ``shape``,
-``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it). The steps
-that ``rollout.py`` measured on the H200, dense and sparse, join its own. Least squares of relative errors, with no
-constant below zero. The last column is the error of a fit from which the point's whole model shape was left out. No fit
-sees the steps of the rollout traces, whose sequences differ in length; their errors come after the table.
+``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it), those that
+return top-20 lists with ``lists``. The steps that ``rollout.py`` measured on the H200, dense and sparse, join its own.
+Least squares of relative errors, with no constant below zero. The last column is the error of a fit from which the
+point's whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences differ in length;
+their errors come after the table.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ class Point:
 
     name: str
     shape: str
-    features: tuple[float, float, float, float]
+    features: tuple[float, ...]
     seconds: float
 
 
@@ -48,16 +49,15 @@ def measured() -> dict[str, Any]:
         run = json.loads(path.read_text(encoding="utf-8"))
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
         for row in run["points"]:
-            if row["schedule"] != "dense" and row["logprobs"] == "none":
-                uniform = {key: row[key] for key in ("batch", "length", "ms")}
+            if row["schedule"] != "dense" and row["logprobs"] != "sampled":
+                uniform = {key: row[key] for key in ("batch", "length", "ms")} | {"lists": row["logprobs"] == "top 20"}
                 found["steps"].append({"shape": run["shape"], **uniform, **sparse})
         for requests, trace in run["traces"].items():
             spans = simulate([PROMPT] * int(requests), responses(int(requests)), run["slots"])
             for (step, lengths), row in zip(states(spans, len(trace["states"])), trace["states"], strict=True):
                 assert (step, lengths.sum()) == (row["step"], row["tokens"]), f"{path} has another trace"
-                if "none" in row:
-                    ragged = {"shape": run["shape"], "lengths": lengths, "ms": row["none"]["ms"], **sparse}
-                    found["ragged"].append(ragged | {"trace": requests})
+                ragged = {"shape": run["shape"], "lengths": lengths, "ms": row["top 20"]["ms"], "lists": True, **sparse}
+                found["ragged"].append(ragged | {"trace": requests})
     return found
 
 
@@ -66,23 +66,25 @@ def point(row: Mapping[str, Any], machine: str) -> Point:
     shape, spec = SHAPES[row["shape"]], row.get("schedule")
     schedule = None if spec is None else SparsitySchedule.load(spec)
     lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
-    step = decode_step(shape, MACHINES[machine], lengths, schedule, Overheads(0.0, 0.0, 1.0, 1.0))
-    name = f"{row['shape']} {len(lengths)} x {round(float(np.mean(lengths)))}" + ("" if spec is None else " sparse")
-    features = (1.0, float(shape.layers), step.overhead_s, step.weight_s + step.attention_s)
+    step = decode_step(shape, MACHINES[machine], lengths, schedule, Overheads(sparse_layer_s=1.0))
+    lists = len(lengths) * bool(row.get("lists"))
+    name = f"{row['shape']} {len(lengths)} x {round(float(np.mean(lengths)))}"
+    name += " top 20" * bool(lists) + " sparse" * (spec is not None)
+    features = (shape.layers, step.overhead_s, len(lengths), lists, step.weight_s + step.attention_s)
     return Point(name, row["shape"], features, row["ms"] * 1e-3)
 
 
 def fit(found: list[Point]) -> Overheads:
     """The constants with the smallest sum of squared relative errors."""
     features, seconds = _arrays(found)
-    step_s, layer_s, sparse_layer_s, slowness = nnls(features / seconds[:, None], np.ones(len(found)))[0]
-    return Overheads(float(step_s), float(layer_s), float(sparse_layer_s), float(1 / slowness))
+    *constants, slowness = nnls(features / seconds[:, None], np.ones(len(found)))[0].tolist()
+    return Overheads(*constants, 1 / slowness)
 
 
 def predicted(found: list[Point], overheads: Overheads) -> NDArray[np.float64]:
     """Seconds of each point."""
-    constants = (overheads.step_s, overheads.layer_s, overheads.sparse_layer_s, 1 / overheads.read_fraction)
-    return _arrays(found)[0] @ np.array(constants)
+    *constants, read_fraction = astuple(overheads)
+    return _arrays(found)[0] @ np.array([*constants, 1 / read_fraction])
 
 
 def _arrays(found: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

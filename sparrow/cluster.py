@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from sparrow import cost
 from sparrow.cost import (
     MEMORY_FRACTION,
-    TRAIN_MFU,
     VLLM_H200,
     Machine,
     ModelShape,
@@ -175,16 +175,13 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Seconds of the log-probs (a forward pass) and of the update (two forward passes and a backward) over sequences
-    of ``totals`` tokens, at ``TRAIN_MFU`` of the peak; or of gathering the shards, where that takes longer."""
-    total = np.asarray(totals, dtype=np.float64)
-    attention = shape.kv_width * shape.heads / shape.kv_heads
-    forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
-    compute = forward / (TRAIN_MFU * cluster.machine.flops * cluster.gpus)
-    passes = max(1.0, total.sum() / token_budget / cluster.gpus)
+    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens (``cost.train_seconds``), or of
+    gathering the shards, where that takes longer."""
+    score, update = (seconds / cluster.gpus for seconds in cost.train_seconds(shape, cluster.machine, totals))
+    passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
     away = (cluster.gpus - 1) / cluster.gpus * (shape.weights + shape.embedding) / cluster.exchange_bytes_s
     # bf16 weights once for the log-probs and twice for the update, whose gradients are reduced in float32.
-    return max(compute, passes * 2 * away), max(4 * compute, passes * (2 + 2 + GRADIENT_BYTES) * away)
+    return max(score, passes * 2 * away), max(update, passes * (2 + 2 + GRADIENT_BYTES) * away)
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:

@@ -166,13 +166,14 @@ def page_size_frontier(
 class Overheads:
     """What a decode step costs beyond its bytes, as ``benchmarks/fit_roofline.py`` fits it."""
 
-    step_s: float  # seconds of a step, whatever it reads
-    layer_s: float  # seconds of a layer, whatever it reads
-    sparse_layer_s: float  # further seconds of a layer that scores and selects pages
-    read_fraction: float  # of Machine.read_bytes_s, reached by the kernels
+    layer_s: float = 0.0  # seconds of a layer, whatever it reads
+    sparse_layer_s: float = 0.0  # further seconds of a layer that scores and selects pages
+    row_s: float = 0.0  # seconds of a sequence: it is scheduled and sampled from
+    lists_s: float = 0.0  # further seconds of a sequence: its 20 most likely tokens, which acceptance is made of
+    read_fraction: float = 1.0  # of Machine.read_bytes_s, reached by the kernels
 
 
-VLLM_H200 = Overheads(step_s=0.0, layer_s=55.3e-6, sparse_layer_s=7.4e-6, read_fraction=0.925)
+VLLM_H200 = Overheads(54.7e-6, 6.86e-6, 4.03e-6, 4.32e-6, 0.932)
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,8 @@ def decode_step(
     kv = 2 * key_bytes * float((shape.layers - sparse_layers) * length.sum() + sparse_layers * read.sum())
     landmarks = key_bytes * float(sparse_layers * (-(-length[partial] // schedule.page_size)).sum())
     weights = shape.weights * shape.weight_bytes
-    overhead_s = overheads.step_s + overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
+    overhead_s = overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
+    overhead_s += (overheads.row_s + overheads.lists_s) * length.size
     weight_s = max(weights / bandwidth, 2 * shape.weights * length.size / machine.flops)
     attention_s = (kv + landmarks) / bandwidth
     return StepCost(weights, kv, landmarks, overhead_s, weight_s, attention_s, overhead_s + weight_s + attention_s)
@@ -289,6 +291,16 @@ def simulate_rollout(
     return RolloutEstimate(overhead_s, weight_s, attention_s, prefill_s, total, drain_s, n, n / steps, preemptions)
 
 
+def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
+    """Seconds of the log-probs (a forward pass) and of the update (two forward passes and a backward, which counts as
+    two) over sequences of ``totals`` tokens: the weights, and causal attention over half the square."""
+    total = np.asarray(totals, dtype=np.float64)
+    attention = shape.kv_width * shape.heads / shape.kv_heads
+    forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
+    score = forward / (TRAIN_MFU * machine.flops)
+    return score, 4 * score
+
+
 @dataclass(frozen=True)
 class Prediction:
     """A dense and a sparse rollout of the same responses, and what follows for an RL step."""
@@ -314,15 +326,16 @@ def predict(
     """
     batching = (prompt, max_batch, overheads)
     dense, sparse = (simulate_rollout(shape, machine, responses, kind, *batching) for kind in (None, schedule))
-    # Two forward passes and a backward, as four forwards: the weights, and causal attention over half the square.
-    total = prompt + np.asarray(responses, dtype=np.float64)
-    flops = 8 * shape.weights * total.sum() + 4 * shape.kv_width * shape.heads / shape.kv_heads * (total**2).sum()
-    priced = float(flops) / (TRAIN_MFU * machine.flops)
-    train_s = priced if rollout_share is None else dense.seconds * (1 / rollout_share - 1)
+    if rollout_share is None:
+        train_s = sum(train_seconds(shape, machine, prompt + np.asarray(responses)))
+    else:
+        train_s = dense.seconds * (1 / rollout_share - 1)
     # A step verifies drafted + 1 tokens a sequence for one reading of weights and KV, until the FLOPs take longer.
     weight_s = max(dense.weight_s, 2 * shape.weights * (drafted + 1) * dense.tokens / machine.flops)
     steps = (1 + drafted * draft_cost) / sum(acceptance**i for i in range(drafted + 1))  # per dense step
-    speculative = dense.seconds / (steps * (dense.overhead_s + weight_s + dense.attention_s) + dense.prefill_s)
+    sampled_s = drafted * (overheads.row_s + overheads.lists_s) * dense.tokens
+    step_s = dense.overhead_s + sampled_s + weight_s + dense.attention_s
+    speculative = dense.seconds / (steps * step_s + dense.prefill_s)
     speedup, step_speedup = dense.seconds / sparse.seconds, (dense.seconds + train_s) / (sparse.seconds + train_s)
     pays = "pay" if speedup >= WORTHWHILE else "will not pay"
     verdict = f"Sparse rollouts {pays}: {speedup:.2f}x on the rollout and {step_speedup:.2f}x on the step."
