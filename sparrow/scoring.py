@@ -67,11 +67,11 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy carries no gradient."""
+    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; None in place of the entropy where gradients are wanted."""
 
     logprobs: Tensor
     top_logprobs: Tensor | None
-    entropy: Tensor
+    entropy: Tensor | None
 
 
 class TokenScorer(nn.Module):
@@ -106,7 +106,9 @@ class TokenScorer(nn.Module):
             pieces.append(self._score_chunk(hidden_MC[now], target_M[now], top, temperature))
         logprobs, tops, entropy = zip(*pieces, strict=True)
         return TokenScores(
-            torch.cat(logprobs), torch.cat(tops) if batch.top_ids is not None else None, torch.cat(entropy)
+            torch.cat(logprobs),
+            torch.cat(tops) if top_ids is not None else None,
+            None if torch.is_grad_enabled() else torch.cat(entropy),
         )
 
     def _score_chunk(self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float) -> tuple:
@@ -117,10 +119,9 @@ class TokenScorer(nn.Module):
     def _head(self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float) -> tuple:
         logits = self.model.get_output_embeddings()(hidden).float()
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
-        with torch.no_grad():
-            entropy = -torch.linalg.vecdot(log_p.exp(), log_p)
-        gathered = log_p.gather(-1, top) if top is not None else None
-        return log_p.gather(-1, target[:, None])[:, 0], gathered, entropy
+        entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
+        found = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
+        return found[:, 0], found[:, 1:], entropy
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, inject_adapter_in_model, load_peft_weights
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear
 from peft.utils import set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -43,6 +43,58 @@ from sparrow.train.ranks import Ranks
 
 BASE = "sparrow_base"
 """Metadata of a saved adapter: weights of its base."""
+
+
+class _TimesMerged(torch.autograd.Function):
+    """``x @ weight.T + bias``, weight being the base plus ``scale * B @ A``; with gradients of x, A and B only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, A.to(x.dtype), B.to(x.dtype))
+        ctx.scale = scale
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, A, B = ctx.saved_tensors
+        d_out = gradients[0]
+        d_x = d_out @ weight if ctx.needs_input_grad[0] else None
+        x, d_out = x.flatten(0, -2), d_out.flatten(0, -2)
+        d_A = ctx.scale * ((d_out @ B).T @ x)
+        d_B = ctx.scale * (d_out.T @ (x @ A.T))
+        return d_x, None, None, d_A, d_B, None
+
+
+class ActorLinear(Linear):
+    """A linear layer with a LoRA, which when worn multiplies once by what the engine gets: the merged weight.
+
+    PEFT's own forward pass computes and adds the LoRA's part at full width, and a gradient through the merged weight
+    would cost as much as the base's: more than either product.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.disable_adapters:
+            return cast(Tensor, self.base_layer(x))
+        device, bias = x.device.type, self.base_layer.bias
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            weight = self.worn_weight().to(x.dtype)
+            bias = bias if bias is None else bias.to(x.dtype)
+            return cast(Tensor, _TimesMerged.apply(x, weight, bias, *self._phi(), self.scaling["default"]))
+
+    @torch.no_grad()
+    def worn_weight(self) -> Tensor:
+        """theta + delta(phi), float32, a new tensor.
+
+        Merging in place and back would change bf16 weights by rounding.
+        """
+        A, B = self._phi()
+        theta = cast(Tensor, self.base_layer.weight)
+        return torch.addmm(theta.float(), B.float(), A.float(), alpha=self.scaling["default"])
+
+    def _phi(self) -> tuple[Tensor, Tensor]:
+        return cast(Tensor, self.lora_A["default"].weight), cast(Tensor, self.lora_B["default"].weight)
 
 
 class Adapter:
@@ -74,9 +126,8 @@ class Adapter:
             task_type="CAUSAL_LM",
             base_model_name_or_path=model.name_or_path,
         )
+        self._lora._register_custom_module({torch.nn.Linear: ActorLinear})
         inject_adapter_in_model(self._lora, model)
-        for module in self._layers():
-            module.cast_input_dtype_enabled = False  # autocast casts, and not to float32 and back
         self._base = self._sample()
         self._enable(False)
         self._train_policy(True)
@@ -117,18 +168,10 @@ class Adapter:
         }
 
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched.
-
-        Merging in place and back would change bf16 weights by rounding.
-        """
-        merged: dict[str, Any] = {
-            f"{name}.weight": module for name, module in self.model.named_modules() if isinstance(module, LoraLayer)
-        }
+        """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
+        worn = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, ActorLinear)}
         for name, weight in self.policy_weights().items():
-            if name in merged:
-                delta = merged[name].get_delta_weight("default").detach()
-                weight = (weight.float() + delta.float()).to(weight.dtype)
-            yield name, weight
+            yield name, worn[name].worn_weight().to(weight.dtype) if name in worn else weight
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """phi, by PEFT's names."""
@@ -181,8 +224,8 @@ class Adapter:
         for module in self._layers():
             module.enable_adapters(enabled)
 
-    def _layers(self) -> list[LoraLayer]:
-        return [module for module in self.model.modules() if isinstance(module, LoraLayer)]
+    def _layers(self) -> list[ActorLinear]:
+        return [module for module in self.model.modules() if isinstance(module, ActorLinear)]
 
 
 def _saved_base(folder: Path) -> Tensor | None:
