@@ -4,7 +4,7 @@
 
 One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient checkpointing, the published 0.86
 schedule. A dense update is everything from the corrections to the optimiser step; "added" is the time of phi's update,
-its own optimiser step included, over the dense update's.
+its own optimiser step included, over that of the dense update of the same round: median and range.
 
 What sparse attention costs depends on how many pages a tile of 32 neighbouring positions reads for each that one
 position keeps, ``read``. Two kinds of text: "random" tokens, whose neighbours want unlike pages (the worst case), and
@@ -90,20 +90,14 @@ def make_trainer(layers: int, tokens: int, checkpointing: bool, folder: str) -> 
     return Trainer(config, model, unused, unused, unused, schedule)
 
 
-def seconds(repeats: int, work: Callable[..., Any], *arguments: Any) -> dict[str, float]:
-    times = []
+def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
+    """How long ``work`` takes, and the GiB that it has allocated at most."""
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work(*arguments)
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return {
-        "seconds": statistics.median(times),
-        "slowest": max(times),
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
-    }
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    work(*arguments)
+    torch.cuda.synchronize()
+    return time.perf_counter() - begin, torch.cuda.max_memory_allocated() / 2**30
 
 
 @torch.no_grad()
@@ -124,7 +118,7 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 
 def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
-    """Every variant on every text; what there is so far is saved after each."""
+    """Rounds of the dense update and every variant, on every text; what there is so far is saved after each round."""
     distiller, trainer.distiller = trainer.distiller, None
     assert distiller is not None
     found: dict[str, Any] = {}
@@ -132,16 +126,29 @@ def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[
         step = experience(options.tokens, options.responses, run)
         assessment = trainer._assess(step)[0]
         advantages_B = torch.tensor([1.0, -1.0]).repeat(options.responses)[: options.responses]
-        found[text] = of_text = {"read": read(distiller, step)}
+        pages = read(distiller, step)
         trainer._update(step, assessment)  # compiles
         distiller.update(step, assessment, advantages_B)
-        for name, config in VARIANTS.items():
-            distiller.config = replace(distiller.config, distill=config)
-            # Anew for each, because a GPU may be slower for a while.
-            dense = of_text["dense_update"] = seconds(options.repeats, trainer._update, step, assessment)
-            alone = seconds(options.repeats, distiller.update, step, assessment, advantages_B)
-            of_text[name] = alone | {"added": alone["seconds"] / dense["seconds"]}
+        rounds: list[dict[str, tuple[float, float]]] = []
+        for _ in range(options.rounds):
+            times = {"dense_update": seconds(trainer._update, step, assessment)}
+            for name, config in VARIANTS.items():
+                distiller.config = replace(distiller.config, distill=config)
+                times[name] = seconds(distiller.update, step, assessment, advantages_B)
+            rounds.append(times)
+            found[text] = {"read": pages} | {name: summary(rounds, name) for name in times}
             save(found)
+
+
+def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
+    """Of one update: seconds of each round, peak memory, and what it adds to the dense update of the same round."""
+    added = [times[name][0] / times["dense_update"][0] for times in rounds]
+    return {
+        "seconds": [times[name][0] for times in rounds],
+        "peak_gib": max(times[name][1] for times in rounds),
+        "added": statistics.median(added),
+        "added_range": [min(added), max(added)],
+    }
 
 
 def main() -> None:
@@ -149,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="prompt and response together")
     parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distill_overhead.json"))
     options = parser.parse_args()
