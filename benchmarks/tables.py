@@ -24,7 +24,7 @@ from sparrow.cluster import Cluster, plan
 from sparrow.cost import MACHINES, VLLM_H200, Overheads, decode_step, predict, response_lengths
 from sparrow.cost import SHAPES as SHAPES_OF
 from sparrow.cost import rows as cost_rows
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import SparsitySchedule
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

@@ -23,7 +23,7 @@ from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_positions
 from sparrow.train.trainer import Trainer
 
 SCHEDULE = SparsitySchedule(top_k=(0,), bin_tokens=64, page_size=4, dense_layers=(0,))
-ON = DistillConfig(enabled=True, rank=8, learning_rate=3e-3)
+ON = DistillConfig(enabled=True, rank=8, learning_rate=3e-3, responses=1.0)
 
 
 def model_():

@@ -142,7 +142,7 @@ class DistillConfig(Settings):
     # Share of response tokens trained on, those with the lowest acceptance first; it hardly changes the cost.
     positions: Share = 1.0
     # Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it.
-    responses: Share = 1.0
+    responses: Share = 0.5
     # Cheaper schedules to move to, in this order, once their p5 on the latest rollouts holds tau in every bin.
     step_down: tuple[str, ...] = ()
     step_down_every: Count = 10  # Steps between looks at the next cheaper schedule.
