@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16_384, help="prompt and response together")
     parser.add_argument("--responses", type=int, default=4)
     parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distill_overhead.json"))
     options = parser.parse_args()

@@ -343,10 +343,11 @@ class Distiller:
                 accelerator.backward(loss * (self._ranks.count * counts))
                 if counts:
                     parts.append(metrics | {"kl": kl.item() / tokens})
-            if not self._ranks.is_sharded:  # shards are averaged in the backward pass
-                for p in self._adapter.parameters:
+            phi = self._adapter.parameters
+            if self._ranks.count > 1 and not self._ranks.is_sharded:  # shards are averaged in the backward pass
+                for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
-            norm = accelerator.clip_grad_norm_(self._adapter.parameters, self.config.optimizer.max_grad_norm)
+            norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)
             everyone = itertools.chain.from_iterable(self._ranks.gather("distil", lambda: parts))
             merged = {"grad_norm": float(norm), "tokens": float(tokens)} | merge_metrics(everyone)
             check_finite(merged, math.inf)
