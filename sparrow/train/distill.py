@@ -68,13 +68,13 @@ class _TimesMerged(torch.autograd.Function):
 class ActorLinear(Linear):
     """A linear layer with a LoRA, which when worn multiplies once by what the engine gets: the merged weight.
 
-    PEFT's own forward pass computes and adds the LoRA's part at full width, and a gradient through the merged weight
-    would cost as much as the base's: more than either product.
+    PEFT's own forward pass computes and adds the LoRA's part at full width, a tenth of an update's time. It serves
+    where theta is at hand in less than float32, as shards are: there a delta below its last bit would be lost.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.disable_adapters:
-            return cast(Tensor, self.base_layer(x))
+        if self.disable_adapters or self.base_layer.weight.dtype != torch.float32:
+            return super().forward(x)
         device, bias = x.device.type, self.base_layer.bias
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
