@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import tyro
@@ -41,21 +41,20 @@ class Arm:
     """What distinguishes a run.
 
     Attributes:
-        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop towards 0.N).
+        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop towards 0.N, started
+            dense; auto:N:START from one of the others).
         correction, advantage, normalization: as in ``sparrow train``.
-        learning_rate: of AdamW.
         samples: responses per prompt.
         actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all that is kept),
             ``bits:N`` (weights of N bits), ``stale:N`` (weights renewed every N steps), ``noise:S:W`` (at S % of the
-            positions W % of the distribution is uniform), or ``halved:N`` (a fault: the schedule is halved by hand
-            after step N).
+            positions W % of the distribution is uniform), ``worn`` (a LoRA, distilled); or a fault after step N:
+            ``halved:N`` (the schedule, by hand) or ``unworn:N`` (the LoRA is lost on the actor's side).
     """
 
     schedule: str = "dense"
     correction: str = "token_tis"
     advantage: str = "grpo"
     normalization: str = "dapo"
-    learning_rate: float = 5e-4
     samples: int = 8
     actor: str = ""
 
@@ -68,11 +67,10 @@ def arms() -> dict[str, Arm]:
     """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
     found = {"dense": Arm()}
     found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
-    for n in (86, 92, 95, 97, 98, 99):
+    for n in (86, 90, 92, 95, 97, 98, 99):
         found[f"auto{n}"] = Arm(f"auto:{n}")
         found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
-    for s in ("dense", "p80", "p86", "p89", "p92", "p95", "p97"):
-        found |= {f"{s}-lr{lr:g}": Arm(s, learning_rate=lr) for lr in (2.5e-4, 1e-3)}
+    found |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
     found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
     found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
     found |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4, 8)}
@@ -109,14 +107,26 @@ class Options:
     slots: tuple[int, ...] = (12,)
     """Runs at a time on each GPU; without one, on the CPU."""
 
+    model: Path | None = None
+    """Checkpoint to start from; the bundled reasoner without one."""
+
+    adapter: Path | None = None
+    """Adapter that the actor wears from the start, and that is distilled on."""
+
+    task: Literal["trace", "chase"] = "trace"
+    """What it is trained on."""
+
+    learning_rate: float = 5e-4
+    """Of AdamW."""
+
     prompts: int = 24
     """Prompts a step."""
 
     lines: int = 24
-    """Length of the programs trained on."""
+    """Length of the problems trained on, in lines or steps."""
 
     held_out_lines: int = 32
-    """Length of the held-out programs."""
+    """Length of the held-out problems."""
 
     held_out: int = 256
     """How many there are."""
@@ -137,7 +147,8 @@ def main(options: Options) -> None:
     names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in arms())
     jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
     schedules = options.out / "schedules.json"
-    if not schedules.exists():
+    wanted = {arms()[name.rpartition("-")[0]].schedule.rpartition(":")[2] for name in jobs}
+    if not schedules.exists() and any(name.startswith("p") for name in wanted):
         first = context.Process(target=calibrate, args=(options, schedules))
         first.start()
         first.join()
@@ -167,22 +178,22 @@ def use_gpu(index: int) -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def load(device: Any) -> tuple[Any, Any]:
-    """The bundled reasoner in float32, and its tokenizer."""
+def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
+    """A checkpoint, or the bundled reasoner, in float32, and its tokenizer."""
     import sparrow
     from sparrow.engines.hf import load_model
 
-    return load_model(str(Path(sparrow.__file__).parent / "reasoner"), "fp32", device)
+    return load_model(str(checkpoint or Path(sparrow.__file__).parent / "reasoner"), "fp32", device)
 
 
-def response(lines: int) -> int:
-    """Tokens after which a response is cut: a tenth more than a program of so many lines takes, and a little."""
-    return 11 * lines + 16
+def response(lines: int, task: str = "trace") -> int:
+    """Tokens after which a response is cut: a tenth more than so many lines or steps take, and a little."""
+    return {"trace": 11, "chase": 16}[task] * lines + 16
 
 
-def longest(lines: int) -> int:
+def longest(lines: int, task: str = "trace") -> int:
     """Tokens of a prompt and a response at most."""
-    return 6 * lines + 16 + response(lines)
+    return 6 * lines + 16 + response(lines, task)
 
 
 def calibrate(options: Options, out: Path) -> None:
@@ -194,20 +205,20 @@ def calibrate(options: Options, out: Path) -> None:
     from sparrow.engines.hf import eos_ids
     from sparrow.measure import calibrate_engine
     from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks import Trace
+    from sparrow.tasks.registry import TASKS
 
-    model, tokenizer = load(device)
+    model, tokenizer = load(device, options.model)
     layout = SparsitySchedule.dense(**LAYOUT)
     lines = options.lines + 4
-    engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines))
-    task = Trace(lines)  # longer than those trained on, so that every bin is measured
+    engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines, options.task))
+    task = TASKS[options.task](lines)  # longer than those trained on, so that every bin is measured
     prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for target in TARGETS:
             schedule = calibrate_engine(
-                engine, prompts, Sampling(response(lines)), Path(folder), budgets=(2, 4, 6, 8, 12, 16, 24, 32),
-                target=target, layout=layout, refine=2, on_policy=0, provenance={},
+                engine, prompts, Sampling(response(lines, options.task)), Path(folder), target=target, layout=layout,
+                budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
             ).schedule  # fmt: skip
             # Longer than measured is what only a failing response becomes: read as much as in the last bin.
             found[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
@@ -219,8 +230,7 @@ def run(options: Options, name: str, gpu: int, deadline: float) -> None:
     device = use_gpu(gpu)
     path = options.out / f"{name}.jsonl"
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            train(options, name, device, deadline, path, folder)
+        train(options, name, device, deadline, path)
         ended = "done"
     except TimeoutError:
         ended = "time is over"
@@ -236,7 +246,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def train(options: Options, name: str, device: Any, deadline: float, path: Path, folder: str) -> None:
+def train(options: Options, name: str, device: Any, deadline: float, path: Path) -> None:
     """The run itself."""
     from graph_engine import GraphEngine
 
@@ -245,9 +255,10 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
     from sparrow.errors import TrainingDiverged
     from sparrow.mismatch import split_by_bin
     from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks import Trace
+    from sparrow.tasks.registry import TASKS
     from sparrow.train.config import (
         CorrectionConfig,
+        DistillConfig,
         LossConfig,
         OptimizerConfig,
         RolloutConfig,
@@ -257,16 +268,16 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
 
     arm_name, _, number = name.rpartition("-")
     arm, seed = arms()[arm_name], int(number)
-    model, tokenizer = load(device)
+    model, tokenizer = load(device, options.model)
     schedule = find_schedule(arm, options.out / "schedules.json")
     eos, batch_size = eos_ids(model, tokenizer), options.prompts * arm.samples
-    engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines))
+    engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines, options.task))
     dense = SparsitySchedule.dense(**LAYOUT)
-    policy = GraphEngine(model, dense, eos, options.held_out, longest(options.held_out_lines))
-    longer = Trace(options.held_out_lines)
+    policy = GraphEngine(model, dense, eos, options.held_out, longest(options.held_out_lines, options.task))
+    task, longer = (TASKS[options.task](lines) for lines in (options.lines, options.held_out_lines))
     problems = [longer.problem(i, HELD_OUT + 1) for i in range(options.held_out)]
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
-    sampling = Sampling(response(options.held_out_lines), 1.0, 0)
+    sampling = Sampling(response(options.held_out_lines, options.task), 1.0, 0)
 
     def held_out() -> dict[str, float]:
         texts = tokenizer.batch_decode([r.response_ids for r in policy.generate(prompts, sampling)])
@@ -282,6 +293,11 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
         if arm.actor == f"halved:{step}":
             trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
             engine.set_schedule(trainer.schedule)
+        if arm.actor == f"unworn:{step}":
+            distiller = trainer.distiller
+            assert distiller is not None
+            distiller.actor_weights = lambda: iter(distiller.policy_weights().items())
+            engine.update_weights(distiller.actor_weights())
         if time.time() > deadline:
             raise TimeoutError
 
@@ -301,17 +317,22 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path,
             }
             return assessed
 
-    closed_loop = arm.schedule.startswith("auto:")
-    config = TrainConfig(
-        run_dir=f"{folder}/run", steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
-        advantage=arm.advantage, tau=float(f"0.{arm.schedule[5:]}") if closed_loop else 0.86,
-        rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines)),
-        optimizer=OptimizerConfig(arm.learning_rate, token_budget=32_768),
-        correction=CorrectionConfig(arm.correction),
-        loss=LossConfig(normalization=arm.normalization),
+    kind, _, tau = arm.schedule.partition(":")
+    distill = DistillConfig(
+        enabled=arm.actor.partition(":")[0].endswith("worn"), learning_rate=1e-3,
+        adapter=options.adapter and str(options.adapter),
     )  # fmt: skip
-    trainer = Study(config, model, tokenizer, Trace(options.lines), engine, schedule, listener, closed_loop)
-    start = {"arm": arm_name, "seed": seed, **asdict(arm), "top_k": schedule.to_dict()["top_k"]}
+    config = TrainConfig(
+        run_dir=str(path.with_suffix("")), steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
+        advantage=arm.advantage, tau=float(f"0.{tau.split(':')[0]}") if kind == "auto" else 0.86,
+        rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines, options.task)),
+        optimizer=OptimizerConfig(options.learning_rate, token_budget=16_384),
+        correction=CorrectionConfig(arm.correction),
+        loss=LossConfig(normalization=arm.normalization), distill=distill,
+    )  # fmt: skip
+    trainer = Study(config, model, tokenizer, task, engine, schedule, listener, kind == "auto")
+    start = {"arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate}
+    start["top_k"] = schedule.to_dict()["top_k"]
     write(path, start | {"options": json.loads(json.dumps(asdict(options), default=str))})
     write(path, {"step": 0, "held_out": held_out()})
     try:
@@ -325,11 +346,13 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
     """The arm's schedule at the start, in the study's layout."""
     from sparrow.schedule import SparsitySchedule
 
-    if arm.schedule == "dense" or arm.schedule.startswith("auto:"):
+    kind, *rest = arm.schedule.split(":", 2)
+    name = ":".join(rest[1:]) or "dense" if kind == "auto" else arm.schedule
+    if name == "dense":
         return SparsitySchedule.dense(**LAYOUT)
-    if arm.schedule.startswith("fixed:"):
-        return SparsitySchedule.fixed(int(arm.schedule[6:]), **LAYOUT)
-    table = json.loads(calibrated.read_text(encoding="utf-8"))[arm.schedule]
+    if name.startswith("fixed:"):
+        return SparsitySchedule.fixed(int(name[6:]), **LAYOUT)
+    table = json.loads(calibrated.read_text(encoding="utf-8"))[name]
     return SparsitySchedule(tuple(table), **LAYOUT)
 
 
@@ -351,6 +374,8 @@ def make_engine(arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size:
                 super().update_weights(weights)
             self.updates += 1
 
+    if kind.endswith("worn"):  # its adapter must not reach the policy
+        model = copy.deepcopy(model)
     if kind in ("bits", "stale"):
         return OtherWeights(copy.deepcopy(model), schedule, eos, batch_size, longest)
     share, weight = (float(x) / 100 for x in number.split(":")) if kind == "noise" else (0.0, 0.0)

@@ -1,7 +1,7 @@
 """Train the small reasoner that Sparrow's demo and tests use, from nothing, in minutes on one GPU.
 
 A Qwen3-architecture model of under a million parameters learns to trace short programs
-(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. Sampled at
+(``sparrow.tasks.Trace``), or to chase pointers, from demonstrations in which some results are miscalculated. Sampled at
 temperature 1 it makes such slips too, which leaves reinforcement learning something to improve; greedily
 decoded it makes none. What it writes depends on values it wrote far back, so attention that reads too few
 pages breaks it.
@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,8 @@ from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.hf import HFEngine, teacher_forced
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import Batch
-from sparrow.tasks import Trace, build_tokenizer
+from sparrow.tasks import build_tokenizer
+from sparrow.tasks.registry import TASKS
 
 log = logging.getLogger("train_reasoner")
 
@@ -49,6 +50,7 @@ class Config:
 
     Attributes:
         out: folder for the checkpoint and the report.
+        task: what it learns; the lines of a chase are its steps.
         shortest, longest: program lengths to train on, in lines.
         examples: programs per length; sampled with replacement.
         slip: chance of a miscalculated line in the demonstrations.
@@ -65,6 +67,7 @@ class Config:
     """
 
     out: Path
+    task: Literal["trace", "chase"] = "trace"
     shortest: int = 4
     longest: int = 36
     examples: int = 5000
@@ -138,22 +141,22 @@ def make_data(config: Config, device: torch.device) -> dict[int, tuple[Tensor, T
     """Input ids and labels, uint8 ``[examples, T]``, by number of lines; prompts and padding have no labels."""
     lengths = range(config.shortest, config.longest + 1)
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        encoded = pool.map(_encode, [(lines, config.examples, config.slip) for lines in lengths])
+        encoded = pool.map(_encode, [(config, lines) for lines in lengths])
         return {
             lines: (torch.from_numpy(ids).to(device), torch.from_numpy(labels).to(device))
             for lines, (ids, labels) in zip(lengths, encoded, strict=True)
         }
 
 
-def _encode(job: tuple[int, int, float]) -> tuple[np.ndarray, np.ndarray]:
-    lines, examples, slip = job
-    task, tokenizer = Trace(lines, slip), build_tokenizer()
-    problems = [task.problem(i, TRAIN_SEED) for i in range(examples)]
+def _encode(job: tuple[Config, int]) -> tuple[np.ndarray, np.ndarray]:
+    config, lines = job
+    task, tokenizer = TASKS[config.task](lines, config.slip), build_tokenizer()
+    problems = [task.problem(i, TRAIN_SEED) for i in range(config.examples)]
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     solutions = tokenizer([f"{p.solution}{tokenizer.eos_token}" for p in problems])["input_ids"]
     width = max(len(p) + len(s) for p, s in zip(prompts, solutions, strict=True))
-    ids = np.full((examples, width), tokenizer.pad_token_id, dtype=np.uint8)
-    labels = np.full((examples, width), IGNORED, dtype=np.uint8)
+    ids = np.full((len(problems), width), tokenizer.pad_token_id, dtype=np.uint8)
+    labels = np.full((len(problems), width), IGNORED, dtype=np.uint8)
     for i, (prompt, solution) in enumerate(zip(prompts, solutions, strict=True)):
         ids[i, : len(prompt) + len(solution)] = prompt + solution
         labels[i, len(prompt) : len(prompt) + len(solution)] = solution
@@ -203,17 +206,17 @@ def evaluate(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, config
     engine = HFEngine(model, dense, [tokenizer.eos_token_id], batch_size=len(config.test_lines) * config.test_programs)
     report: dict[str, Any] = {}
     for name, temperature in (("sampled", 1.0), ("greedy", 0.0)):
-        rewards = solve(engine, tokenizer, config.test_lines, config.test_programs, temperature)[1]
+        rewards = solve(engine, tokenizer, config, config.test_lines, temperature)[1]
         report[f"accuracy_{name}"] = {lines: round(float(r.mean()), 4) for lines, r in rewards.items()}
         log.info("accuracy %s: %s", name, report[f"accuracy_{name}"])
     report["budgets"] = []
     if config.budget_lines is None:
         return report
-    rollouts, _ = solve(engine, tokenizer, (config.budget_lines,), config.test_programs, 1.0)
+    rollouts, _ = solve(engine, tokenizer, config, (config.budget_lines,), 1.0)
     report["response_tokens"] = round(float(np.mean([len(r) for r in rollouts])), 1)
     for schedule in budgets(config.layers):
         engine.set_schedule(schedule)
-        _, rewards = solve(engine, tokenizer, (config.budget_lines,), config.test_programs, 1.0)
+        _, rewards = solve(engine, tokenizer, config, (config.budget_lines,), 1.0)
         budget = {
             "page_size": schedule.page_size,
             "dense_layers": schedule.dense_layers,
@@ -239,12 +242,15 @@ def budgets(layers: int) -> list[SparsitySchedule]:
 
 
 def solve(
-    engine: HFEngine, tokenizer: PreTrainedTokenizerFast, lengths: tuple[int, ...], programs: int, temperature: float
+    engine: HFEngine, tokenizer: PreTrainedTokenizerFast, config: Config, lengths: tuple[int, ...], temperature: float
 ) -> tuple[list[Rollout], dict[int, np.ndarray]]:
     """One response to each test program, all lengths together; rewards by length."""
-    problems = {lines: [Trace(lines).problem(i, TEST_SEED) for i in range(programs)] for lines in lengths}
+    problems = {
+        lines: [TASKS[config.task](lines).problem(i, TEST_SEED) for i in range(config.test_programs)]
+        for lines in lengths
+    }
     prompts = tokenizer([p.prompt for group in problems.values() for p in group])["input_ids"]
-    sampling = Sampling(max_new_tokens=16 * max(lengths), temperature=temperature, top_n=0)
+    sampling = Sampling(max_new_tokens=18 * max(lengths), temperature=temperature, top_n=0)
     rollouts = engine.generate(prompts, sampling)
     texts = iter(tokenizer.batch_decode([r.response_ids for r in rollouts]))
     rewards = {lines: np.array([p.verify(next(texts)) for p in group]) for lines, group in problems.items()}
@@ -278,7 +284,7 @@ def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[
 def model_card(report: dict[str, Any]) -> str:
     """The checkpoint's README: what it is, how it was made, what it can do."""
     config = report["config"]
-    example = Trace(4).problem(0, TEST_SEED)
+    example = TASKS[config["task"]](4).problem(0, TEST_SEED)
     lengths = "".join(
         f"| {lines} | {sampled:.3f} | {report['accuracy_greedy'][lines]:.3f} |\n"
         for lines, sampled in report["accuracy_sampled"].items()
@@ -295,14 +301,14 @@ pipeline_tag: text-generation
 # Sparrow's small reasoner
 
 A Qwen3 of {report["parameters"]:,} parameters ({config["layers"]} layers, width {config["hidden"]},
-{heads}) that traces straight-line programs, the task `trace` of
+{heads}) for the task `{config["task"]}` of
 `sparrow.tasks`. It exists to show and test sparse rollouts on a laptop: a vocabulary of {report["vocabulary"]}
 words is all it knows.
 
-Trained from nothing by `recipes/train_reasoner.py` on synthetic programs of {lines}:
+Trained from nothing by `recipes/train_reasoner.py` on synthetic problems of {lines}:
 {tokens}, {report["train_seconds"]} s on {report["device"]}.
 In the demonstrations {config["slip"]:.0%} of the results are miscalculated, so the model slips as often when sampled at
-temperature 1; reinforcement learning removes that within a few steps. It cannot trace longer programs than these.
+temperature 1; reinforcement learning removes that within a few steps. It cannot solve longer ones than these.
 
 Prompt and reference response:
 
@@ -310,7 +316,7 @@ Prompt and reference response:
 {example.prompt}{example.solution}
 ```
 
-Whole-answer accuracy on {config["test_programs"]} unseen programs of each length:
+Whole-answer accuracy on {config["test_programs"]} unseen problems of each length:
 
 | lines | sampled, temperature 1 | greedy |
 |---|---|---|

@@ -135,6 +135,22 @@ def test_slip_miscalculates_the_stated_share_of_results() -> None:
     assert unsolved > 300
 
 
+def test_a_chase_slips_as_often_as_stated() -> None:
+    step = re.compile(r" \w+ -> \w+ \+ (\w+): \w+ (\d)(?:, \w+ (\d))?, \w+ (\d)")
+    wrong, results, unsolved = 0, 0, 0
+    for index in range(400):
+        problem = Chase(12, slip=0.25).problem(index)
+        assert problem.solution is not None
+        for added, left, right, result in step.findall(problem.solution):
+            results += 1
+            wrong += (int(left) + int(right or added)) % 10 != int(result)
+        assert problem.verify(f"answer: {walk_map(problem.prompt, 12)}") == 1.0
+        unsolved += problem.verify(problem.solution) == 0.0
+    assert results == 4800
+    assert wrong / results == pytest.approx(0.25, abs=0.03)
+    assert unsolved > 250
+
+
 def test_links_are_drawn_from_an_urn() -> None:
     # Weight 1/2 for each of 8 words plus 1 for each use: the second word repeats the first with (1/2 + 1) / (4 + 1).
     repeated = 0
@@ -269,6 +285,7 @@ def test_reasoner_needs_far_pages_by_degrees(reasoner: Any) -> None:
         (lambda: Trace(1), "at least 2 lines, got lines=1"),
         (lambda: Trace(8, slip=1.0), "slip is a probability below 1, got 1.0"),
         (lambda: Chase(1), "at least 2 steps, got steps=1"),
+        (lambda: Chase(8, slip=1.0), "slip is a probability below 1, got 1.0"),
     ],
 )
 def test_impossible_tasks_are_refused(make: Callable[[], object], message: str) -> None:

@@ -27,14 +27,17 @@ from sparrow.tasks.vocabulary import NAMES
 class Chase:
     """Walks of ``steps`` steps over distinct nodes; beyond 127 steps the map is a ring walked more than once.
 
-    Raises ConfigError: fewer than 2 steps.
+    Raises ConfigError: fewer than 2 steps, or a slip outside [0, 1).
     """
 
     steps: int = 24  # walk length, the difficulty; a response has about 16 tokens a step
+    slip: float = 0.0  # as for ``Trace``: chance that the reference solution miscalculates a step and carries on
 
     def __post_init__(self) -> None:
         if self.steps < 2:
             raise ConfigError(f"a chase needs at least 2 steps, got steps={self.steps}")
+        if not 0 <= self.slip < 1:
+            raise ConfigError(f"slip is a probability below 1, got {self.slip}")
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Walk ``index`` of the stream ``seed``, verified by the sum of the two totals asked for."""
@@ -44,22 +47,24 @@ class Chase:
         # A step may only refer to a node that has been passed, or there is no total to look up.
         added = [nodes[rng.randrange(i)] if i and rng.random() < 0.5 else str(rng.randrange(10)) for i in range(edges)]
         arrows = [f" {nodes[i]} -> {nodes[(i + 1) % len(nodes)]} + {added[i]}" for i in range(edges)]
-        total = {nodes[0]: 0}
+        true, written = {nodes[0]: 0}, {nodes[0]: 0}
         walk = []
         for step in range(self.steps):
             i = step % len(nodes)
             here, there, extra = nodes[i], nodes[(i + 1) % len(nodes)], added[i]
-            quoted = f", {extra} {total[extra]}" if extra in total else ""
-            value = (total[here] + (total[extra] if extra in total else int(extra))) % 10
-            walk.append(f"{arrows[i]}: {here} {total[here]}{quoted}, {there} {value}\n")
-            total[there] = value
+            quoted = f", {extra} {written[extra]}" if extra in written else ""
+            for total in (true, written):
+                total[there] = (total[here] + (total[extra] if extra in total else int(extra))) % 10
+            if self.slip and rng.random() < self.slip:
+                written[there] = (written[there] + rng.randrange(1, 10)) % 10
+            walk.append(f"{arrows[i]}: {here} {written[here]}{quoted}, {there} {written[there]}\n")
         first, second = rng.sample(nodes, 2)
-        answer = (total[first] + total[second]) % 10
+        stated, answer = ((total[first] + total[second]) % 10 for total in (written, true))
         return answered(
             id=f"chase-{self.steps}-{seed}-{index}",
             prompt="map:\n"
             + "".join(arrow + "\n" for arrow in rng.sample(arrows, edges))
             + f"ask: {first} {second}\nwalk: {nodes[0]}\n",
-            solution="".join(walk) + f" {first} {total[first]}, {second} {total[second]}\nanswer: {answer}",
+            solution="".join(walk) + f" {first} {written[first]}, {second} {written[second]}\nanswer: {stated}",
             answer=answer,
         )
