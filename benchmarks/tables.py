@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -586,11 +586,11 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def render(page: str) -> str:
+def render(page: str, tables: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """The page with every table made anew."""
 
     def fill(found: re.Match[str]) -> str:
-        return f"<!-- table: {found[1]} -->\n{TABLES[found[1]]()}<!-- end -->"
+        return f"<!-- table: {found[1]} -->\n{tables[found[1]]()}<!-- end -->"
 
     return re.sub(r"<!-- table: ([^>]+) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)
 

@@ -70,6 +70,7 @@ def arms() -> dict[str, Arm]:
     for n in (86, 90, 92, 95, 97, 98, 99):
         found[f"auto{n}"] = Arm(f"auto:{n}")
         found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
+    found |= {f"auto{n}-sparse_rl": Arm(f"auto:{n}", "sparse_rl") for n in (92, 95)}
     found |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
     found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
     found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}

@@ -12,8 +12,9 @@ from sparrow.schedule import SparsitySchedule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 from graph_engine import GraphEngine
-from stability_study import quantized
-from stability_summary import against_dense, arrival, last_reward, outcome, threshold
+from stability_statistics import against_dense, arrival, last_reward, outcome, tau, threshold
+from stability_study import Arm, find_schedule, quantized
+from stability_summary import PAGE, load, render, tables
 
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
 
@@ -106,3 +107,18 @@ def test_arrival_by_hand():
     run["bins"] = [[[2, 1.0], [3, 0.93]], [[2, 0.935], [3, 0.91]], [[2, 0.95], [3, 0.89]]]
     first, near, holds = arrival(run)
     assert first == 1 and near.tolist() == [0.5, 1.0, 0.0] and holds.tolist() == [1.0, 1.0, 0.5]
+
+
+def test_a_loop_begins_where_it_is_told(tmp_path):
+    (tmp_path / "schedules.json").write_text('{"p86": [1, 2]}')
+    dense, fixed, table = (
+        find_schedule(Arm(schedule), tmp_path / "schedules.json") for schedule in ("auto:90", "fixed:4", "auto:86:p86")
+    )
+    assert dense.is_dense and fixed.top_k == (4,) and table.top_k == (1, 2)
+    assert [tau({"schedule": name}) for name in ("auto:98", "auto:86:p86", "p92")] == [0.98, 0.86, 0.86]
+
+
+def test_the_page_has_every_table_as_the_files_have_it():
+    page, made = PAGE.read_text(encoding="utf-8"), tables(load())
+    assert render(page, made) == page, "run python recipes/stability_summary.py"
+    assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)

@@ -1,0 +1,169 @@
+"""What the runs of the stability study come to: a log in short, and statistics over runs in short.
+
+The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, the mean of the last two
+evaluations: what the run has made of the policy, whatever its actor was. A run has collapsed if that is below half of
+what the policy started with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import t
+
+from sparrow.train.controller import FALLEN
+
+Run = dict[str, Any]
+STATISTICS = ("p1", "p5", "p10", "mean", "KL")
+SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
+BAND = 0.02 + 1e-9
+"""A bin this far from tau is near it."""
+LAST = 10
+"""Steps at the end over which the reward is averaged."""
+FEWEST_STEPS = 25
+"""A run that the clock has cut off counts if it came this far."""
+RESAMPLES = 2000
+
+
+def shortened(path: Path) -> Run | None:
+    """A run's settings and series, every number with the digits it is good for; None for one cut off early."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "reward" in row]
+    ended = rows[-1].get("ended", "killed")
+    cut_off = ended in ("time is over", "killed")
+    if not (ended == "done" or ended.startswith("TrainingDiverged") or (cut_off and len(steps) >= FEWEST_STEPS)):
+        return None
+    run = {k: v for k, v in rows[0].items() if k != "options"}
+    run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
+    run["tail"] = [row["tail"] for row in steps]
+    # By bin, where it is used: p5, its lower limit, and the pages.
+    run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
+    if run["schedule"].startswith("auto"):
+        run["bins"] = [[[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)] for row in steps]
+        run["tables"] = [row["top_k"] for row in steps]
+    run["held_out"] = [[row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row]
+    run["ended"] = ended
+    return run
+
+
+def _whole_bins(row: Run) -> list[list[float]]:
+    """Bins, p5 and interval, that hold a tenth of the tokens of the fullest one."""
+    tokens = {b[0]: b[1] for b in row["bins"]}
+    return [b for b in row["p5_interval"] if 10 * tokens[b[0]] >= max(tokens.values())]
+
+
+def early(run: Run) -> dict[str, float]:
+    """The statistics at the first step, before any update, so turned that more is better; a stale actor's over steps
+    2 to 5, for at the first it is not stale yet."""
+    when = slice(1, 5) if run["actor"].startswith("stale") else slice(0, 1)
+    values = [*np.mean(run["tail"][when], axis=0), np.mean(run["mean"][when]), -np.mean(run["kl"][when])]
+    return dict(zip(STATISTICS, map(float, values), strict=True))
+
+
+def outcome(run: Run, steps: int | None = None) -> float:
+    """Held-out accuracy of the policy at the end, or after so many steps: the mean of the last two evaluations."""
+    seen = [accuracy for step, accuracy in run["held_out"] if steps is None or step <= steps]
+    return float(np.mean(seen[-2:]))
+
+
+def collapsed(run: Run) -> bool:
+    return outcome(run) < 0.5 * run["held_out"][0][1]
+
+
+def last_reward(run: Run, steps: int | None = None) -> float:
+    """Reward of the actor in the last steps, or in those up to a step."""
+    return float(np.mean(run["reward"][:steps][-LAST:]))
+
+
+def late_read(some: Sequence[Run]) -> float:
+    """Share of the KV cache that was read in the last half of the runs."""
+    return float(np.mean([np.mean(run["read"][len(run["read"]) // 2 :]) for run in some]))
+
+
+def tau(run: Run) -> float:
+    """What the closed loop held; the published threshold for a run without."""
+    kind, _, rest = run["schedule"].partition(":")
+    return float(f"0.{rest.split(':')[0]}") if kind == "auto" else 0.86
+
+
+def is_page_arm(run: Run) -> bool:
+    """Only the pages read, and how the mismatch is corrected, set the run apart."""
+    plain = (run["advantage"], run["normalization"], run["learning_rate"], run["samples"], run["actor"])
+    return plain == ("grpo", "dapo", 5e-4, 8, "") and not run["schedule"].startswith("auto")
+
+
+def is_loop(run: Run) -> bool:
+    """The closed loop, left alone."""
+    return run["schedule"].startswith("auto:") and not run["actor"]
+
+
+def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Runs by arm, in the order in which arms first come."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run["arm"], []).append(run)
+    return groups
+
+
+def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple[float, ...]:
+    """A statistic of runs and its 95 % interval, resampling arms and with them all their seeds."""
+    groups = list(by_arm(runs).values())
+    rng = np.random.default_rng(0)
+    drawn = []
+    for _ in range(RESAMPLES):
+        sample = [run for i in rng.integers(0, len(groups), len(groups)) for run in groups[i]]
+        value = statistic(sample)
+        if np.isfinite(value):
+            drawn.append(value)
+    return (statistic(runs), *np.percentile(drawn, [2.5, 97.5]).tolist())
+
+
+def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
+    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in the gap's middle."""
+    order = np.argsort(statistic)
+    x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
+    wrong = np.append(0, np.cumsum(~y)) + np.append(np.cumsum(y[::-1])[::-1], 0)
+    edges = np.concatenate([[x[0]], (x[1:] + x[:-1]) / 2, [x[-1]]])
+    return float(np.mean(edges[wrong == wrong.min()]))
+
+
+def against_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> tuple[float, float]:
+    """A run's value minus that of the dense run of its seed after as many steps: the mean over seeds, and the half
+    width of its 95 % t-interval (nan for a single seed)."""
+    dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
+    differences = []
+    for run in some:
+        steps = min(len(run["reward"]), len(dense[run["seed"]]["reward"]))
+        differences.append(value(run, steps) - value(dense[run["seed"]], steps))
+    n = len(differences)
+    half = t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    return float(np.mean(differences)), float(half)
+
+
+def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
+    """The first step, from 0, with 9 of 10 bins within 0.02 of tau; the share of such bins, and of bins not below."""
+    near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
+    holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])
+    return next((i for i, share in enumerate(near) if share >= 0.9), None), near, holds
+
+
+def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
+    """The step, from 1, at which something has been so for ``patience`` steps; None if it never is."""
+    return next((i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()), None)
+
+
+def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
+    """When the guard's two signs act, the reward halves (against the best mean of 5 steps) and the policy does."""
+    p1, reward = np.array(run["tail"])[:, 0], np.array(run["reward"])
+    smooth = np.array([reward[max(0, i - 4) : i + 1].mean() for i in range(len(reward))])
+    half = 0.5 * run["held_out"][0][1]
+    return (
+        first_run_of(np.array(run["lowest_p5"]) < tau(run) - 0.02),
+        first_run_of(p1 < FALLEN * np.maximum.accumulate(p1)),
+        first_run_of(smooth < 0.5 * np.maximum.accumulate(smooth), 1),
+        next((step for step, policy in run["held_out"] if policy < half), None),
+    )
