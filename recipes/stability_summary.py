@@ -299,10 +299,11 @@ def draw_loop(figure: Any, study: Study) -> None:
     axes = figure.subplots(3, len(LOOPS), sharey="row")
     for column, (model, arm) in zip(axes.T, LOOPS, strict=True):
         some = by_arm(study[model])[arm]
+        steps = max(len(run["reward"]) for run in some)
         low, high = tau(some[0]) - BAND, tau(some[0]) + BAND
         dense = by_arm(study["study" if model == "first_rule" else model])["dense"]
         for run in dense:
-            column[2].plot(run["reward"], color=theme.MUTED, lw=0.8, label="dense" if run is dense[0] else None)
+            column[2].plot(run["reward"][:steps], color=theme.MUTED, lw=0.8, label="dense" if run is dense[0] else None)
         for run in some:
             label = "closed loop" if run is some[0] else None
             numbers = sorted({b[0] for bins in run["bins"] for b in bins})
