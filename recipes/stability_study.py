@@ -291,14 +291,8 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         step = metrics["step"]
         evaluate = step % options.held_out_every == 0 or step == options.steps
         write(path, condensed(metrics) | ({"held_out": held_out()} if evaluate else {}))
-        if arm.actor == f"halved:{step}":
-            trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
-            engine.set_schedule(trainer.schedule)
-        if arm.actor == f"unworn:{step}":
-            distiller = trainer.distiller
-            assert distiller is not None
-            distiller.actor_weights = lambda: iter(distiller.policy_weights().items())
-            engine.update_weights(distiller.actor_weights())
+        if arm.actor in (f"halved:{step}", f"unworn:{step}"):
+            fail(trainer, arm.actor.partition(":")[0])
         if time.time() > deadline:
             raise TimeoutError
 
@@ -341,6 +335,15 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     except TrainingDiverged:
         write(path, {"step": trainer.step, "held_out": held_out()})
         raise
+
+
+def fail(trainer: Any, fault: str) -> None:
+    """Halve the schedule by hand, or lose the adapter on the actor's side, for good."""
+    if fault == "halved":
+        trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+    else:
+        trainer.distiller.actor_weights = lambda: iter(trainer.distiller.policy_weights().items())
+    trainer._sync()
 
 
 def find_schedule(arm: Arm, calibrated: Path) -> Any:

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import VOCAB, tiny_model
+from test_distill import ON, SCHEDULE, run
 
 from sparrow.engines.base import Sampling
 from sparrow.schedule import SparsitySchedule
@@ -13,7 +15,7 @@ from sparrow.schedule import SparsitySchedule
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))
 from graph_engine import GraphEngine
 from stability_statistics import against_dense, arrival, last_reward, outcome, tau, threshold
-from stability_study import Arm, find_schedule, quantized
+from stability_study import Arm, fail, find_schedule, quantized
 from stability_summary import PAGE, load, render, tables
 
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
@@ -68,8 +70,6 @@ def test_noise_is_mixed_in_where_it_should_be():
 
 
 def test_quantized_by_hand():
-    import torch
-
     weight = torch.tensor([[1.0, 0.4, -0.2], [3.0, -3.0, 1.4]])
     assert torch.allclose(quantized(weight, 2), torch.tensor([[1.0, 0.0, 0.0], [3.0, -3.0, 0.0]]))
     assert torch.allclose(quantized(weight, 3), torch.tensor([[1.0, 1 / 3, -1 / 3], [3.0, -3.0, 1.0]]))
@@ -116,6 +116,18 @@ def test_a_loop_begins_where_it_is_told(tmp_path):
     )
     assert dense.is_dense and fixed.top_k == (4,) and table.top_k == (1, 2)
     assert [tau({"schedule": name}) for name in ("auto:98", "auto:86:p86", "p92")] == [0.98, 0.86, 0.86]
+
+
+def test_faults_reach_the_actor_and_stay(tmp_path):
+    trainer = run(tmp_path, ON, schedule=SCHEDULE.replace(top_k=(6,)))
+    ids = torch.randint(0, 151, (1, 50))
+    policy, actor = (model(input_ids=ids).logits for model in (trainer.model, trainer.engine.model))
+    assert not torch.equal(actor, policy)
+    fail(trainer, "unworn")
+    trainer._sync()
+    assert torch.equal(trainer.engine.model(input_ids=ids).logits, policy)
+    fail(trainer, "halved")
+    assert trainer.schedule.top_k == trainer.engine.schedule.top_k == (3,)
 
 
 def test_the_page_has_every_table_as_the_files_have_it():
