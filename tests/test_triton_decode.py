@@ -36,8 +36,9 @@ from sparrow.schedule import ALL_PAGES  # noqa: E402
 FP8 = torch.float8_e4m3fn
 FUSED = LaunchConfig(True, 16, 1, 1, 4, 32, 2, 20, 4, 64, 128)
 SPLIT = LaunchConfig(False, 16, 2, 3, 4, 32, 1, 20, 4, 64, 128)
-PATHS = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split")]
-LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 333, 517]
+ONE_TILE = replace(SPLIT, score_pages=64)  # which holds all pages of most rows here
+PATHS = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split"), pytest.param(ONE_TILE, id="one tile")]
+LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
 
 @dataclass
@@ -284,7 +285,7 @@ def test_selection_is_exact_for_extreme_scores(config, scores):
         min_size=1, max_size=50,
     ),
     st.integers(0, 55),
-    st.sampled_from([FUSED, SPLIT]),
+    st.sampled_from([FUSED, SPLIT, ONE_TILE]),
 )  # fmt: skip
 def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)

@@ -169,6 +169,27 @@ def _select(
 
 
 @triton.jit
+def _select_tile(
+    q_D, landmark, table, ids, pages, ranked, budget, stride_block, stride_page,
+    SINK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Writes the ids of the kept pages of a row of at most ``TILE`` pages, whose scores never leave the registers.
+
+    A page is kept if fewer than ``budget`` others come before it.
+    """
+    n = tl.arange(0, TILE)
+    is_ranked = (n >= SINK) & (n < SINK + ranked)
+    block = tl.load(table + n // PER_BLOCK, mask=n < pages, other=0)
+    base = landmark + ((n % PER_BLOCK) * stride_page)[:, None]
+    marks = _load_block_rows(base, block, is_ranked & (budget > 0), stride_block, D, DP)
+    score = tl.where(is_ranked, tl.sum(marks.to(tl.float32) * q_D[None, :], 1), float("-inf"))
+    is_earlier = is_ranked[None, :] & (n[None, :] < n[:, None])
+    before = (score[None, :] > score[:, None]) | (score[None, :] == score[:, None]) & is_earlier
+    kept = (n < pages) & (~is_ranked | (tl.sum(before.to(tl.int32), 1) < budget))
+    tl.store(ids + tl.cumsum(kept.to(tl.int32), 0) - 1, block * PER_BLOCK + n % PER_BLOCK, mask=kept)
+
+
+@triton.jit
 def _mean_query(q, stride_head, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     d = tl.arange(0, DP)
     total = tl.zeros((DP,), tl.float32)
@@ -291,7 +312,7 @@ def rank_kernel(
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
     SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Several programs score the pages of an item; the last to finish selects."""
+    """Several programs score the pages of an item; the last to finish selects. Rows of one tile are left to others."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -307,7 +328,7 @@ def rank_kernel(
     table += b * stride_table
     row = rows + item.to(tl.int64) * stride_rows
     landmarks += head * stride_mark_head
-    if (split < used) & (budget < ranked):
+    if (split < used) & (budget < ranked) & (pages > SCORE_TILE):
         begin, end = _share(to_score, split, used, SCORE_TILE)
         _score(
             q_D, landmarks, table, row, SINK + begin, SINK + end, stride_mark_block, stride_mark_page,
@@ -413,9 +434,17 @@ def attend_kernel(
         table += at * stride_table
         listed = budget < ranked
         row = rows + item * stride_rows
-        if PDL and not FUSED:
-            tl.extra.cuda.gdc_wait()
-        if listed & FUSED:
+        ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
+        if listed & (pages <= SCORE_TILE):
+            _select_tile(
+                _mean_query(q, stride_q_head, G, D, DP), landmarks, table, ids, pages, ranked, budget,
+                stride_mark_block, stride_mark_page, SINK, D, DP, PER_BLOCK, SCORE_TILE,
+            )  # fmt: skip
+            tl.debug_barrier()
+        elif listed & (not FUSED):
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+        elif listed:
             if part == 0:
                 if budget > 0:
                     _score(
@@ -434,7 +463,7 @@ def attend_kernel(
         size = ((tokens + parts - 1) // parts + P - 1) // P * P
         begin = part * size
         acc, total, maximum = _attend(
-            q_GD, tl.where(listed, row.to(tl.pointer_type(tl.int32), bitcast=True), table), k_cache,
+            q_GD, tl.where(listed, ids, table), k_cache,
             v_cache + head * stride_head, begin, tl.minimum(begin + size, tokens), listed,
             stride_block, stride_token, scale_log2, GP, D, DP, P, PER_BLOCK, TILE, FP8,
         )  # fmt: skip
@@ -456,7 +485,7 @@ def attend_kernel(
                 maximum = tl.full((GP,), -1e30, tl.float32)
                 total = tl.zeros((GP,), tl.float32)
                 acc = tl.zeros((GP, DP), tl.float32)
-                for i in range(parts):
+                for i in tl.range(parts, loop_unroll_factor=4):
                     other = (slot + i * K).to(tl.int64)
                     its_maximum = tl.load(stats + other * 2 * G + g, mask=g < G, other=-1e30)
                     highest = tl.maximum(maximum, its_maximum)
@@ -472,6 +501,8 @@ def attend_kernel(
                 k_cache, landmarks, table, tokens_in_row,
                 stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
             )  # fmt: skip
+        if PDL and not FUSED:
+            tl.extra.cuda.gdc_wait()  # what comes next relies on the ranking launch as well
 
 
 @triton.jit(do_not_specialize=["count"])
