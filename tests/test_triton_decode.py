@@ -386,6 +386,37 @@ def test_landmarks_of_a_long_prefill_equal_the_references():
     assert int((~marks.isnan().any(-1)).sum()) == 37 + 29
 
 
+@pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
+def test_tokens_are_stored_in_their_slots(kind):
+    K, D = 3, 80
+    k, v, _ = make_caches(kind, 5, K, 16, D, 16, torch.bfloat16)
+    qkv = torch.randn(4, 9, D).to(DEVICE, torch.bfloat16)
+    key, value, slots = qkv[:, 3:6], qkv[:, 6:], torch.tensor([37, -1, 64, 3], device=DEVICE)
+    sparrow_triton.store_tokens(key, value, k, v, slots)
+    for cache, tokens in ((k, key), (v, value)):
+        for t, block, place in ((0, 2, 5), (2, 4, 0), (3, 0, 3)):
+            assert torch.equal(cache[block, :, place], tokens[t])
+        assert int((~cache.isnan()).sum()) == 3 * K * D
+
+
+@pytest.mark.parametrize("config", PATHS)
+def test_decoding_reads_what_was_stored_just_before(config):
+    case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0])
+    expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
+    last = case.length.long() - 1
+    blocks, places = case.table[torch.arange(5, device=DEVICE), last // 16].long(), last % 16
+    newest = [cache[blocks, :, places].clone() for cache in (case.k_cache, case.v_cache)]
+    arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace, config)
+    sparrow_triton.paged_decode(*arguments)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        case.k_cache[blocks, :, places] = float("nan")
+        case.v_cache[blocks, :, places] = float("nan")
+        sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places)
+        sparrow_triton.paged_decode(*arguments, planned=True)
+        assert torch.equal(out, expected)
+
+
 def test_the_public_operation_takes_exactly_the_implementation_asked_for():
     case = make_case([100], [2])
     workspace = make_workspace(case)

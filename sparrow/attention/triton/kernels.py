@@ -303,9 +303,9 @@ def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, 
     tl.store(mark + d, mean.to(mark.dtype.element_ty), mask=d < D)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "early"])
 def rank_kernel(
-    q, k_cache, landmarks, table, length, top_k, rows, counters, splits,
+    q, k_cache, landmarks, table, length, top_k, rows, counters, splits, early,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -314,7 +314,8 @@ def rank_kernel(
 ):  # fmt: skip
     """Several programs score the pages of an item; the last to finish selects. Rows of one tile are left to others."""
     if PDL:
-        tl.extra.cuda.gdc_wait()
+        if early == 0:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     split = tl.program_id(1)
@@ -336,6 +337,8 @@ def rank_kernel(
         )  # fmt: skip
         if _arrives_last(counters + item, used):
             _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     if split == 0:
         _complete_page(
             k_cache + head * stride_head, landmarks, table, tokens_in_row,
@@ -396,9 +399,10 @@ def _kept_tokens(length, top_k, r, count, P: tl.constexpr, SINK: tl.constexpr, R
     return tokens_R
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "early"])
 def attend_kernel(
-    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows, partial, stats, ready, counters, plan, count,
+    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows, partial, stats, ready, counters, plan,
+    count, early,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_out_row, stride_out_head, stride_rows,
     scale_log2, v_scale,
@@ -410,10 +414,11 @@ def attend_kernel(
     """Each program attends to one part of an item's kept tokens; ``FUSED``, the first part's ranks the item's pages
     before, and the others wait for its list.
 
-    They do not wait forever: first parts wait for nobody, start first, and those that wait leave places free.
+    Called ``early``, the launch before only stores the newest tokens, and ranking does not wait for it.
+    Parts do not wait forever: first parts wait for nobody, start first, and those that wait leave places free.
     Whoever finishes an item's last part adds its parts in order: the result does not depend on timing.
     """
-    if PDL and FUSED:
+    if PDL and FUSED and early == 0:
         tl.extra.cuda.gdc_wait()
     work = tl.program_id(0)
     entry = plan + work // K * 4
@@ -441,10 +446,7 @@ def attend_kernel(
                 stride_mark_block, stride_mark_page, SINK, D, DP, PER_BLOCK, SCORE_TILE,
             )  # fmt: skip
             tl.debug_barrier()
-        elif listed & (not FUSED):
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-        elif listed:
+        elif listed & FUSED:
             if part == 0:
                 if budget > 0:
                     _score(
@@ -462,6 +464,8 @@ def attend_kernel(
                 tl.debug_barrier()
         size = ((tokens + parts - 1) // parts + P - 1) // P * P
         begin = part * size
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         acc, total, maximum = _attend(
             q_GD, tl.where(listed, ids, table), k_cache,
             v_cache + head * stride_head, begin, tl.minimum(begin + size, tokens), listed,
@@ -501,8 +505,6 @@ def attend_kernel(
                 k_cache, landmarks, table, tokens_in_row,
                 stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
             )  # fmt: skip
-        if PDL and not FUSED:
-            tl.extra.cuda.gdc_wait()  # what comes next relies on the ranking launch as well
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -526,3 +528,26 @@ def landmark_kernel(
         )  # fmt: skip
         pending = tl.where(pending == page, -1, pending)
         page = tl.max(pending, 0)
+
+
+@triton.jit
+def store_kernel(
+    key, value, k_cache, v_cache, slots,
+    stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Stores the keys and values of one token, in the block and place that its slot says, if it has one."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:
+        h = tl.arange(0, KP)[:, None]
+        d = tl.arange(0, DP)[None, :]
+        mask = (h < K) & (d < D)
+        place = slot // TOKENS * stride_block + slot % TOKENS * stride_token + h * stride_head + d
+        key_KD = tl.load(key + t * stride_key_row + h * stride_key_head + d, mask=mask)
+        value_KD = tl.load(value + t * stride_value_row + h * stride_value_head + d, mask=mask)
+        tl.store(k_cache + place, key_KD, mask=mask)
+        tl.store(v_cache + place, value_KD, mask=mask)

@@ -91,7 +91,7 @@ def paged_decode(
     """
     step = DecodeStep(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
-        out_BHD, workspace, config,
+        out_BHD, workspace, config, planned,
     )  # fmt: skip
     if not planned:
         step.plan()
@@ -120,6 +120,7 @@ class DecodeStep:
         out_BHD: Tensor,
         workspace: DecodeWorkspace,
         config: LaunchConfig | None,
+        planned: bool = False,
     ) -> None:
         B, H, D = q_BHD.shape
         K = k_cache.shape[1]
@@ -130,7 +131,8 @@ class DecodeStep:
         self.config = config or choose(B * K, K, padded * k_cache.element_size(), device_limits(q_BHD.device))
         self.items = B * K
         # Launches begin while the one before ends, and wait for it on the device; before Hopper they cannot.
-        self.overlap = q_BHD.is_cuda and torch.cuda.get_device_capability(q_BHD.device) >= (9, 0)
+        self.overlap = _can_overlap(q_BHD)
+        self.early = int(planned)
         self.q, self.out, self.caches, self.landmarks = q_BHD, out_BHD, (k_cache, v_cache), landmark_cache
         self.table, self.rows_B, self.workspace = block_table_BM, (length_B, top_k_B), workspace
         self.kv_strides = k_cache.stride()[:3]
@@ -155,8 +157,8 @@ class DecodeStep:
         w, c = self.workspace, self.config
         kernels.rank_kernel[(self.items, c.rank_splits)](
             self.q, self.caches[0], self.landmarks, self.table, *self.rows_B, w.rows, w.counters[0],
-            c.rank_splits, *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3], self.table.stride(0),
-            w.rows.stride(0), **self.shape, PDL=self.overlap, launch_pdl=self.overlap,
+            c.rank_splits, self.early, *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3],
+            self.table.stride(0), w.rows.stride(0), **self.shape, PDL=self.overlap, launch_pdl=self.overlap,
             num_warps=c.rank_warps,
         )  # fmt: skip
 
@@ -165,7 +167,7 @@ class DecodeStep:
         w, c = self.workspace, self.config
         kernels.attend_kernel[(self.items + c.shares,)](
             self.q, *self.caches, self.landmarks, self.table, *self.rows_B, self.out, w.rows, w.partial, w.stats,
-            *w.counters, w.plan, len(self.table), *self.q.stride()[:2], *self.kv_strides,
+            *w.counters, w.plan, len(self.table), self.early, *self.q.stride()[:2], *self.kv_strides,
             *self.landmarks.stride()[:3], self.table.stride(0), *self.out.stride()[:2], w.rows.stride(0), *self.scales,
             **self.shape, TILE=c.attend_tokens, FUSED=c.fused, FP8=self.caches[0].dtype == torch.float8_e4m3fn,
             PDL=self.overlap, launch_pdl=self.overlap,
@@ -186,6 +188,25 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
         k_cache, landmark_cache, slot_mapping_T, T, *k_cache.stride()[:3], *landmark_cache.stride()[:3],
         D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=per_block, SLOTS=slots, num_warps=1,
     )  # fmt: skip
+
+
+def store_tokens(key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+    """Stores keys and values in the slots of tokens, -1 for none; caches as for ``paged_decode``.
+
+    ``paged_decode(..., planned=True)``, if it is the next thing on the stream, ranks pages meanwhile.
+    """
+    (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
+    if T == 0:
+        return
+    kernels.store_kernel[(T,)](
+        key_TKD, value_TKD, k_cache, v_cache, slot_mapping_T, *key_TKD.stride()[:2], *value_TKD.stride()[:2],
+        *k_cache.stride()[:3], K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
+        TOKENS=k_cache.shape[2], PDL=overlap, launch_pdl=overlap, num_warps=4,
+    )  # fmt: skip
+
+
+def _can_overlap(x: Tensor) -> bool:
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
 def _check_device(k_cache: Tensor) -> None:

@@ -13,7 +13,7 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from sparrow.attention.triton import DecodeWorkspace
+from sparrow.attention.triton import DecodeWorkspace, store_tokens
 from sparrow.engines.vllm.backend import SparseBuilder, SparseImpl, is_requested
 from sparrow.engines.vllm.versions import installed
 from sparrow.errors import ConfigError
@@ -32,6 +32,15 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         return _adapter.key_value(kv_cache)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """As vLLM's own, but in a sparse layer decoding begins meanwhile."""
+        if not self.is_sparse_layer:
+            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        keys, values, _ = self._views(layer, kv_cache)
+        store_tokens(key, value, keys, values, slot_mapping)
 
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> DecodeWorkspace:
         return DecodeWorkspace(max_rows, self.num_kv_heads, self.num_queries_per_kv, self.head_size, max_pages, device)
