@@ -309,7 +309,7 @@ SPLITS = [1, 2, 3, 4, 8, 16]
 
 def attending(tokens: int, warps: int, stages: int, resident: int, score: tuple[int, int] = (64, 2)) -> LaunchConfig:
     registers = min(255, 65536 // (32 * warps * resident) // 8 * 8)
-    return LaunchConfig(True, *score, 1, 4, tokens, stages, 264, warps, 2 * tokens, registers)
+    return LaunchConfig(True, *score, 1, 4, tokens, stages, 256, warps, 2 * tokens, registers, 132 * resident)
 
 
 def dense_configs() -> list[LaunchConfig]:

@@ -43,8 +43,8 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
         (64, False, 2, 64),
         (96, False, 4, 296),
         (128, True, 1, 120),
-        (256, True, 1, 8),
-        (512, True, 1, 16),
+        (256, True, 1, 256),
+        (512, True, 1, 256),
     ],
 )
 def test_small_batches_are_split_and_large_ones_fused(items, fused, splits, shares):

@@ -346,41 +346,47 @@ def rank_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "target"])
+@triton.jit(do_not_specialize=["count", "target", "places"])
 def plan_kernel(
-    length, top_k, plan, count, target,
+    length, top_k, plan, count, target, places,
     P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
     FUSED: tl.constexpr,
 ):  # fmt: skip
     """Divides a batch among the programs of ``attend_kernel``: each entry of ``plan`` is a row, a part of it, the row's
-    number of parts and the first of their slots; K programs share an entry.
+    number of parts and the first of their slots; K programs share an entry, and ``places`` entries run at once.
 
-    A row has one part or more, ``target`` more in all, as small as that allows; a fused launch leaves rows not much
-    longer than the mean whole. First come the first parts, longest rows first, then the further parts; what is
-    left gets row ``count``.
+    A row has one part or more, ``target`` more in all, as small as that allows; a fused launch leaves rows whole that
+    are not longer than what each place would get or, unless there is room for twice the rows, not much longer than the
+    mean. The most work comes first, which in a fused launch puts a row's first part, with the ranking, before its
+    others; what is left gets row ``count``.
     """
     r = tl.arange(0, ROWS)
-    tokens_R = _kept_tokens(length, top_k, r, count, P, SINK, RECENT)
+    tokens_R, ranking_R = _work(length, top_k, r, count, P, SINK, RECENT, FUSED)
     total = tl.sum(tokens_R)
     smallest = MIN_PART
     if FUSED:
-        smallest = tl.maximum(smallest, total // count * 3 // 2)
+        whole = tl.where(2 * count <= places, 0, total // count * 17 // 16)
+        smallest = tl.maximum(smallest, tl.maximum(whole, total // places))
     low = tl.maximum(smallest, total // (count + target))
     high = tl.maximum(low, total // target + 1)  # needs at most ``target`` parts, whatever the lengths
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
-    further_R = tl.maximum(tokens_R - 1, 0)
-    needed_S = tl.sum(further_R[:, None] // size_S[None, :], 0)
-    more_R = further_R // tl.min(tl.where(needed_S <= target, size_S, high))
+    needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
+    size = tl.min(tl.where(needed_S <= target, size_S, high))
+    more_R = tl.maximum(tokens_R - 1, 0) // size
+    first_R, further_R = _order_of_work(tokens_R, ranking_R, more_R, r, P, ROWS)
     used = tl.sum(more_R)
     before_R = tl.cumsum(more_R) - more_R
     place_R = tl.zeros((ROWS,), tl.int32)
-    for first in range(0, count, SIZES):
-        other_S = first + tl.arange(0, SIZES)
-        tokens_S = _kept_tokens(length, top_k, other_S, count, P, SINK, RECENT)
-        earlier = (tokens_S[None, :] == tokens_R[:, None]) & (other_S[None, :] < r[:, None])
-        place_R += tl.sum(((tokens_S[None, :] > tokens_R[:, None]) | earlier).to(tl.int32), 1)
+    further_place_R = tl.zeros((ROWS,), tl.int32)
+    for begin in range(0, count, SIZES):
+        s = begin + tl.arange(0, SIZES)
+        tokens_S, ranking_S = _work(length, top_k, s, count, P, SINK, RECENT, FUSED)
+        more_S = tl.maximum(tokens_S - 1, 0) // size
+        first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
+        place_R += _count_before(first_R, first_S, further_S, more_S)
+        further_place_R += _count_before(further_R, first_S, further_S, more_S)
     for part in range(tl.max(more_R) + 1):
-        entry_R = plan + tl.where(part == 0, place_R, count + before_R + part - 1) * 4
+        entry_R = plan + tl.where(part == 0, place_R, further_place_R + part - 1) * 4
         mine = (r < count) & (part <= more_R)
         tl.store(entry_R, r, mask=mine)
         tl.store(entry_R + 1, part, mask=mine)
@@ -391,12 +397,29 @@ def plan_kernel(
 
 
 @triton.jit
-def _kept_tokens(length, top_k, r, count, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+def _work(length, top_k, r, count, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKED: tl.constexpr):
+    """A row's kept tokens, and how many of these take as long to read as the landmarks that its first part ranks."""
     length_R = tl.load(length + r, mask=r < count, other=0)
-    _pages, _ranked, _budget, tokens_R = _plan(
+    _pages, ranked, budget, tokens_R = _plan(
         length_R, tl.load(top_k + r, mask=r < count, other=0), P, SINK, RECENT
     )  # fmt: skip
-    return tokens_R
+    return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKED, ranked // 2, 0)
+
+
+@triton.jit
+def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
+    """Numbers, all different, that sort first and further parts of rows by their work, down to a page."""
+    part_R = tokens_R // (more_R + 1)
+    last_R = ROWS - 1 - r
+    return ((part_R + ranking_R) // P * 2 + 1) * ROWS + last_R, part_R // P * 2 * ROWS + last_R
+
+
+@triton.jit
+def _count_before(order_R, first_S, further_S, more_S):
+    """How many parts of rows S come before each of R."""
+    first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
+    further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
+    return tl.sum(first + further * more_S[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["count", "early"])
@@ -415,7 +438,7 @@ def attend_kernel(
     before, and the others wait for its list.
 
     Called ``early``, the launch before only stores the newest tokens, and ranking does not wait for it.
-    Parts do not wait forever: first parts wait for nobody, start first, and those that wait leave places free.
+    Parts do not wait forever: a first part waits for nobody and starts before its others, which leave places free.
     Whoever finishes an item's last part adds its parts in order: the result does not depend on timing.
     """
     if PDL and FUSED and early == 0:

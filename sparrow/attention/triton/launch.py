@@ -147,7 +147,7 @@ class DecodeStep:
         """Divides the batch among the programs that attend; good for every layer with these lengths and budgets."""
         w, c, shape, count = self.workspace, self.config, self.shape, len(self.table)
         kernels.plan_kernel[(1,)](
-            *self.rows_B, w.plan, count, c.shares // shape["K"],
+            *self.rows_B, w.plan, count, c.shares // shape["K"], c.places // shape["K"],
             **{name: shape[name] for name in ("P", "SINK", "RECENT")}, MIN_PART=c.part_tokens,
             ROWS=max(128, triton.next_power_of_2(count)), FUSED=c.fused, num_warps=4,
         )  # fmt: skip

@@ -30,6 +30,7 @@ class LaunchConfig:
         attend_warps: warps of an attending program, and of a fused one.
         part_tokens: kept tokens worth a program of their own.
         registers: most registers of an attending thread, so that enough programs fit side by side.
+        places: attending programs that run at once.
     """
 
     fused: bool
@@ -43,6 +44,7 @@ class LaunchConfig:
     attend_warps: int
     part_tokens: int
     registers: int
+    places: int
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,14 @@ def _row(filled: float) -> _Row:
 
 
 def share_count(items: int, kv_heads: int, limits: DeviceLimits) -> int:
-    """Programs for further parts: as many as the items leave room for, up to two per multiprocessor where they leave
-    none, but never so many that they fill the device: they may wait for others to start.
+    """Programs for further parts: as many as the items leave room for, where parts wait for nobody; in a fused launch
+    two per multiprocessor, but never so many that they fill the device: they may wait for others to start.
 
     A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
     """
     row = _row(items / limits.multiprocessors)
     room = row.resident * limits.multiprocessors - items
-    if room < kv_heads:
+    if row.fused:
         room = min(2, row.resident) * limits.multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
 
@@ -134,6 +136,7 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
         attend_warps=4,
         part_tokens=2 * tokens,
         registers=min(255, 65536 // (128 * row.resident) // 8 * 8),
+        places=row.resident * limits.multiprocessors,
     )
     return _fit(config, head_bytes, limits)
 
