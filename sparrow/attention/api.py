@@ -94,7 +94,7 @@ def paged_decode(
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for ``triton``, shared by all layers.
         planned: the workspace's last call had the same lengths and budgets, as in a layer before this one: ``triton``
-            divides the work as it did then.
+            divides the work as it did then, and may rank pages while the launch before it stores the newest tokens.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.

@@ -87,7 +87,9 @@ def paged_decode(
 
     Args:
         config: tiles to use in place of the table's; for benchmarks.
-        planned: the call before had the same lengths, budgets and config: divide the work as it did.
+        planned: the call before had the same lengths, budgets and config: divide the work as it did. If the launch just
+            before overlaps with its successor, as only ``store_tokens`` here does, nothing but the newest tokens may
+            depend on it.
     """
     step = DecodeStep(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
@@ -193,7 +195,7 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
 def store_tokens(key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
     """Stores keys and values in the slots of tokens, -1 for none; caches as for ``paged_decode``.
 
-    ``paged_decode(..., planned=True)``, if it is the next thing on the stream, ranks pages meanwhile.
+    ``paged_decode(..., planned=True)``, if it comes next on the stream, ranks pages meanwhile.
     """
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:
