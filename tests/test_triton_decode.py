@@ -36,8 +36,7 @@ from sparrow.schedule import ALL_PAGES  # noqa: E402
 FP8 = torch.float8_e4m3fn
 FUSED = LaunchConfig(True, 16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)
 SPLIT = LaunchConfig(False, 16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
-ONE_TILE = replace(SPLIT, score_pages=64)  # which holds all pages of most rows here
-PATHS = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split"), pytest.param(ONE_TILE, id="one tile")]
+PATHS = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split")]
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
 
@@ -285,7 +284,7 @@ def test_selection_is_exact_for_extreme_scores(config, scores):
         min_size=1, max_size=50,
     ),
     st.integers(0, 55),
-    st.sampled_from([FUSED, SPLIT, ONE_TILE]),
+    st.sampled_from([FUSED, SPLIT]),
 )  # fmt: skip
 def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
@@ -310,17 +309,18 @@ def test_long_rows_are_shared_out(config, top_k):
     check(case, replace(config, part_tokens=32))
 
 
+@pytest.mark.parametrize("P", [16, 64])
 @pytest.mark.parametrize("target", [5, 6, 20])
 @pytest.mark.parametrize(
     "lengths", [[900] * 5, [900, 880, 860, 840, 820], [3000, 700, 2000, 60, 1200], [5000, 1, 0, 16, 17]]
 )
-def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target):
+def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 4), -1, dtype=torch.int32, device=DEVICE)
-    kernels.plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 9, 16, 1, 2, 64, 16, False)
+    kernels.plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 9, P, 1, 2, 64, 16, False)
     entries, slots, largest = [entry for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
-    work = [lengths[b] // of // 16 for b, _, of, _ in entries]
+    work = [lengths[b] // of // P for b, _, of, _ in entries]
     assert work == sorted(work, reverse=True)
     started = [b for b, part, _, _ in entries if part == 0]
     assert all(part == 0 or started.index(b) < i for i, (b, part, _, _) in enumerate(entries))

@@ -159,34 +159,12 @@ def _select(
     SINK: tl.constexpr, PER_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``_select_block`` at a width that fits the row, so that short rows in a wide table stay cheap."""
-    if BLOCK > 2048:
-        if pages <= 2048:
-            _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 2048)
-        else:
-            _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
+    if (BLOCK > 256) & (pages <= 256):
+        _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 256)
+    elif (BLOCK > 2048) & (pages <= 2048):
+        _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, 2048)
     else:
         _select_block(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
-
-
-@triton.jit
-def _select_tile(
-    q_D, landmark, table, ids, pages, ranked, budget, stride_block, stride_page,
-    SINK: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Writes the ids of the kept pages of a row of at most ``TILE`` pages, whose scores never leave the registers.
-
-    A page is kept if fewer than ``budget`` others come before it.
-    """
-    n = tl.arange(0, TILE)
-    is_ranked = (n >= SINK) & (n < SINK + ranked)
-    block = tl.load(table + n // PER_BLOCK, mask=n < pages, other=0)
-    base = landmark + ((n % PER_BLOCK) * stride_page)[:, None]
-    marks = _load_block_rows(base, block, is_ranked & (budget > 0), stride_block, D, DP)
-    score = tl.where(is_ranked, tl.sum(marks.to(tl.float32) * q_D[None, :], 1), float("-inf"))
-    is_earlier = is_ranked[None, :] & (n[None, :] < n[:, None])
-    before = (score[None, :] > score[:, None]) | (score[None, :] == score[:, None]) & is_earlier
-    kept = (n < pages) & (~is_ranked | (tl.sum(before.to(tl.int32), 1) < budget))
-    tl.store(ids + tl.cumsum(kept.to(tl.int32), 0) - 1, block * PER_BLOCK + n % PER_BLOCK, mask=kept)
 
 
 @triton.jit
@@ -312,7 +290,7 @@ def rank_kernel(
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
     SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Several programs score the pages of an item; the last to finish selects. Rows of one tile are left to others."""
+    """Several programs score the pages of an item; the last to finish selects."""
     if PDL:
         if early == 0:
             tl.extra.cuda.gdc_wait()
@@ -329,13 +307,17 @@ def rank_kernel(
     table += b * stride_table
     row = rows + item.to(tl.int64) * stride_rows
     landmarks += head * stride_mark_head
-    if (split < used) & (budget < ranked) & (pages > SCORE_TILE):
+    if (split < used) & (budget < ranked):
         begin, end = _share(to_score, split, used, SCORE_TILE)
         _score(
             q_D, landmarks, table, row, SINK + begin, SINK + end, stride_mark_block, stride_mark_page,
             D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
         )  # fmt: skip
-        if _arrives_last(counters + item, used):
+        tl.debug_barrier()
+        last = used == 1
+        if used > 1:
+            last = _arrives_last(counters + item, used)
+        if last:
             _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -383,6 +365,7 @@ def plan_kernel(
         tokens_S, ranking_S = _work(length, top_k, s, count, P, SINK, RECENT, FUSED)
         more_S = tl.maximum(tokens_S - 1, 0) // size
         first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
+        first_S = tl.where(s < count, first_S, -1)
         place_R += _count_before(first_R, first_S, further_S, more_S)
         further_place_R += _count_before(further_R, first_S, further_S, more_S)
     for part in range(tl.max(more_R) + 1):
@@ -463,13 +446,7 @@ def attend_kernel(
         listed = budget < ranked
         row = rows + item * stride_rows
         ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
-        if listed & (pages <= SCORE_TILE):
-            _select_tile(
-                _mean_query(q, stride_q_head, G, D, DP), landmarks, table, ids, pages, ranked, budget,
-                stride_mark_block, stride_mark_page, SINK, D, DP, PER_BLOCK, SCORE_TILE,
-            )  # fmt: skip
-            tl.debug_barrier()
-        elif listed & FUSED:
+        if listed & FUSED:
             if part == 0:
                 if budget > 0:
                     _score(

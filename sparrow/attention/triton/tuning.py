@@ -74,9 +74,9 @@ class _Row:
 # Few programs need many bytes in flight each; many need to fit side by side.
 TABLE = (
     _Row(0.5, False, 1, 128, 3, 128, 2),
-    _Row(0.85, False, 3, 128, 2, 64, 2),
+    _Row(0.85, False, 3, 128, 2, 128, 1),
     _Row(1.0, True, 1, 128, 3, 128, 2),
-    _Row(1.5, False, 3, 128, 2, 64, 2),
+    _Row(1.5, True, 3, 128, 2, 64, 2),
     _Row(2.0, True, 2, 128, 3, 64, 2),
     _Row(3.0, True, 3, 128, 2, 64, 2),
 )
@@ -134,7 +134,7 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
         attend_stages=row.attend_stages * more,
         shares=share_count(items, kv_heads, limits),
         attend_warps=4,
-        part_tokens=2 * tokens,
+        part_tokens=tokens,
         registers=min(255, 65536 // (128 * row.resident) // 8 * 8),
         places=row.resident * limits.multiprocessors,
     )
