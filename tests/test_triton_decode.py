@@ -312,7 +312,8 @@ def test_long_rows_are_shared_out(config, top_k):
 @pytest.mark.parametrize("P", [16, 64])
 @pytest.mark.parametrize("target", [5, 6, 20])
 @pytest.mark.parametrize(
-    "lengths", [[900] * 5, [900, 880, 860, 840, 820], [3000, 700, 2000, 60, 1200], [5000, 1, 0, 16, 17]]
+    "lengths",
+    [[900] * 5, [900, 880, 860, 840, 820], [3000, 700, 2000, 60, 1200], [5000, 1, 0, 16, 17], [130, 100, 90, 80, 70]],
 )
 def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
