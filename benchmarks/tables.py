@@ -89,7 +89,7 @@ def decode_steps() -> str:
 def rollouts(logprobs: str, requests: str = "240") -> str:
     rows = []
     for shape, (stock, sparse) in measured().items():
-        if requests not in stock["traces"]:
+        if any(requests not in run["traces"] for run in (stock, sparse)):
             continue
         tokens = stock["traces"][requests]["tokens"]
         dense, ours = (tokens / trace_seconds(run, requests, logprobs) for run in (stock, sparse))
