@@ -74,7 +74,6 @@ class _Row:
 # Few programs need many bytes in flight each; many need to fit side by side.
 TABLE = (
     _Row(0.5, False, 1, 128, 3, 128, 2),
-    _Row(0.85, False, 3, 128, 2, 128, 1),
     _Row(1.0, True, 1, 128, 3, 128, 2),
     _Row(1.5, True, 3, 128, 2, 64, 2),
     _Row(2.0, True, 2, 128, 3, 64, 2),
