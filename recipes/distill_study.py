@@ -11,7 +11,8 @@ several seeds the same GRPO run is done with and without distillation under the 
 - ``switch``: as ``full``, but from the dearer schedule on, moving to the cheap one once its p5 surely holds 0.86.
 
 At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
-while it trains, which raises p5 by itself, and only the difference is the adapter's.
+while it trains, which raises p5 by itself, and only the difference is the adapter's. benchmarks/tables.py makes the
+tables of docs/distill.md from the results.
 
     python recipes/distill_study.py --folder runs/distill --processes 18   # 2 GPUs, about five minutes
     python recipes/distill_study.py --folder runs/distill --processes 0    # only gather what is there
@@ -95,7 +96,7 @@ class Options:
 
 
 class HeldOut:
-    """Measures an engine on held-out problems: mismatch by length bin, and reward."""
+    """Measures an engine on held-out problems: reward, and by length bin p5 and the share of tokens below 0.5."""
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
         from sparrow.engines.base import Sampling
@@ -106,16 +107,20 @@ class HeldOut:
         self._sampling = Sampling(response(options.lines), seed=seed)
 
     def __call__(self, engine: Any, schedule: SparsitySchedule) -> dict[str, Any]:
-        from sparrow.measure import pool, token_acceptance
+        from sparrow.measure import flatten, pool, token_acceptance
 
         engine.set_schedule(schedule)
         rollouts = engine.generate(self._prompts, self._sampling)
         engine.counters()  # these tokens are not training's
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
-        found = pool([token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)], 64)
+        accepted = [token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)]
+        found = pool(accepted, 64)
+        lower, _, position, _ = flatten(accepted)
+        rare = [np.mean(lower[position // 64 == b.bin] < 0.5) for b in found.bins]
         texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
         reward = np.mean([p.verify(text) for p, text in zip(self._problems, texts, strict=True)])
-        return {"bins": bins_of(found.to_dict()), "mean": found.mean, "reward": float(reward)}
+        bins = bins_of(found.to_dict())
+        return {"bins": bins, "below_half": np.round(rare, 4).tolist(), "mean": found.mean, "reward": float(reward)}
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
@@ -234,77 +239,17 @@ def write(options: Options) -> dict[str, Any]:
 
 
 def main(options: Options) -> None:
-    """Run what is missing, then write the tables."""
+    """Run what is missing, then write the results."""
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.processes:
         cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
         start(options, [name for name in names(options) if not (options.folder / f"{name}.json").exists()])
-    print(tables(write(options)))
+    write(options)
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The bins that at least half as many responses reach as any."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
-
-
-def tables(result: dict[str, Any]) -> str:
-    """The finished runs in Markdown: p5 by length before and after, then what became of the lift and the rewards."""
-    arms: dict[str, list[dict[str, Any]]] = {}
-    for name, run in result["runs"].items():
-        if "without" in run:
-            arms.setdefault(name.split("-")[0], []).append(run)
-    if "none" not in arms:
-        return "no run without an adapter is finished"
-    untrained = [run["start"] for run in arms["none"]]
-    bins = [b[0] for b in untrained[0]["bins"] if b[5] >= result["options"]["held_out"] / 2]
-    lines = [
-        f"| run, measured | {' | '.join(f'{b}-{b + 64}' for b in bins)} | mean acceptance |",
-        "|---" * (len(bins) + 2) + "|",
-    ]
-    measured = [("untrained", untrained)]
-    measured += [
-        (arm if arm == "none" else f"{arm}, {kind} the adapter", [run[kind] for run in runs])
-        for arm, runs in arms.items()
-        for kind in ("without", "with")
-        if kind in runs[0]
-    ]
-    for label, found in measured:
-        cells = [
-            "{:.3f} [{:.3f}, {:.3f}]".format(*np.mean([by_bin(f, begin)[2:5] for f in found], axis=0)) for begin in bins
-        ]
-        lines.append(f"| {label} | {' | '.join(cells)} | {np.mean([f['mean'] for f in found]):.4f} |")
-    columns = ("run", "steps", "p5 by the adapter", "p5 holds at step", "reward, last 10 steps", "actor", "policy")
-    lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    rewards = [[run[key]["reward"] for run in arms["none"]] for key in ("start", "dense at the start")]
-    lines.append(f"| untrained | 0 | | | | {' | '.join(each(x) for x in rewards)} |")
-    for arm, runs in arms.items():
-        lifts = [
-            np.mean([by_bin(run["with"], b)[2] - by_bin(run["without"], b)[2] for b in bins])
-            for run in runs
-            if "with" in run
-        ]
-        holds = [run.get("moved_at") or first_holding(run["lowest_p5_low"]) for run in runs]
-        cells = [", ".join(str(run["steps"]) for run in runs), each(lifts, "+") if lifts else ""]
-        cells += [", ".join(str(h or "never") for h in holds), each([np.mean(run["reward"][-10:]) for run in runs])]
-        cells += [each([run[key]["reward"] for run in runs]) for key in ("with" if lifts else "without", "dense")]
-        lines.append(f"| {arm} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def each(values: list[Any], sign: str = "") -> str:
-    """The mean, and the value of each run."""
-    return f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})"
-
-
-def by_bin(measured: dict[str, Any], begin: int) -> list[float]:
-    """A bin of a measurement, by its first position; NaN where nothing was measured."""
-    return next((b for b in measured["bins"] if b[0] == begin), [np.nan] * 6)
-
-
-def first_holding(low: list[float], patience: int = 3) -> int | None:
-    """The first step from which the lowest bin's interval holds tau for ``patience`` steps in a row."""
-    holding = [all(x >= TAU for x in low[i : i + patience]) for i in range(len(low) - patience + 1)]
-    return holding.index(True) + 1 if any(holding) else None
 
 
 def device_name() -> str:
