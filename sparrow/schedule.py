@@ -58,9 +58,7 @@ class SparsitySchedule:
                     f"to {k} in bin {i}; raise it to at least {self.top_k[i - 1]}"
                 )
         if self.page_size < 1 or self.bin_tokens < self.page_size:
-            raise ConfigError(
-                f"need page_size >= 1 and bin_tokens >= page_size, got {self.page_size} and {self.bin_tokens}"
-            )
+            raise ConfigError(f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}")
         if self.sink_pages < 0 or self.recent_pages < 1:
             raise ConfigError(
                 "need sink_pages >= 0 and recent_pages >= 1 (the page being written is always read), "

@@ -214,7 +214,7 @@ def test_names_and_verifiers_that_are_not_there():
         load_dataset_task("gsm9k", VERIFIERS)
     with pytest.raises(ConfigError, match="'qa' is read from a local file; give its path"):
         load_dataset_task("qa", VERIFIERS)
-    with pytest.raises(ConfigError, match="needs a verifier for 'math', got code"):
+    with pytest.raises(ConfigError, match=r"needs a verifier for 'math', got \['code'\]"):
         load_dataset_task("gsm8k", {"code": same}, path=DATA / "gsm8k.jsonl")
 
 

@@ -162,9 +162,7 @@ class HFEngine(Engine):
         for name, tensor in weights:
             if name not in own or own[name].shape != tensor.shape:
                 expected = tuple(own[name].shape) if name in own else "no such parameter"
-                raise ConfigError(
-                    f"cannot update weight {name!r} with shape {tuple(tensor.shape)}: the engine has {expected}"
-                )
+                raise ConfigError(f"cannot update {name!r} with shape {tuple(tensor.shape)}: the engine has {expected}")
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].data.copy_(tensor)
 

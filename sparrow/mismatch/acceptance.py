@@ -76,10 +76,7 @@ def acceptance_bounds(
     else:
         listed, p_ids, p_known = _read_list("policy", policy_ids, policy_logprobs)
         if listed.shape[:-1] != q.shape[:-1]:
-            raise ValueError(
-                f"The actor's list has shape {q.shape} and the policy's {listed.shape}; all axes but the last must be "
-                "equal."
-            )
+            raise ValueError(f"The lists have shapes {q.shape} and {listed.shape}; all axes but the last must agree.")
         p, matched = np.zeros_like(q), np.zeros_like(known)
         for entry in range(listed.shape[-1]):  # not all pairs at once: [T, n, m] would not fit in memory
             match = (q_ids == p_ids[..., entry, None]) & known & p_known[..., entry, None]
@@ -97,9 +94,7 @@ def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArr
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"The {side}'s ids have dtype {ids.dtype}; pass integer vocabulary ids.")
     if ids.ndim == 0 or ids.shape != np.shape(logprobs):
-        raise ValueError(
-            f"The {side}'s ids have shape {ids.shape} and its log-probs {np.shape(logprobs)}; both must be [..., n]."
-        )
+        raise ValueError(f"The {side}'s ids have shape {ids.shape}, but its log-probs {np.shape(logprobs)}.")
     probabilities = _probabilities(side, logprobs)
     listed = np.asarray(logprobs) > -np.inf
     if np.any(ids < 0, where=listed):
@@ -108,9 +103,7 @@ def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArr
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
-        raise ValueError(
-            f"The {side}'s list holds id {ordered[..., 1:][repeated][0]} twice for one token; list every id once."
-        )
+        raise ValueError(f"The {side}'s list holds id {ordered[..., 1:][repeated][0]} twice for one token.")
     return probabilities, ids.astype(np.int64, copy=False), listed
 
 
@@ -125,16 +118,11 @@ def _probabilities(side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | No
     if np.isnan(values).any():
         raise ValueError(f"The {side}'s log-probs hold NaN; mark missing entries with -inf.")
     if np.any(values > ROUNDING):
-        raise ValueError(
-            f"The {side}'s log-probs reach {values.max():g}, but a log-prob is at most 0; pass log-softmax, not logits."
-        )
+        raise ValueError(f"The {side}'s log-probs reach {values.max():g}, above 0; pass log-softmax, not logits.")
     probabilities = np.exp(values)
     if where is not None:
         probabilities = np.where(where, probabilities, 0.0)
     mass = probabilities.sum(axis=-1)
     if np.any(mass > 1 + ROUNDING):
-        raise ValueError(
-            f"The {side}'s listed probabilities sum to {mass.max():g} for one token, which is more than 1; "
-            "pass log-softmax over the whole vocabulary."
-        )
+        raise ValueError(f"The {side}'s probabilities sum to {mass.max():g} for one token; pass log-softmax of all.")
     return probabilities

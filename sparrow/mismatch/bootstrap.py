@@ -176,9 +176,7 @@ def sequence_bootstrap(
     """
     tokens = np.asarray(values, np.float64)
     if tokens.ndim != 1 or tokens.size == 0 or np.shape(sequence) != tokens.shape:
-        raise ValueError(
-            f"values have shape {tokens.shape} and sequence {np.shape(sequence)}; pass two arrays [T] with T >= 1."
-        )
+        raise ValueError(f"values, sequence: {tokens.shape}, {np.shape(sequence)}; pass two arrays [T] with T >= 1.")
     ids, owner = np.unique(np.asarray(sequence), return_inverse=True)
     n_sequences = ids.size
     rng = np.random.default_rng(seed)
@@ -257,10 +255,7 @@ def mismatch_report(
     if low.size == 0:
         raise ValueError("There are no tokens to report on; pass at least one acceptance rate.")
     if np.any(low > high):
-        raise ValueError(
-            f"A lower bound exceeds its upper bound by {np.max(low - high):g}; pass the two arrays of "
-            "acceptance_bounds in their order."
-        )
+        raise ValueError(f"A lower bound exceeds its upper bound by {np.max(low - high):g}; pass them in their order.")
     intervals = percentile_by_bin_interval(low, position, sequence, bin_tokens, percentile, seed=seed)
     bins = tuple(
         BinMismatch(

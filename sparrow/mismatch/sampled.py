@@ -28,9 +28,7 @@ def sampled_acceptance(policy_logprobs: ArrayLike, actor_logprobs: ArrayLike) ->
     """
     p, q = np.asarray(policy_logprobs, np.float64), np.asarray(actor_logprobs, np.float64)
     if p.shape != q.shape:
-        raise ValueError(
-            f"The policy's log-probs have shape {p.shape} and the actor's {q.shape}; pass the same tokens."
-        )
+        raise ValueError(f"The policy's log-probs have shape {p.shape}, the actor's {q.shape}; pass the same tokens.")
     if np.isnan(p).any() or not np.isfinite(q).all():
         raise ValueError("A sampled token has a log-prob that is NaN, or infinite under the actor; leave such out.")
     return np.exp(np.minimum(p - q, 0.0))

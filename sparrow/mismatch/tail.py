@@ -84,19 +84,12 @@ def check_acceptance(alpha: ArrayLike, **aligned: ArrayLike | None) -> FloatArra
     """Acceptance rates as float64 [T]; ValueError unless all lie in [0, 1] and `aligned` arrays have the same shape."""
     values = np.asarray(alpha, np.float64)
     if values.ndim != 1:
-        raise ValueError(
-            f"Acceptance rates have shape {values.shape}; pass one flat array [T], masked tokens left out."
-        )
+        raise ValueError(f"Acceptance rates have shape {values.shape}; pass a flat array [T] without masked tokens.")
     if not np.all((values >= 0) & (values <= 1)):
-        raise ValueError(
-            f"Acceptance rates reach from {values.min():g} to {values.max():g}; all must lie in [0, 1], so drop masked "
-            "tokens and clip rounding first."
-        )
+        raise ValueError(f"Acceptance rates reach from {values.min():g} to {values.max():g}, outside [0, 1].")
     for name, array in aligned.items():
         if array is not None and np.shape(array) != values.shape:
-            raise ValueError(
-                f"{name} has shape {np.shape(array)} for {values.size} acceptance rates; pass one value per token."
-            )
+            raise ValueError(f"{name} has shape {np.shape(array)} for {values.size} acceptance rates.")
     return values
 
 

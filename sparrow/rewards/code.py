@@ -151,9 +151,7 @@ class CodeVerifier:
             elif "inputs" in tests and len(tests["inputs"]) == len(tests["outputs"]):
                 number, results = len(tests["inputs"]), run.each(tests, stop_early)
             else:
-                raise ValueError(
-                    f"tests need 'test', or as many 'inputs' as 'outputs'; got {', '.join(tests) or 'nothing'}"
-                )
+                raise ValueError(f"tests need 'test', or as many 'inputs' as 'outputs'; got {list(tests)}")
         verdicts = tuple(verdict for verdict, _ in results)
         detail = next((text for verdict, text in results if verdict != "pass"), "")
         return Judgement(verdicts, number, detail, time.monotonic() - start)

@@ -73,9 +73,7 @@ class DatasetTask:
         source: str = "the dataset",
     ) -> None:
         if format.kind not in verifiers:
-            raise ConfigError(
-                f"dataset {name!r} needs a verifier for {format.kind!r}, got {', '.join(verifiers) or 'none'}"
-            )
+            raise ConfigError(f"dataset {name!r} needs a verifier for {format.kind!r}, got {list(verifiers)}")
         self._template = format.template if template is None else template
         if "{question}" not in self._template:
             raise ConfigError(f"the prompt template has no {{question}}: {self._template!r}")

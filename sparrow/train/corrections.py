@@ -164,9 +164,7 @@ def obrs(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tens
     """
     for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
         if value_BT.shape != mask_BT.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(value_BT.shape)}; it must be that of mask, {tuple(mask_BT.shape)}."
-            )
+            raise ValueError(f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}.")
         if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[mask_BT].all():  # a sum over a float32 softmax may pass 1
             raise ValueError(f"{name} leaves [0, 1] on a response token; pass a probability for each.")
     log_lambda = math.log(config.obrs_lambda)

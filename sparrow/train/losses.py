@@ -68,9 +68,7 @@ def policy_loss(
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
         shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
-        raise ValueError(
-            f"logp, old logp, mask, weight, advantages have shapes {shapes}; pass four [B, T] and one [B]."
-        )
+        raise ValueError(f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B].")
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)

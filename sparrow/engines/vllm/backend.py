@@ -190,9 +190,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             f"set block_size to a multiple of {schedule.page_size}"
         )
     if getattr(spec, "page_size_padded", None) is not None:
-        raise ConfigError(
-            "vLLM pads this model's KV blocks for a purpose of its own; Sparrow cannot put landmarks there"
-        )
+        raise ConfigError("vLLM pads this model's KV blocks for itself; Sparrow cannot put landmarks there")
     runtime = find(vllm_config)
     if runtime is None:
         scheduler = vllm_config.scheduler_config

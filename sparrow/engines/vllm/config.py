@@ -62,9 +62,7 @@ def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) 
         from sparrow.attention.triton.launch import HEAD_DIMS
 
         if model.get_head_size() not in HEAD_DIMS:
-            raise UnsupportedModel(
-                f"{name} has heads of size {model.get_head_size()}; the decode kernels take {HEAD_DIMS}"
-            )
+            raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
     schedule.check_model(model.get_total_num_hidden_layers())
 
 

@@ -22,9 +22,7 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     Raises ConfigError: an instruction set that packs keys in another order.
     """
     if isa not in ("vec", "vec16"):
-        raise ConfigError(
-            f"vLLM's CPU attention uses the {isa!r} kernels, whose cache Sparrow cannot read; set dtype='float32'"
-        )
+        raise ConfigError(f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'")
     blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
     block_stride, offset = kv_cache.stride(0), kv_cache.storage_offset()
     keys = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, 1, N), offset)

@@ -27,10 +27,7 @@ def adapter(version: str) -> ModuleType:
     elif (0, 32) <= release <= (0, 33):
         name = "v032"
     else:
-        raise ConfigError(
-            f"Sparrow has no adapter for vLLM {version}; install vllm 0.24 or 0.26 to 0.33, "
-            "or start vLLM without a schedule"
-        )
+        raise ConfigError(f"no adapter for vLLM {version}; install vllm 0.24 or 0.26 to 0.33, or drop the schedule")
     return import_module(f"sparrow.engines.vllm.{name}")
 
 
