@@ -24,7 +24,7 @@ from trl import GRPOConfig
 import sparrow
 from sparrow import SparsitySchedule
 from sparrow.integrations.trl import SparseGRPOTrainer
-from sparrow.tasks.registry import load_task
+from sparrow.tasks import load_task
 
 MODEL = Path(sparrow.__file__).parent / "reasoner"
 SCHEDULE = SparsitySchedule(

@@ -23,8 +23,8 @@ from typing import Any
 import datasets
 
 import sparrow
-from sparrow.tasks.answers import check_answer
-from sparrow.tasks.registry import load_task
+from sparrow.tasks import load_task
+from sparrow.tasks.vocabulary import check_answer
 
 MODEL = Path(sparrow.__file__).parent / "reasoner"
 SCHEDULE: dict[str, Any] = {

@@ -27,8 +27,8 @@ from sparrow.errors import ConfigError
 from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
+from sparrow.tasks.base import TASKS
 from sparrow.tasks.dataset import load_rows
-from sparrow.tasks.registry import TASKS
 
 REASONER = "reasoner"
 HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches

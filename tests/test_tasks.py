@@ -18,8 +18,7 @@ import sparrow
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Chase, Problem, Trace, build_tokenizer, load_task, register_task
-from sparrow.tasks.answers import check_answer
-from sparrow.tasks.vocabulary import LINKS, NAMES
+from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer
 
 REASONER = Path(sparrow.__file__).parent / "reasoner"
 
@@ -229,7 +228,7 @@ def test_registered_tasks_load(monkeypatch: pytest.MonkeyPatch) -> None:
         def problem(self, index: int, seed: int = 0) -> Problem:
             return Problem(f"echo-{seed}-{index}", str(index), str(index).__eq__)
 
-    monkeypatch.setattr("sparrow.tasks.registry.TASKS", {})
+    monkeypatch.setattr("sparrow.tasks.base.TASKS", {})
     register_task("echo", Echo)
     assert load_task("echo").problem(4, seed=2).id == "echo-2-4"
 

@@ -1,10 +1,13 @@
-"""What a task is: problems by index, each with a prompt and a verifier."""
+"""What a task is: problems by index, each with a prompt and a verifier; several tasks as one; and tasks by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+from sparrow.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,3 +29,56 @@ class Task(Protocol):
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Problems of several tasks in fixed proportions.
+
+    Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an order that depends on
+    the seed only. So datasets go through their epochs as they would alone.
+
+    Raises ConfigError: weights that are not whole numbers of at least 1, one for each task.
+    """
+
+    tasks: Sequence[Task]
+    weights: Sequence[int]
+
+    def __post_init__(self) -> None:
+        whole = all(isinstance(weight, int) and weight >= 1 for weight in self.weights)
+        if not self.tasks or len(self.tasks) != len(self.weights) or not whole:
+            raise ConfigError(
+                f"a mixture takes a whole number of at least 1 for each of its {len(self.tasks)} tasks, got weights "
+                f"{', '.join(map(str, self.weights)) or 'none'}"
+            )
+
+    def problem(self, index: int, seed: int = 0) -> Problem:
+        """Problem ``index`` of the stream ``seed``."""
+        order = [i for i, weight in enumerate(self.weights) for _ in range(weight)]
+        turn, position = divmod(index, len(order))
+        random.Random(f"mixture/{seed}/{turn}").shuffle(order)
+        i = order[position]
+        return self.tasks[i].problem(turn * self.weights[i] + order[:position].count(i), seed)
+
+
+TASKS: dict[str, Callable[..., Task]] = {}
+
+
+def register_task(name: str, factory: Callable[..., Task]) -> None:
+    """Make ``load_task(name, **options)`` call ``factory(**options)``. Raises ConfigError: the name is taken."""
+    if name in TASKS:
+        raise ConfigError(f"the task name {name!r} is taken; choose a name other than {', '.join(sorted(TASKS))}")
+    TASKS[name] = factory
+
+
+def load_task(name: str, **options: Any) -> Task:
+    """The task ``name`` with its options, e.g. ``load_task("trace", lines=24)``.
+
+    Raises ConfigError: no such task, or options it does not take.
+    """
+    if name not in TASKS:
+        raise ConfigError(f"no task {name!r}; known ones: {', '.join(sorted(TASKS))}")
+    try:
+        return TASKS[name](**options)
+    except TypeError as error:
+        raise ConfigError(f"task {name!r} does not take the options {options}: {error}") from error

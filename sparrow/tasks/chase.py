@@ -18,9 +18,8 @@ import random
 from dataclasses import dataclass
 
 from sparrow.errors import ConfigError
-from sparrow.tasks.answers import answered
-from sparrow.tasks.base import Problem
-from sparrow.tasks.vocabulary import NAMES
+from sparrow.tasks.base import Problem, register_task
+from sparrow.tasks.vocabulary import NAMES, answered
 
 
 @dataclass(frozen=True)
@@ -68,3 +67,6 @@ class Chase:
             solution="".join(walk) + f" {first} {written[first]}, {second} {written[second]}\nanswer: {stated}",
             answer=answer,
         )
+
+
+register_task("chase", Chase)

@@ -25,9 +25,8 @@ import random
 from dataclasses import dataclass
 
 from sparrow.errors import ConfigError
-from sparrow.tasks.answers import answered
-from sparrow.tasks.base import Problem
-from sparrow.tasks.vocabulary import LINKS, NAMES
+from sparrow.tasks.base import Problem, register_task
+from sparrow.tasks.vocabulary import LINKS, NAMES, answered
 
 
 @dataclass(frozen=True)
@@ -104,3 +103,6 @@ class _Habit:
         i = self._rng.choices(range(len(LINKS)), self._weights)[0]
         self._weights[i] += 1.0
         return LINKS[i]
+
+
+register_task("trace", Trace)

@@ -1,4 +1,4 @@
-"""The words of the synthetic tasks and their tokenizer: one token per word, fewer than 200 in all.
+"""The words of the synthetic tasks, their tokenizer (one token per word, fewer than 200), and how answers are read.
 
 A word carries its leading space, as in most subword vocabularies, so decoding token by token and joining
 gives the text back.
@@ -6,7 +6,11 @@ gives the text back.
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import TYPE_CHECKING
+
+from sparrow.tasks.base import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,3 +49,23 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+
+
+_ANSWER = re.compile(r"answer: (\d)\s*(?:<eos>\s*)*\Z")
+
+
+def stated_answer(response: str) -> str | None:
+    """The digit of a response that ends in ``answer: <digit>``."""
+    match = _ANSWER.search(response)
+    return match[1] if match else None
+
+
+def check_answer(response: str, expected: int) -> float:
+    """1.0 if the response ends in ``answer: <expected>``, otherwise 0.0."""
+    return float(stated_answer(response) == str(expected))
+
+
+def answered(id: str, prompt: str, solution: str, answer: int) -> Problem:
+    """A problem judged by its final digit."""
+    verify = partial(check_answer, expected=answer)
+    return Problem(id, prompt, verify, stated_answer, id.split("-")[0], solution)
