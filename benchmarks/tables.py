@@ -250,6 +250,28 @@ def grpo_step() -> str:
     return table(["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows)
 
 
+def equalities() -> str:
+    """How far vLLM's log-probs are from the float32 truth, and how far transformers is in the same 16 bits."""
+    files = {
+        "bfloat16": "vllm_equal_bf16",
+        "bfloat16, tensor parallel 2": "vllm_equal_bf16_tp2",
+        "float16": "vllm_equal_fp16",
+    }
+    names = {
+        "unbounded": "unbounded",
+        "sparse": "4 to 16 pages",
+        "chunked prefill": "4 to 16 pages, prefill in chunks of 256",
+        "compiled": "4 to 16 pages, vLLM's torch.compile",
+    }
+    rows = []
+    for kind, file in files.items():
+        found = load(file)
+        for name in (n for n in names if n in found):
+            pairs = (found[name][side] for side in ("missed", "yardstick"))
+            rows.append([f"{kind}, {names[name]}", *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs)])
+    return table(["mean / p99 of the difference", "Sparrow in vLLM", "yardstick"], rows)
+
+
 def training() -> str:
     rows = []
     names = {"sparse": "sparse, 8 to 28 pages of 8", "unbounded": "unbounded", "distilled": "sparse, DistillSparse"}
@@ -649,6 +671,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "validation": validation,
     "profile": profile,
     "grpo step": grpo_step,
+    "equalities": equalities,
     "training": training,
     "roofline": roofline,
     "ragged": ragged,

@@ -117,6 +117,8 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, help="keep the runs' output in this folder")
     arguments = parser.parse_args()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.logs:
+        arguments.logs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         running = {}
