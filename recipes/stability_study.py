@@ -206,7 +206,7 @@ def calibrate(options: Options, out: Path) -> None:
     from sparrow.engines.hf import eos_ids
     from sparrow.measure import calibrate_engine
     from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks.registry import TASKS
+    from sparrow.tasks.base import TASKS
 
     model, tokenizer = load(device, options.model)
     layout = SparsitySchedule.dense(**LAYOUT)
@@ -256,7 +256,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     from sparrow.errors import TrainingDiverged
     from sparrow.mismatch import split_by_bin
     from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks.registry import TASKS
+    from sparrow.tasks.base import TASKS
     from sparrow.train.config import (
         CorrectionConfig,
         DistillConfig,

@@ -36,7 +36,7 @@ from sparrow.engines.hf import HFEngine, teacher_forced
 from sparrow.schedule import SparsitySchedule
 from sparrow.scoring import Batch
 from sparrow.tasks import build_tokenizer
-from sparrow.tasks.registry import TASKS
+from sparrow.tasks.base import TASKS
 
 log = logging.getLogger("train_reasoner")
 

@@ -1,5 +1,7 @@
 """The stability study's own engine against the reference, and its statistics on numbers worked out by hand."""
 
+import ast
+import importlib
 import sys
 from pathlib import Path
 
@@ -128,6 +130,17 @@ def test_faults_reach_the_actor_and_stay(tmp_path):
     assert torch.equal(trainer.engine.model(input_ids=ids).logits, policy)
     fail(trainer, "halved")
     assert trainer.schedule.top_k == trainer.engine.schedule.top_k == (3,)
+
+
+@pytest.mark.parametrize("recipe", ["train_reasoner", "stability_study", "distill_study"])
+def test_what_a_recipe_imports_late_is_there(recipe):
+    source = (Path(__file__).parent.parent / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
+    wanted = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in wanted if node.module.startswith("sparrow")]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(node.module)
+        assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
 def test_the_page_has_every_table_as_the_files_have_it():
