@@ -173,7 +173,7 @@ class Overheads:
     read_fraction: float = 1.0  # of Machine.read_bytes_s, reached by the kernels
 
 
-VLLM_H200 = Overheads(54.7e-6, 6.86e-6, 4.03e-6, 4.32e-6, 0.932)
+VLLM_H200 = Overheads(55.39e-6, 3.0e-6, 4.08e-6, 11.37e-6, 0.951)
 
 
 @dataclass(frozen=True)
