@@ -151,10 +151,10 @@ def _lower(kind: int, soft: int, hard: int) -> None:
 def describe(error: BaseException) -> str:
     """Type and message of an exception, in one short line; safe with exceptions whose own text fails."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = str(error)
     except BaseException:
-        text = type(error).__name__
-    return " ".join(text.split())[:_DETAIL_CHARS]
+        text = ""
+    return " ".join([type(error).__name__ + ":" * bool(text.strip()), *text.split()])[:_DETAIL_CHARS]
 
 
 def execute(name: str, *sources: str) -> dict[str, Any]:
