@@ -8,7 +8,8 @@ The JSON names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, w
 return top-20 lists with ``lists``. The steps that ``rollout.py`` measured on the H200, dense and sparse, join its own.
 Least squares of relative errors, with no constant below zero. The last column is the error of a fit from which the
 point's whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences differ in length;
-their errors come after the table.
+their errors come after the table. The host's seconds of a sequence are fitted to the rollouts of ``grpo_step.py``,
+whose first steps are too large for it to keep up.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Point:
 def measured() -> dict[str, Any]:
     """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that ``rollout.py`` measured."""
     found = json.loads(MEASURED.read_text(encoding="utf-8")) | {"ragged": []}
+    found["rollouts"] = [json.loads((RESULTS / f"grpo_step_{run}.json").read_text()) for run in ("one", "ddp")]
     for path in sorted(RESULTS.glob("rollout_*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
@@ -81,9 +83,36 @@ def fit(found: list[Point]) -> Overheads:
     return Overheads(*constants, 1 / slowness)
 
 
+def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]:
+    """Response lengths of a step of ``grpo_step.py``, and its schedule."""
+    preset = SparsitySchedule.preset(run["shape"])
+    pages = tuple(run["schedule"] or preset.top_k)
+    schedule = preset.replace(top_k=pages, bin_tokens=preset.bin_tokens // run["scale"])
+    return np.maximum(np.array(responses(run["responses"])) // run["scale"], 1), schedule
+
+
+def fit_host(overheads: Overheads, runs: list[dict[str, Any]], prompt: int = 64) -> Overheads:
+    """With the host's seconds of a sequence: those with the smallest relative errors over the parts of rollouts."""
+    rows, device, seconds = [], [], []
+    for run in runs:
+        lengths, schedule = scaled(run)
+        mine = lengths[:: run["gpus"]]
+        parts = np.array_split(np.arange(run["engine"]["steps"]), len(run["engine"]["ms"]))
+        for part, ms in zip(parts, run["engine"]["ms"], strict=True):
+            now = int(part[len(part) // 2])
+            running = int((mine > now).sum())
+            cached = [prompt + now] * running
+            rows.append(running)
+            device.append(decode_step(SHAPES[run["shape"]], MACHINES["h200"], cached, schedule, overheads).seconds)
+            seconds.append(ms / 1e3)
+    candidates = 1e-6 * np.arange(0, 100)
+    errors = [((np.maximum(device, host_s * np.array(rows)) / seconds - 1) ** 2).sum() for host_s in candidates]
+    return replace(overheads, host_s=float(candidates[np.argmin(errors)]))
+
+
 def predicted(found: list[Point], overheads: Overheads) -> NDArray[np.float64]:
     """Seconds of each point."""
-    *constants, read_fraction = astuple(overheads)
+    *constants, read_fraction, _ = astuple(overheads)
     return _arrays(found)[0] @ np.array([*constants, 1 / read_fraction])
 
 
@@ -94,7 +123,7 @@ def _arrays(found: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
     """The constants; and of each point: seconds predicted, relative error, and that of a fit without its shape."""
     found = [point(row, rows["machine"]) for row in rows["steps"]]
-    overheads = fit(found)
+    overheads = fit_host(fit(found), rows.get("rollouts", []))
     others = {shape: fit([p for p in found if p.shape != shape]) for shape in {p.shape for p in found}}
     table = []
     for p, seconds in zip(found, predicted(found, overheads), strict=True):

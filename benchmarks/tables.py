@@ -21,7 +21,7 @@ import numpy as np
 from rollout_trace import PROMPT, responses, simulate, states
 
 from sparrow.cluster import Cluster, plan
-from sparrow.cost import MACHINES, VLLM_H200, Overheads, decode_step, predict, response_lengths
+from sparrow.cost import MACHINES, VLLM_H200, Overheads, decode_step, predict, response_lengths, train_seconds
 from sparrow.cost import SHAPES as SHAPES_OF
 from sparrow.cost import rows as cost_rows
 from sparrow.schedule import SparsitySchedule
@@ -106,7 +106,7 @@ def rollouts(logprobs: str, requests: str = "240") -> str:
 
 def limits(requests: str = "240") -> str:
     """What bytes allow: the cost model over the whole trace, with its overheads taken away."""
-    overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0)
+    overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
     for shape, (stock, sparse) in measured().items():
         spans = simulate([PROMPT] * int(requests), responses(int(requests)), stock["slots"])
@@ -220,13 +220,6 @@ def profile() -> str:
     return table(["ms of a step, top-20 log-probs", *KERNELS, "other"], rows)
 
 
-def training_flops(shape: str, lengths: Sequence[int]) -> float:
-    """Two forward passes and a backward: the weights, and causal attention over half the square."""
-    model, tokens = SHAPES_OF[shape], np.asarray(lengths, dtype=np.float64)
-    attention = 4 * model.kv_width * model.heads / model.kv_heads * (tokens**2).sum()
-    return float(8 * model.weights * tokens.sum() + attention)
-
-
 PHASES = {
     "rollout": "rollout, top-20 log-probs",
     "score": "dense log-probs, acceptance",
@@ -238,10 +231,11 @@ PHASES = {
 def grpo_step() -> str:
     """The scaled steps as measured, and one at full length: the trace's rollout, training by its FLOPs."""
     found, ours = load("grpo_step_stock"), load("grpo_step_sparse")
-    shape, run, full = found["shape"], found["seconds"], np.array(responses(found["responses"]))
-    flops = training_flops(shape, PROMPT + full) / training_flops(shape, 64 + full // found["scale"])
+    shape, run, full = SHAPES_OF[found["shape"]], found["seconds"], np.array(responses(found["responses"]))
+    scaled = train_seconds(shape, MACHINES["h200"], 64 + full // found["scale"])
+    flops = train_seconds(shape, MACHINES["h200"], PROMPT + full)[0] / scaled[0]
     train = {"score": run["score"] * flops, "update": run["update"] * flops, "sync": run["sync"]}
-    traces = [trace_seconds(trace, str(found["responses"]), "top 20") for trace in measured()[shape]]
+    traces = [trace_seconds(trace, str(found["responses"]), "top 20") for trace in measured()[found["shape"]]]
     steps = [run, ours["seconds"], *({"rollout": seconds, **train} for seconds in traces)]
     rows = [[name, *(f"{step[key]:,.1f}" for step in steps)] for key, name in PHASES.items()]
     whole = [sum(step.values()) for step in steps]
@@ -270,6 +264,18 @@ def equalities() -> str:
             pairs = (found[name][side] for side in ("missed", "yardstick"))
             rows.append([f"{kind}, {names[name]}", *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs)])
     return table(["mean / p99 of the difference", "Sparrow in vLLM", "yardstick"], rows)
+
+
+def scaling() -> str:
+    """The scaled sparse step on one GPU and on two."""
+    names = {"one": "one GPU", "ddp": "two, DDP"}
+    runs = {name: load(f"grpo_step_{run}")["seconds"] for run, name in names.items()}
+    one = runs["one GPU"]
+    rows = []
+    for name, run in runs.items():
+        pairs = [*((one[phase], run[phase]) for phase in PHASES), (sum(one.values()), sum(run.values()))]
+        rows.append([name, *(f"{b:.1f}" + f" ({a / 2 / b:.0%})" * (run is not one) for a, b in pairs)])
+    return table(["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows)
 
 
 def training() -> str:
@@ -303,9 +309,9 @@ def roofline() -> str:
 
 
 def overheads() -> str:
-    *us, share = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
     names = ["a layer", "a sparse layer, further", "a sequence", "its top-20 lists, further", "share of the read limit"]
-    return table(names, [[*us, share]])
+    cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
+    return table([*names, "a sequence, on the host"], [list(cells)])
 
 
 def ragged() -> str:
@@ -339,15 +345,12 @@ def same_run() -> str:
 
 def planned() -> str:
     """What ``sparrow.cluster`` says of the measured steps."""
-    names = {"stock": "dense, stock vLLM", "sparse": "sparse"}
+    names = {"stock": "dense, stock vLLM", "one": "sparse", "ddp": "sparse, two GPUs"}
     rows = []
     for variant, name in names.items():
         run = load(f"grpo_step_{variant}")
-        schedule = SparsitySchedule.preset(run["shape"])
-        bin_tokens, pages = schedule.bin_tokens // run["scale"], run["schedule"] or schedule.top_k
-        schedule = schedule.replace(top_k=tuple(pages), bin_tokens=bin_tokens)
-        lengths = [max(1, n // run["scale"]) for n in responses(run["responses"])]
-        cluster = Cluster(MACHINES["h200"], 1)
+        lengths, schedule = fit_roofline.scaled(run)
+        cluster = Cluster(MACHINES["h200"], run.get("gpus", 1))
         found = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536)
         step = found.sparse if run["schedule"] else found.dense
         cells = [f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}" for key in PHASES]
@@ -433,6 +436,21 @@ def trainers() -> str:
         )  # fmt: skip
     head = ["trainer", "steps", "reward, first and last five", "p5, first and last (times measured)", "mean acceptance"]
     return table([*head, "p5's floor, mean", "s a step, median"], rows)
+
+
+def failures() -> str:
+    """Runs that lost a process or their server."""
+    found = load("same_run")
+    stopped, resumed, server = found["killed"]["stopped"], found["killed"]["resumed"], found["server"]
+    rows = [
+        [name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after]
+        for name, run, after in (
+            ("a process under DDP", stopped, len(resumed["steps"])),
+            ("the vLLM server", server, ""),
+        )
+    ]
+    head = ["killed", "after so many steps", "the run ended within, s", "exit code", "steps after `--resume`"]
+    return table(head, rows)
 
 
 def sampled_tail() -> str:
@@ -676,6 +694,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "roofline": roofline,
     "ragged": ragged,
     "same run": same_run,
+    "scaling": scaling,
+    "failures": failures,
     "planned": planned,
     "overheads": overheads,
     "cost example": cost_example,

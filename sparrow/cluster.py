@@ -32,7 +32,7 @@ HEAD_BYTES = 7.5e9  # of the log-probs' chunk of logits: 4096 tokens by 152K wor
 LAYER_BYTES = 34  # of a token and unit of width while a layer is computed; 2 more for every layer that is kept
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # of one GPU to another host
-HOST_BYTES_S = 50e9  # between a GPU and its host's memory
+HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as vLLM's sleep and wake took it
 ALL_REDUCE_S = 15e-6  # one of the two a layer needs in every decode step of a tensor-parallel engine
 
 

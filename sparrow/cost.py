@@ -25,7 +25,8 @@ from sparrow.schedule import SparsitySchedule
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MEMORY_FRACTION = 0.85  # of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
-PREFILL_MFU, TRAIN_MFU = 0.5, 0.4  # assumed shares of the peak FLOP/s
+PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
+SCORE_MFU, UPDATE_MFU = 0.24, 0.28  # those of our trainer's log-probs and update, as benchmarks/grpo_step.py found them
 WORTHWHILE = 1.15  # a smaller rollout speed-up is within what these predictions get wrong
 CHUNK = 256  # decode steps priced at once, at their middle length
 
@@ -171,14 +172,18 @@ class Overheads:
     row_s: float = 0.0  # seconds of a sequence: it is scheduled and sampled from
     lists_s: float = 0.0  # further seconds of a sequence: its 20 most likely tokens, which acceptance is made of
     read_fraction: float = 1.0  # of Machine.read_bytes_s, reached by the kernels
+    host_s: float = 0.0  # seconds of a sequence and its lists on the host, while the device computes
 
 
-VLLM_H200 = Overheads(55.39e-6, 3.0e-6, 4.08e-6, 11.37e-6, 0.951)
+VLLM_H200 = Overheads(55.39e-6, 3.003e-6, 4.079e-6, 11.37e-6, 0.9514, 41e-6)
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """One token for each sequence of a batch: bytes read, and seconds by what they are spent on."""
+    """One token for each sequence of a batch: bytes read, and seconds by what they are spent on.
+
+    Waiting for the host is an overhead.
+    """
 
     weight_bytes: float
     kv_bytes: float
@@ -218,6 +223,8 @@ def decode_step(
     overhead_s += (overheads.row_s + overheads.lists_s) * length.size
     weight_s = max(weights / bandwidth, 2 * shape.weights * length.size / machine.flops)
     attention_s = (kv + landmarks) / bandwidth
+    device_s = overhead_s + weight_s + attention_s
+    overhead_s += max(0.0, overheads.host_s * length.size - device_s)
     return StepCost(weights, kv, landmarks, overhead_s, weight_s, attention_s, overhead_s + weight_s + attention_s)
 
 
@@ -297,8 +304,7 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads
     forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
-    score = forward / (TRAIN_MFU * machine.flops)
-    return score, 4 * score
+    return forward / (SCORE_MFU * machine.flops), 4 * forward / (UPDATE_MFU * machine.flops)
 
 
 @dataclass(frozen=True)
@@ -321,8 +327,8 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Predicted speed-ups of a rollout, and of an RL step on the same machine; errors as in ``simulate_rollout``.
 
-    ``rollout_share`` is of a dense step's time; without it training is priced by its FLOPs at ``TRAIN_MFU``. Compared
-    with speculation: ``drafted`` tokens a step, accepted with chance ``acceptance``, each ``draft_cost`` of a step.
+    ``rollout_share`` is of a dense step's time; without it training is priced by its FLOPs. Compared with speculation:
+    ``drafted`` tokens a step, accepted with chance ``acceptance``, each ``draft_cost`` of a step.
     """
     batching = (prompt, max_batch, overheads)
     dense, sparse = (simulate_rollout(shape, machine, responses, kind, *batching) for kind in (None, schedule))
