@@ -51,11 +51,16 @@ MODELS = {
     "first_rule": "3 layers",
     "study": "3 layers",
     "deep": "6 layers",
-    "chase": "4 layers, `chase`",
 }
 """What the files are about."""
 FAULTS = {"halved": "schedule halved", "unworn": "LoRA lost"}
-LOOPS = (("first_rule", "auto92 (first rule)"), ("study", "auto95"), ("study", "auto97"), ("study", "auto98"))
+LOOPS = (
+    ("first_rule", "auto92 (first rule)"),
+    ("study", "auto97"),
+    ("study", "auto98"),
+    ("deep", "auto97"),
+    ("deep", "auto98"),
+)
 """Columns of the figure of the closed loop."""
 Study = dict[str, list[Run]]
 
@@ -68,7 +73,7 @@ class Options:
     """Folders with logs of runs."""
 
     into: str = "study"
-    """The JSON file that they join: study; deep or chase for runs on another model."""
+    """The JSON file that they join: study, or deep for runs on the other model."""
 
 
 def main(options: Options) -> None:
@@ -91,7 +96,7 @@ def load() -> Study:
     files = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*.json")}
     for run in files["first_rule"]:
         run["arm"] += " (first rule)"
-    return {name: files[name] for name in ("study", "first_rule", "deep", "chase") if name in files}
+    return {name: files[name] for name in MODELS}
 
 
 # --- tables ---
@@ -231,7 +236,7 @@ def tables(study: Study) -> dict[str, Callable[[], str]]:
         "mismatches": lambda: arms([run for run in fixed if run["actor"]], runs),
         "corrections": lambda: arms(corrected, runs),
         "drift": lambda: drift(pages),
-        "guard": lambda: guard([*runs, *study["first_rule"]]),
+        "guard": lambda: guard([*runs, *study["first_rule"], *study["deep"]]),
         "loop": lambda: loops(study),
         "faults": lambda: faults(runs),
     }
@@ -325,10 +330,10 @@ def draw_loop(figure: Any, study: Study) -> None:
 def draw_price(figure: Any, study: Study) -> None:
     """What the actor's reward and the policy's accuracy lack to dense, arm by arm, against what was read."""
     left, right = figure.subplots(1, 2, sharey=True)
-    loops = {model: [run for run in study[model] if is_loop(run)] for model in ("study",)}
     groups = {
         "fixed schedule": ("study", [run for run in study["study"] if run["arm"] in PAGES[:-1]]),
-        "closed loop": ("study", [run for run in loops["study"] if run["correction"] == "token_tis"]),
+        "closed loop": ("study", list(filter(is_loop, study["study"]))),
+        "closed loop, 6 layers": ("deep", list(filter(is_loop, study["deep"]))),
     }
     for (label, (model, some)), color in zip(groups.items(), theme.SERIES, strict=False):
         for ax, value in ((left, last_reward), (right, outcome)):
