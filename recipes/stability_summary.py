@@ -260,7 +260,7 @@ def draw_threshold(figure: Any, study: Study) -> None:
         ax.set_xscale("log")
         ax.invert_xaxis()
         ax.set_xlabel(f"1 - {name} of acceptance at step 1")
-        ax.axhline(0.5 * runs[0]["held_out"][0][1], color=theme.MUTED, lw=0.8, ls=":")
+        ax.axhline(0.5 * by_arm(runs)["dense"][0]["held_out"][0][1], color=theme.MUTED, lw=0.8, ls=":")
     left.set_ylabel("held-out accuracy of the policy at the end")
     left.axvline(1 - 0.86, color=theme.INK, lw=1, ls="--")
     left.text(1 - 0.86, 1.0, " published tau 0.86", fontsize=8, va="top")
