@@ -62,17 +62,13 @@ class _Actor:
 
 @dataclass
 class _TeacherForcing:
-    """Travels as a keyword argument of the forward pass, so that recomputation for gradients sees it too.
-
-    Attributes:
-        implementation: what computes the attention, of those that ``sparrow.attention.teacher_forced`` offers.
-        layers: those that came by.
-    """
+    """Travels as a keyword argument of the forward pass, so that recomputation for gradients sees it too."""
 
     actor: _Actor
     prompt_lengths: Tensor
+    # what computes the attention, of those that ``sparrow.attention.teacher_forced`` offers
     implementation: attention.Implementation
-    layers: set[int] = field(default_factory=set)
+    layers: set[int] = field(default_factory=set)  # those that came by
 
 
 def sparrow_attention(
@@ -87,8 +83,7 @@ def sparrow_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
 
-    Raises:
-        ConfigError: a decode step of a model that was given no schedule.
+    Raises ConfigError: a decode step of a model that was given no schedule.
     """
     if teacher_forcing is not None:
         teacher_forcing.layers.add(module.layer_idx)
@@ -137,9 +132,8 @@ def _spans(attention_mask: Tensor | None, key: Tensor, diagonal: bool = False) -
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks that it took.
 
-    Raises:
-        UnsupportedModel: attention that cannot be routed, or is not full causal self-attention in every layer.
-        ConfigError: a schedule that does not match the model.
+    Raises UnsupportedModel: attention that cannot be routed, or is not full causal self-attention in every layer.
+    ConfigError: a schedule that does not match the model.
     """
     config = model.config.get_text_config()
     schedule.check_model(config.num_hidden_layers)
@@ -225,8 +219,7 @@ def teacher_forced(
         implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); unset, ``triton`` for
             a model on a CUDA device and ``reference`` elsewhere. The context's value says which: ``.implementation``.
 
-    Raises:
-        ConfigError: the model has no schedule.
+    Raises ConfigError: the model has no schedule.
     """
     actor = _actor_of(model)
     if actor is None or not _is_routed(model):

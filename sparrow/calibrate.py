@@ -36,46 +36,35 @@ class Acceptance(NamedTuple):
 Measure = Callable[[SparsitySchedule], Acceptance]
 """Acceptance of the actor under a schedule, on trajectories of the caller's choice; the same ones at every call."""
 
-Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]
-"""Of every pass: top-k by bin -> tail by bin."""
+Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]  # of every pass: top-k by bin -> tail by bin
 
 
 @dataclass(frozen=True)
 class BinChoice:
-    """What was chosen in one length bin, and on what evidence.
+    """What was chosen in one length bin, and on what evidence."""
 
-    Attributes:
-        start, end: lengths in tokens; the first may span several bins of the schedule, see ``calibrate``.
-        top_k: pages in the schedule.
-        p5, lower, upper: the tail at that budget and its confidence interval, interpolated; NaN for a dense bin.
-        n_tokens, n_sequences: what they were computed from.
-        borrowed: it had too few tokens alone: shorter lengths were pooled in, and half as many pages again were taken.
-    """
-
+    # lengths in tokens; the first may span several bins of the schedule, see ``calibrate``
     start: int
     end: int
-    top_k: int
+    top_k: int  # pages in the schedule
+    # the tail at that budget and its confidence interval, interpolated; NaN for a dense bin
     p5: float
     lower: float
     upper: float
+    # what they were computed from
     n_tokens: int
     n_sequences: int
+    # it had too few tokens alone: shorter lengths were pooled in, and half as many pages again were taken
     borrowed: bool
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """A schedule with the measurements behind it.
+    """A schedule with the measurements behind it."""
 
-    Attributes:
-        schedule: dense beyond the last measured bin.
-        bins: one choice per measured bin.
-        curves: the tail by bin, of every pass.
-    """
-
-    schedule: SparsitySchedule
-    bins: tuple[BinChoice, ...]
-    curves: Curves
+    schedule: SparsitySchedule  # dense beyond the last measured bin
+    bins: tuple[BinChoice, ...]  # one choice per measured bin
+    curves: Curves  # the tail by bin, of every pass
 
 
 def calibrate(
@@ -107,8 +96,7 @@ def calibrate(
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
 
-    Raises:
-        ConfigError: no trials, a target outside (0, 1), or too few tokens in all.
+    Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in all.
     """
     if not trials or not 0 < target < 1:
         raise ConfigError(f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}")
@@ -154,8 +142,7 @@ def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
     return (rising[0],) * min(bins) + tuple(rising)
 
 
-Tried = dict[int, PercentileInterval]
-"""Of one bin: top-k -> tail, in order."""
+Tried = dict[int, PercentileInterval]  # of one bin: top-k -> tail, in order
 
 
 def _by_bin(curves: Curves) -> list[Tried]:

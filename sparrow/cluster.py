@@ -38,19 +38,12 @@ ALL_REDUCE_S = 15e-6  # one of the two a layer needs in every decode step of a t
 
 @dataclass(frozen=True)
 class Cluster:
-    """GPUs of one kind.
+    """GPUs of one kind."""
 
-    Attributes:
-        machine: one of them.
-        gpus: how many, those of a host first.
-        tensor_parallel: GPUs of one engine.
-        host: GPUs of one host.
-    """
-
-    machine: Machine
-    gpus: int
-    tensor_parallel: int = 1
-    host: int = 8
+    machine: Machine  # one of them
+    gpus: int  # how many, those of a host first
+    tensor_parallel: int = 1  # GPUs of one engine
+    host: int = 8  # GPUs of one host
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
@@ -110,8 +103,7 @@ def fit(shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 3
         token_budget: padded tokens of one training pass, with activations recomputed layer by layer.
         colocated: engines share the training GPUs, whose sharded state stays where it is during rollouts.
 
-    Raises:
-        ConfigError: training, or a single response, does not fit.
+    Raises ConfigError: training, or a single response, does not fit.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
@@ -151,8 +143,7 @@ def plan(
 ) -> Plan:  # fmt: skip
     """One RL step over ``responses`` (tokens each), dealt to the engines in turn as the trainer does.
 
-    Raises:
-        ConfigError: it does not fit, see ``fit``; or fewer responses than engines.
+    Raises ConfigError: it does not fit, see ``fit``; or fewer responses than engines.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:

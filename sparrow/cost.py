@@ -54,9 +54,8 @@ class ModelShape:
     def from_config(cls, config: Mapping[str, Any] | str | Path) -> ModelShape:
         """The shape in a Hugging Face ``config.json``, given as its contents, its path or its folder's path.
 
-        Raises:
-            UnsupportedModel: mixture of experts, another architecture, a sliding window, quantized weights.
-            ConfigError: no such file, or a field that is missing.
+        Raises UnsupportedModel: mixture of experts, another architecture, a sliding window, quantized weights.
+        ConfigError: no such file, or a field that is missing.
         """
         if not isinstance(config, Mapping):
             path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
@@ -203,8 +202,7 @@ def decode_step(
     Reads the weights (timed by their FLOPs where those take longer), the KV of dense layers, the kept pages of sparse
     layers, and the landmarks of sequences not read in full. KV writes, activations, logits are left to the overheads.
 
-    Raises:
-        ValueError: no sequence, or one without tokens. ConfigError: a schedule for a model with more layers.
+    Raises ValueError: no sequence, or one without tokens. ConfigError: a schedule for a model with more layers.
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     if length.size == 0 or length.min() < 1:
@@ -263,8 +261,7 @@ def simulate_rollout(
     A response enters when its present tokens fit with room for the batch to grow; when memory runs out, the last one
     in gives way and is computed again later. Sparse reading does not shrink the cache, so both kinds batch alike.
 
-    Raises:
-        ConfigError: a response that does not fit into memory alone. ValueError: no response, or an empty one.
+    Raises ConfigError: a response that does not fit into memory alone. ValueError: no response, or an empty one.
     """
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if final.size == 0 or final.min() < 1:

@@ -24,8 +24,7 @@ from sparrow.errors import ConfigError
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
-PILOT = 24
-"""Fewest responses that a round samples."""
+PILOT = 24  # fewest responses that a round samples
 
 
 class TokenAcceptance(NamedTuple):
@@ -133,8 +132,7 @@ def calibrate_engine(
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
 
-    Raises:
-        ConfigError: rounds on policy without a pass to refine what they start from.
+    Raises ConfigError: rounds on policy without a pass to refine what they start from.
     """
     if on_policy and not refine:
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")

@@ -21,21 +21,13 @@ from sparrow.errors import UnsupportedModel
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts with their responses, right-padded: a causal model needs no mask for what comes after.
+    """Prompts with their responses, right-padded: a causal model needs no mask for what comes after."""
 
-    Attributes:
-        input_ids: int64 ``[B, T]``.
-        prompt_lengths: int64 ``[B]``.
-        response_lengths: int64 ``[B]``, at least 1.
-        top_ids: int64 ``[M, n]``, tokens whose log-probs are wanted at every response position, or None.
-        chosen: bool ``[M]``, response tokens to score; all of them if None.
-    """
-
-    input_ids: Tensor
-    prompt_lengths: Tensor
-    response_lengths: Tensor
-    top_ids: Tensor | None = None
-    chosen: Tensor | None = None
+    input_ids: Tensor  # int64 [B, T]
+    prompt_lengths: Tensor  # int64 [B]
+    response_lengths: Tensor  # int64 [B], at least 1
+    top_ids: Tensor | None = None  # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
+    chosen: Tensor | None = None  # bool [M], response tokens to score; all of them if None
 
     @classmethod
     def build(
@@ -79,8 +71,7 @@ class TokenScorer(nn.Module):
 
     It is the module to hand to ``accelerator.prepare``, so that data-parallel wrappers see every forward.
 
-    Raises:
-        UnsupportedModel: the model does more to its logits than the output embedding (for example a soft cap).
+    Raises UnsupportedModel: the model does more to its logits than the output embedding (for example a soft cap).
     """
 
     def __init__(self, model: PreTrainedModel, chunk_tokens: int = 4096) -> None:

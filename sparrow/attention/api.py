@@ -44,8 +44,7 @@ def decode(
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises:
-        ValueError: heads that do not divide, or shapes that do not belong together.
+    Raises ValueError: heads that do not divide, or shapes that do not belong together.
     """
     _check_heads(q_BHD, k_BKSD, v_BKSD)
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
@@ -99,8 +98,7 @@ def paged_decode(
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises:
-        ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
+    Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     _check_heads(q_BHD, k_cache, v_cache, batched=False)
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
@@ -138,8 +136,7 @@ def update_landmarks(
         layout: page size and score.
         implementation: as in ``paged_decode``.
 
-    Raises:
-        ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
+    Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     if implementation == "reference":
         return reference.update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout)
@@ -186,8 +183,7 @@ def teacher_forced(
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.
 
-    Raises:
-        ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
+    Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     _check_heads(q_BHTD, k_BKTD, v_BKTD)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:

@@ -20,20 +20,13 @@ Score = Literal["mean_key", "quest"]
 
 @dataclass(frozen=True)
 class PageLayout:
-    """What the sparse actor keeps besides the top-k pages, and how it ranks pages.
+    """What the sparse actor keeps besides the top-k pages, and how it ranks pages."""
 
-    Attributes:
-        page_size: P, tokens in a page.
-        sink_pages: pages always kept at the start.
-        recent_pages: pages always kept at the end, the partly filled one included; at least 1.
-        score: ``mean_key`` ranks a page by the group's mean query against the page's mean key;
-            ``quest`` by Quest's upper bound on any query-key product in the page (arXiv 2406.10774),
-            maximum over the group.
-    """
-
-    page_size: int = 16
-    sink_pages: int = 1
-    recent_pages: int = 2
+    page_size: int = 16  # P, tokens in a page
+    sink_pages: int = 1  # pages always kept at the start
+    recent_pages: int = 2  # pages always kept at the end, the partly filled one included; at least 1
+    # ``mean_key`` ranks a page by the group's mean query against the page's mean key; ``quest`` by Quest's upper bound
+    # on any query-key product in the page (arXiv 2406.10774), maximum over the group
     score: Score = "mean_key"
 
     def __post_init__(self) -> None:

@@ -44,8 +44,7 @@ def probe(
         max_new_tokens: responses are cut here.
         top_n: length of both lists; vLLM allows 20 unless told otherwise.
 
-    Raises:
-        ConfigError: a server that does not answer, or not with what was asked for.
+    Raises ConfigError: a server that does not answer, or not with what was asked for.
     """
     served = {url: json.loads(_request(f"{url}/v1/models"))["data"][0]["id"] for url in dict.fromkeys(urls)}
 

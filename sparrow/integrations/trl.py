@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 else:
     Trainer = GRPOTrainer
 
-CHUNK_TOKENS = 1024
-"""Response tokens whose log-softmax over the vocabulary is held at a time."""
+CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is held at a time
 
 
 class SparseGRPOTrainer(Trainer):
@@ -54,8 +53,7 @@ class SparseGRPOTrainer(Trainer):
         sequences: responses measured per process and measurement, spread over the batch.
         top_n: length of the actor's lists.
 
-    Raises:
-        ConfigError: TRL generates without vLLM, or its vLLM decodes densely.
+    Raises ConfigError: TRL generates without vLLM, or its vLLM decodes densely.
     """
 
     report: MismatchReport | None = None
@@ -87,8 +85,7 @@ class SparseGRPOTrainer(Trainer):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Decode under other page counts from the next rollout on; call it on every process.
 
-        Raises:
-            ConfigError: another page layout, or other dense layers, than vLLM was started with.
+        Raises ConfigError: another page layout, or other dense layers, than vLLM was started with.
         """
         self._rpc("sparrow_set_schedule", schedule.to_json())
         if self.vllm_mode == "colocate":
@@ -150,11 +147,7 @@ class Recording:
         return getattr(self._generation, name)
 
     def generate(self, prompts: Any, images: Any, num_generations: int, profiler: Any = None) -> tuple[Any, ...]:
-        """See ``VLLMGeneration.generate``.
-
-        Raises:
-            ConfigError: images, which the policy's pass would not see.
-        """
+        """See ``VLLMGeneration.generate``. Raises ConfigError: images, which the policy's pass would not see."""
         generation = self._generation
         if not self._wanted():
             return generation.generate(prompts, images, num_generations, profiler)

@@ -57,8 +57,7 @@ class SparsePPOTrainer(Trainer):
     The schedule is the one given to vLLM: ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``,
     or ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
 
-    Raises:
-        ConfigError: no schedule, vLLM decodes densely, or verl is configured not to compute what is compared.
+    Raises ConfigError: no schedule, vLLM decodes densely, or verl is configured not to compute what is compared.
     """
 
     schedule: SparsitySchedule
@@ -90,8 +89,7 @@ class SparsePPOTrainer(Trainer):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Have every replica decode under other page counts from now on; call it while they are awake and idle.
 
-        Raises:
-            ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
+        Raises ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
         """
         push_schedule(self.llm_server_manager.get_replicas(), schedule)
         self.schedule = schedule
@@ -111,8 +109,7 @@ class SparsePPOTrainer(Trainer):
 def requested(config: Mapping[str, Any]) -> SparsitySchedule:
     """The schedule in verl's configuration or the environment.
 
-    Raises:
-        ConfigError: there is none, or the policy's or the actor's log-probs will not be there to compare.
+    Raises ConfigError: there is none, or the policy's or the actor's log-probs will not be there to compare.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
@@ -141,8 +138,7 @@ def requested(config: Mapping[str, Any]) -> SparsitySchedule:
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
     """Set the schedule of verl's vLLM replicas and drop their prefix caches, which other budgets shaped.
 
-    Raises:
-        ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
+    Raises ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
     try:

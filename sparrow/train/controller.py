@@ -25,33 +25,22 @@ from sparrow.mismatch import BinMismatch, Histogram, MismatchReport
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
-STEP_UP = 2.0
-"""Pages read in a bin at most double in a step,"""
-STEP_DOWN = 0.75
-"""and lose at most a quarter."""
-ROOM = 0.9
-"""A bin has room while the rejected share is at most this part of what tau allows: the gap is the hysteresis."""
-PATIENCE = 2
-"""Steps in a row that a bin must have room before it is lowered."""
+STEP_UP = 2.0  # pages read in a bin at most double in a step,
+STEP_DOWN = 0.75  # and lose at most a quarter
+ROOM = 0.9  # A bin has room while the rejected share is at most this part of what tau allows: the gap is the hysteresis
+PATIENCE = 2  # steps in a row that a bin must have room before it is lowered
 MIN_SEQUENCES = 8
 """A bin that fewer responses reach is never lowered, and raised only where its whole interval is below tau."""
 
-FALLEN = 0.5
-"""The guard's other sign: p1 of all tokens below this part of its highest value so far."""
+FALLEN = 0.5  # the guard's other sign: p1 of all tokens below this part of its highest value so far
 
 
 class Control(NamedTuple):
-    """What the closed loop decided last.
+    """What the closed loop decided last."""
 
-    Attributes:
-        schedule: for the next rollouts.
-        calm: per length bin, the steps in a row that it had room.
-        floor: per length bin, the top-k below which it is not lowered any more.
-    """
-
-    schedule: SparsitySchedule
-    calm: tuple[int, ...] = ()
-    floor: tuple[int, ...] = ()
+    schedule: SparsitySchedule  # for the next rollouts
+    calm: tuple[int, ...] = ()  # per length bin, the steps in a row that it had room
+    floor: tuple[int, ...] = ()  # per length bin, the top-k below which it is not lowered any more
 
 
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
@@ -128,11 +117,7 @@ class Steering:
         schedule: what the run starts with.
         closed_loop: the schedule follows the measured p5.
 
-    Attributes:
-        steps_below: steps in a row with one of the guard's signs.
-
-    Raises:
-        ConfigError: something else moves the schedule too, or the tail is in other bins than the schedule's.
+    Raises ConfigError: something else moves the schedule too, or the tail is in other bins than the schedule's.
     """
 
     def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
@@ -142,7 +127,7 @@ class Steering:
         self._calm: tuple[int, ...] = ()
         self._floor: tuple[int, ...] = ()
         self._best_p1 = 0.0
-        self.steps_below = 0
+        self.steps_below = 0  # steps in a row with one of the guard's signs
         if closed_loop and config.distill.step_down:
             raise ConfigError("schedule auto and distill.step_down both move the schedule; choose one of them")
         moves = closed_loop or config.guard.action == "raise"

@@ -41,8 +41,7 @@ from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 
-BASE = "sparrow_base"
-"""Metadata of a saved adapter: weights of its base."""
+BASE = "sparrow_base"  # metadata of a saved adapter: weights of its base
 
 
 class _TimesMerged(torch.autograd.Function):
@@ -105,8 +104,7 @@ class Adapter:
         config: the adapter's shape.
         schedule: what the actor decodes under.
 
-    Raises:
-        ConfigError: a schedule with nothing to distil, layers that do not exist, or an adapter of another model.
+    Raises ConfigError: a schedule with nothing to distil, layers that do not exist, or an adapter of another model.
     """
 
     def __init__(self, model: PreTrainedModel, config: DistillConfig, schedule: SparsitySchedule) -> None:
@@ -274,8 +272,7 @@ class Distiller:
         config: of the whole run.
         schedule: what the actor decodes under.
 
-    Raises:
-        ConfigError: see ``Adapter``; or a step-down schedule that cannot be loaded.
+    Raises ConfigError: see ``Adapter``; or a step-down schedule that cannot be loaded.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule) -> None:

@@ -25,8 +25,7 @@ from sparrow.scoring import micro_batches
 
 T = TypeVar("T")
 
-PATIENCE_S = 1800
-"""Longest wait for the slowest process of a phase."""
+PATIENCE_S = 1800  # longest wait for the slowest process of a phase
 
 
 class Ranks:
@@ -35,8 +34,7 @@ class Ranks:
     Args:
         accelerator: says which process this is.
 
-    Raises:
-        ConfigError: FSDP was asked for and cannot be had.
+    Raises ConfigError: FSDP was asked for and cannot be had.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -53,8 +51,7 @@ class Ranks:
     def check_equal(self, model: nn.Module) -> None:
         """Make sure that all processes start from the same weights, of which each may keep a shard only.
 
-        Raises:
-            ConfigError: they do not.
+        Raises ConfigError: they do not.
         """
         sums = [p.detach().double().sum().item() for p in model.parameters()]
         if any(other != sums for other in self.gather("start", lambda: sums)):
@@ -69,9 +66,8 @@ class Ranks:
         Args:
             phase: names the work in errors and in ``seconds``.
 
-        Raises:
-            SparrowError, OSError: the first that ``work`` raised in any process.
-            ProcessLost: a process died, or was not done ``PATIENCE_S`` after this one.
+        Raises SparrowError, OSError: the first that ``work`` raised in any process. ProcessLost: a process died, or was
+        not done ``PATIENCE_S`` after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -101,8 +97,7 @@ class Ranks:
     def connected(self, phase: str) -> Iterator[None]:
         """Around what the processes do together.
 
-        Raises:
-            ProcessLost: the connection to another process broke, or it let the others wait for too long.
+        Raises ProcessLost: the connection to another process broke, or it let the others wait for too long.
         """
         try:
             yield

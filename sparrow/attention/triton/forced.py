@@ -23,30 +23,21 @@ SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
 
 @dataclass(frozen=True)
 class Tiles:
-    """How the work is cut, for heads of 256 bytes; ``benchmarks/teacher_forced.py --tune`` sweeps them.
+    """How the work is cut, for heads of 256 bytes; ``benchmarks/teacher_forced.py --tune`` sweeps them."""
 
-    Attributes:
-        forward, query: keys per step of the loop, warps and pipeline stages.
-        key: rows of queries per step, keys of a program, warps and pipeline stages.
-    """
-
+    # keys per step of the loop, warps and pipeline stages
     forward: tuple[int, int, int] = (64, 4, 3)
     query: tuple[int, int, int] = (64, 4, 2)
+    # rows of queries per step, keys of a program, warps and pipeline stages
     key: tuple[int, int, int, int] = (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
-    """The pages every position keeps.
+    """The pages every position keeps."""
 
-    Attributes:
-        masks: int32 ``[B * K, tiles, N]``; bit i is set where position ``tile * BT + i`` keeps the page.
-        lists: int64 ``[B * K, tiles, N]``; the pages that some position of the tile keeps, in order, with their masks.
-        counts: int32 ``[B * K, tiles]``; how many those are.
-    """
-
-    masks: Tensor
-    lists: Tensor
-    counts: Tensor
+    masks: Tensor  # int32 [B * K, tiles, N]; bit i is set where position ``tile * BT + i`` keeps the page
+    lists: Tensor  # int64 [B * K, tiles, N]; the pages that some position of the tile keeps, in order, with their masks
+    counts: Tensor  # int32 [B * K, tiles]; how many those are
 
 
 def teacher_forced(

@@ -34,8 +34,7 @@ class DecodeWorkspace:
         max_pages: most pages of a sequence, 16,384 at the most.
         device: where the caches are.
 
-    Raises:
-        ValueError: more pages than the selection can rank.
+    Raises ValueError: more pages than the selection can rank.
     """
 
     def __init__(

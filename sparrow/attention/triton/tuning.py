@@ -16,35 +16,20 @@ import triton
 
 @dataclass(frozen=True)
 class LaunchConfig:
-    """How one decode step is cut into programs.
+    """How one decode step is cut into programs."""
 
-    Attributes:
-        fused: one program ranks and attends for each item; else ranking and attention are two launches.
-        score_pages: landmarks in a tile.
-        score_stages: tiles of landmarks in flight.
-        rank_splits: programs that score the pages of an item (two launches only).
-        rank_warps: warps of a ranking program (two launches only).
-        attend_tokens: tokens in a tile of keys and values.
-        attend_stages: tiles of keys and values in flight.
-        shares: programs that attend besides one for each item, a multiple of the kv heads.
-        attend_warps: warps of an attending program, and of a fused one.
-        part_tokens: kept tokens worth a program of their own.
-        registers: most registers of an attending thread, so that enough programs fit side by side.
-        places: attending programs that run at once.
-    """
-
-    fused: bool
-    score_pages: int
-    score_stages: int
-    rank_splits: int
-    rank_warps: int
-    attend_tokens: int
-    attend_stages: int
-    shares: int
-    attend_warps: int
-    part_tokens: int
-    registers: int
-    places: int
+    fused: bool  # one program ranks and attends for each item; else ranking and attention are two launches
+    score_pages: int  # landmarks in a tile
+    score_stages: int  # tiles of landmarks in flight
+    rank_splits: int  # programs that score the pages of an item (two launches only)
+    rank_warps: int  # warps of a ranking program (two launches only)
+    attend_tokens: int  # tokens in a tile of keys and values
+    attend_stages: int  # tiles of keys and values in flight
+    shares: int  # programs that attend besides one for each item, a multiple of the kv heads
+    attend_warps: int  # warps of an attending program, and of a fused one
+    part_tokens: int  # kept tokens worth a program of their own
+    registers: int  # most registers of an attending thread, so that enough programs fit side by side
+    places: int  # attending programs that run at once
 
 
 @dataclass(frozen=True)
