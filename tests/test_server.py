@@ -63,6 +63,8 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
     made = ThreadingHTTPServer(("localhost", 0), Pretender)
     made.state = {"generate": 0.0, "generated": 0, "progress": 0, "calls": [], "wait": threading.Event()}
     threading.Thread(target=made.serve_forever, daemon=True).start()
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a server on this machine is not asked through one
+        monkeypatch.setenv(name, "http://localhost:1")
     monkeypatch.setattr(server, "CHECK_S", 0.1)
     monkeypatch.setattr(server, "STALL_S", 0.5)
     yield f"http://localhost:{made.server_port}", made.state

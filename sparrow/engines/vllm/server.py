@@ -73,7 +73,7 @@ class VLLMServer(Client):
 
     async def _answers(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[bytes]:
         limits = httpx.Limits(max_connections=CONNECTIONS)
-        async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None) as client:
+        async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None, trust_env=False) as client:
 
             async def one(body: dict[str, Any]) -> bytes:
                 return _content(await client.post(path, json=body))
@@ -157,7 +157,7 @@ class VLLMServer(Client):
 
     def _request(self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S) -> bytes:
         with self._reached():
-            return _content(httpx.request(verb, self._url + path, json=body, timeout=timeout))
+            return _content(httpx.request(verb, self._url + path, json=body, timeout=timeout, trust_env=False))
 
     @contextmanager
     def _reached(self) -> Iterator[None]:
