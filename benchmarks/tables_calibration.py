@@ -1,0 +1,111 @@
+"""Tables of docs/calibration.md, and the teacher-forced kernels'."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from page_tables import Row, load, table
+
+
+def calibrations() -> list[tuple[str, list[Row]]]:
+    """What is told apart, and its runs."""
+    found: dict[str, list[Row]] = {}
+    for run in load("calibration_table")["runs"]:
+        rounds = {0: "none", 2: "two (default)"}[run["on_policy"]]
+        found.setdefault(f"{run['target']:.2f}, {rounds}", []).append(run)
+    return sorted(found.items())
+
+
+def calibration() -> str:
+    runs = load("calibration_table")["runs"]
+    ends = sorted({b["end"] for run in runs for b in run["bins"]})
+    rows = []
+    for what, same in calibrations():
+        cells = [[b["over_target"] for run in same for b in run["bins"] if b["end"] == end] for end in ends]
+        rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
+    return table(["target, rounds on policy", *(f"up to {end}" for end in ends)], rows)
+
+
+def calibration_summary() -> str:
+    names = {0: "no round on policy", 2: "two rounds"}
+    rows = []
+    for found in load("calibration_table")["summary"]:
+        counts = (found[name] for name in ("above_0.02", "above_0.02_held_up_by_a_shorter_bin", "below_0.02"))
+        within = f"{found['within_0.02']} of {found['bins']}, {found['share_within']:.0%}"
+        rows.append([names[found["on_policy"]], within, *counts, f"{found['lowest']:+.3f}", f"{found['highest']:+.3f}"])
+    head = ["", "within 0.02 of the target", "above by more", "of these held up by a shorter bin", "below by more"]
+    return table([*head, "lowest", "highest"], rows)
+
+
+def shortcut() -> str:
+    rows = []
+    for found in load("calibration_shortcut")["budgets"]:
+        bins = [b for b in found["bins"] if b["start"] >= 192]
+        drifts, seconds = [b["drift"] for b in bins], found["seconds"]
+        spans = [[b[way]["p5"] for b in bins] for way in ("teacher_forced", "sampled")]
+        rows.append(
+            [found["top_k"], *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
+             f"{statistics.mean(drifts):+.3f}, {min(drifts):+.3f}", f"{sum(b['overlap'] for b in bins)} of {len(bins)}",
+             f"{seconds['teacher_forced']:.1f}, {seconds['sampled']:.1f}"]
+        )  # fmt: skip
+    head = ["top-k pages", "p5 by bin, dense responses", "p5 by bin, its own", "own less dense: mean, worst bin",
+            "intervals overlap", "seconds: teacher-forced, sampled"]  # fmt: skip
+    return table(head, rows)
+
+
+def beta_tail() -> str:
+    rows = []
+    for f in load("calibration_tail")["budgets"]:
+        low, high = f["ks_interval"]
+        rows.append(
+            [f["top_k"], f"{f['fraction_in_tail']:.0%}", f"Beta({f['a']:.2f}, {f['b']:.2f})",
+             f"{f['ks']:.3f} [{low:.3f}, {high:.3f}]", f"{f['ks_if_beta_95']:.3f}",
+             f"{f['variance_measured']:.3f}, {f['variance_fitted']:.3f}",
+             f"{f['p5_measured']:.3f}, {f['p5_fitted']:.3f}"]
+        )  # fmt: skip
+    head = ["top-k pages", "tokens below 0.999", "fit", "KS, 95 % interval", "95th percentile of KS, were it true",
+            "variance, measured and fitted", "p5, measured and fitted"]  # fmt: skip
+    return table(head, rows)
+
+
+def calibration_cost() -> str:
+    found = load("calibration_cost")
+    whole, dense = found["sampling_18_budgets_s"], found["scoring_18_budgets_s"]
+    published = "sampling at each of 18 budgets from 512 to 16,384 tokens, as published"
+    rows = [[published, f"{whole:,.0f}", f"({dense:,.0f}, not counted)", f"{whole:,.0f}", ""]]
+    for way in found["ways"]:
+        scored = f"{way['scoring_s']:,.0f} ({way['sequences_scored']:,} sequences)"
+        total = f"{way['sampling_s'] + way['scoring_s']:,.0f}"
+        rows.append([way["label"], f"{way['sampling_s']:,.0f}", scored, total, f"{way['times_less']:.1f}x"])
+    return table(["", "sampling, s", "scoring, s", "in all, s", "less by"], rows)
+
+
+def scoring_passes() -> str:
+    rows = []
+    for number, found in enumerate(load("calibration_search")["rounds"]):
+        passes = [f"{_span(p['top_k'])}: {statistics.mean(p['sequence_s']):.2f}" for p in found["passes"]]
+        rows.append([number, _span(found["sampled_under"]), "; ".join(passes)])
+    return table(["round", "sampled with", "pages of each pass, and its seconds a sequence"], rows)
+
+
+def _span(top_k: list[Any]) -> str:
+    """The pages of a schedule, without those of lengths that were not measured."""
+    pages = [k for k in top_k if k != "all"] or top_k
+    return f"{pages[0]}" if len(pages) == 1 else f"{pages[0]} to {pages[-1]}"
+
+
+def teacher_forced() -> str:
+    rows = []
+    for case in load("teacher_forced")["cases"]:
+        for way in ("forward", "backward"):
+            dense = [found[f"{way}_ms"] for found in case["dense"].values()]
+            cells = []
+            for found in case["sparse"].values():
+                ms = found[f"{way}_ms"]
+                cells.append(f"{ms:.1f} ({', '.join(f'{other / ms:.2f}x' for other in dense)})")
+            what = f"{case['T']:,}, {case['G']}, {case['top_k']}"
+            rows.append([what, way, *(f"{ms:.1f}" for ms in dense), *cells])
+        read = (f"{found['read']:.1f}" for found in case["sparse"].values())
+        rows.append([what, "pages read per page kept", "", "", *read])
+    return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)

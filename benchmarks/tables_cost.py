@@ -1,0 +1,149 @@
+"""Tables of what the cost model says: of the roofline's errors, of traces, of clusters."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from dataclasses import astuple, replace
+
+import fit_roofline
+import numpy as np
+from page_tables import load, table
+from rollout_trace import PROMPT, responses, simulate, states
+from tables_speed import PHASES, PUBLISHED, SHAPES, measured, trace_seconds
+
+from sparrow.cluster import Cluster, plan
+from sparrow.cost import MACHINES, VLLM_H200, Overheads, decode_step, predict, response_lengths
+from sparrow.cost import SHAPES as SHAPES_OF
+from sparrow.cost import rows as cost_rows
+from sparrow.schedule import SparsitySchedule
+
+
+def limits(requests: str = "240") -> str:
+    """What bytes allow: the cost model over the whole trace, with its overheads taken away."""
+    overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
+    rows = []
+    for shape, (stock, sparse) in measured().items():
+        spans = simulate([PROMPT] * int(requests), responses(int(requests)), stock["slots"])
+        some = [lengths for _, lengths in states(spans, 256)]
+        cells = []
+        for mine in (overheads, replace(overheads, sparse_layer_s=0.0), Overheads()):
+            dense, ours = (
+                sum(decode_step(SHAPES_OF[shape], MACHINES["h200"], n, schedule, mine).seconds for n in some)
+                for schedule in (None, SparsitySchedule.preset(shape))
+            )
+            cells.append(f"{dense / ours:.2f}x")
+        found = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
+        rows.append([SHAPES[shape], f"{found:.2f}x", *cells])
+    head = [
+        "shape",
+        "measured",
+        "rows in balance",
+        "sparse layers at the cost of their bytes",
+        "nothing costs but bytes",
+    ]
+    return table(head, rows)
+
+
+def roofline() -> str:
+    """Errors of all steps by shape, then the steps with the largest."""
+    _, points = fit_roofline.errors(fit_roofline.measured())
+    rows = []
+    for shape, kind in itertools.product(SHAPES, ("dense", "sparse")):
+        some = [row for row in points if row[0].shape == shape and row[0].name.endswith("sparse") == (kind == "sparse")]
+        _, _, errors, left_out = zip(*some, strict=True)
+        worst = (f"{max(off, key=abs):+.1%}" for off in (errors, left_out))
+        rows.append([f"{SHAPES[shape]} {kind}", len(some), f"{np.abs(errors).mean():.1%}", *worst])
+    largest = [
+        [p.name.removeprefix("qwen3-"), f"{p.seconds * 1e3:.2f}", f"{s * 1e3:.2f}", f"{error:+.1%}", f"{out:+.1%}"]
+        for p, s, error, out in sorted(points, key=lambda row: -abs(row[2]))[:5]
+    ]
+    summary = table(["", "steps", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
+    head = ["largest: shape, batch x length", "measured ms", "predicted", "error", "error, shape left out of the fit"]
+    return f"{summary}\n{table(head, largest)}"
+
+
+def overheads() -> str:
+    names = ["a layer", "a sparse layer, further", "a sequence", "its top-20 lists, further", "share of the read limit"]
+    cells = (f"{1e6 * x:.2f}" if x < 0.1 else f"{x:.3f}" for x in astuple(VLLM_H200))
+    return table([*names, "a sequence, on the host"], [list(cells)])
+
+
+def ragged() -> str:
+    rows = fit_roofline.measured()
+    overheads, _ = fit_roofline.errors(rows)
+    found = fit_roofline.ragged_errors(rows, overheads)
+    cells = [
+        [kind, len(off), f"{statistics.mean(off):+.1%}", f"{min(off):+.1%} to {max(off):+.1%}"]
+        for kind, off in found.items()
+    ]
+    return table(["trace", "steps", "mean error", "range"], cells)
+
+
+def planned() -> str:
+    """What ``sparrow.cluster`` says of the measured steps."""
+    names = {"stock": "dense, stock vLLM", "one": "sparse", "ddp": "sparse, two GPUs"}
+    rows = []
+    for variant, name in names.items():
+        run = load(f"grpo_step_{variant}")
+        lengths, schedule = fit_roofline.scaled(run)
+        cluster = Cluster(MACHINES["h200"], run.get("gpus", 1))
+        found = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536)
+        step = found.sparse if run["schedule"] else found.dense
+        cells = [f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}" for key in PHASES]
+        rows.append([name, *cells, f"{sum(run['seconds'].values()):.1f} / {step.seconds:.1f}"])
+    return table(["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows)
+
+
+def cost_example() -> str:
+    """What the first block of docs/cost.md finds."""
+    lengths = response_lengths(14_000, 32_768, 240)
+    found = predict(SHAPES_OF["qwen3-4b"], MACHINES["h200"], lengths, SparsitySchedule.preset("qwen3-4b"))
+    return table(["", ""], cost_rows(found))
+
+
+STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.35}
+"""Published speed-ups of a whole step (as ``PUBLISHED``)."""
+
+
+def predicted() -> str:
+    """The published setting by the cost model."""
+    found = {
+        shape: predict(SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule)
+        for shape, schedule in ((shape, SparsitySchedule.preset(shape)) for shape in SHAPES)
+    }
+    shares = [(1 - 1 / STEPS[shape]) / (1 - 1 / PUBLISHED[shape][2]) for shape in SHAPES]
+    mine = [p.dense.seconds / (p.dense.seconds + p.train_s) for p in found.values()]
+    rows = [
+        ["rollout, published", *(f"{PUBLISHED[shape][2]:.2f}" for shape in SHAPES)],
+        ["rollout, predicted", *(f"{p.speedup:.2f}" for p in found.values())],
+        ["step, published", *(f"{x:.2f}" for x in STEPS.values())],
+        ["step, predicted", *(f"{p.step_speedup:.2f}" for p in found.values())],
+        ["rollout's share of a dense step: the published pairs imply", *(f"{x:.2f}" for x in shares)],
+        ["the same, predicted", *(f"{x:.2f}" for x in mine)],
+    ]
+    return table(["", *SHAPES.values()], rows)
+
+
+def short_responses() -> str:
+    rows = []
+    for count, median in ((240, 14_000), (240, 4_000), (240, 1_000), (8, 14_000), (1, 30_000)):
+        lengths = response_lengths(median, 32_768, count)
+        found = [
+            predict(SHAPES_OF[shape], MACHINES["h200"], lengths, SparsitySchedule.preset(shape)) for shape in SHAPES
+        ]
+        rows.append([f"{count} x {median:,}", *(f"{p.speedup:.2f} ({p.speculative:.2f})" for p in found)])
+    return table(["responses, median", *SHAPES.values()], rows)
+
+
+def published_run() -> str:
+    """Hours of 53,000 examples, 14B, 32 H200s."""
+    schedule, rows = SparsitySchedule.preset("qwen3-14b"), []
+    for median in (8_000, 14_000):
+        cells = []
+        for prompts in (16, 32, 64, 128):
+            lengths = response_lengths(median, 32_768, 8 * prompts)
+            found = plan(SHAPES_OF["qwen3-14b"], Cluster(MACHINES["h200"], 32), lengths, schedule)
+            cells.append(" / ".join(f"{x.seconds * 53_000 / prompts / 3600:.0f}" for x in (found.dense, found.sparse)))
+        rows.append([f"median {median:,} tokens", *cells])
+    return table(["predicted hours, dense / sparse", "16 prompts a step", "32", "64", "128"], rows)

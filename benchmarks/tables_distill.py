@@ -1,0 +1,112 @@
+"""Tables of docs/distill.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from page_tables import Row, load, table
+
+ARMS = {
+    "none": "no adapter",
+    "full": "PPO and KL",
+    "kl": "KL alone",
+    "worst": "a quarter of the positions",
+    "half": "half of the responses",
+    "switch": "from the dearer schedule",
+}
+
+
+def distilled() -> tuple[dict[str, list[Row]], list[int]]:
+    """Runs of the study by what they trained with, and the first positions of the bins that most responses reach."""
+    runs = load("distill")["runs"].items()
+    arms = {label: [run for name, run in runs if name.startswith(arm)] for arm, label in ARMS.items()}
+    start = [{"without": run["start"], "dense": run["dense at the start"]} for run in arms[ARMS["none"]]]
+    bins = start[0]["without"]["bins"]
+    return {"before training": start, **arms}, [b[0] for b in bins if 2 * b[5] >= max(b[5] for b in bins)]
+
+
+def worn(run: Row) -> Row:
+    """What was measured of the actor with its adapter, if it has one."""
+    return run.get("with", run["without"])
+
+
+def by_bin(measured: Row, reached: list[int]) -> Any:
+    """p5 and the ends of its interval, ``[bins, 3]``."""
+    return np.array([b[2:5] for b in measured["bins"] if b[0] in reached])
+
+
+def distill_tail() -> str:
+    """p5 of the actor by length on held-out problems, before and after."""
+    arms, reached = distilled()
+    rows = []
+    for name, runs in arms.items():
+        cells = np.mean([by_bin(worn(run), reached) for run in runs], axis=0)
+        mean = f"{statistics.mean(worn(run)['mean'] for run in runs):.3f}"
+        rows.append([name, *("{:.3f} [{:.3f}, {:.3f}]".format(*cell) for cell in cells), mean])
+    return table(["trained with", *(f"tokens {b}-{b + 63}" for b in reached), "mean acceptance"], rows)
+
+
+def distill_runs() -> str:
+    """The lowest p5 of every run, what the adapter did for it, and the step of the switch."""
+    arms, reached = distilled()
+    rows = []
+    for name, runs in arms.items():
+        lowest = [by_bin(worn(run), reached)[:, 0].min() for run in runs]
+        lifts = [
+            (by_bin(run["with"], reached) - by_bin(run["without"], reached))[:, 0].mean()
+            for run in runs
+            if "with" in run
+        ]
+        trained = [run for run in runs if "steps" in run]
+        last = [np.mean(run["lowest_p5"][-10:]) for run in trained]
+        steps = [run.get("moved_at", first_holding(run["lowest_p5_low"])) for run in trained]
+        rows.append([name, each(lowest), each(lifts, "+"), each(last), ", ".join(str(s or "never") for s in steps)])
+    head = ["lowest p5, held out", "by the adapter, mean of bins", "lowest p5, last 10 steps", "may switch at step"]
+    return table(["trained with", *head], rows)
+
+
+def distill_rewards() -> str:
+    """Mean rewards of every run."""
+    rows = []
+    for name, runs in distilled()[0].items():
+        last = [np.mean(run["reward"][-10:]) for run in runs if "steps" in run]
+        held_out = [worn(run)["reward"] for run in runs], [run["dense"]["reward"] for run in runs]
+        rows.append([name, *map(each, (last, *held_out))])
+    return table(["trained with", "last 10 steps", "actor, held out", "policy, held out"], rows)
+
+
+def each(values: Sequence[float], sign: str = "") -> str:
+    """The mean, and the value of each run; nothing of no runs."""
+    return f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})" if values else ""
+
+
+def first_holding(low: Sequence[float]) -> int | None:
+    """The first of three steps in a row in which the lowest bin's interval is above 0.86."""
+    return next((i + 1 for i in range(len(low) - 2) if min(low[i : i + 3]) >= 0.86), None)
+
+
+def distill_overhead() -> str:
+    found = load("distill_overhead")
+    names = {
+        "dense_update": "the policy's own update",
+        "everything": "PPO and KL on everything",
+        "kl_alone": "KL alone",
+        "a_quarter_of_the_positions": "PPO and KL on a quarter of the positions",
+        "half_of_the_responses": "PPO and KL on half of the responses",
+        "a_quarter_of_the_responses": "PPO and KL on a quarter of the responses",
+    }
+    rows = []
+    for key, name in names.items():
+        row = [name]
+        for text in ("runs", "random"):
+            run = found[text][key]
+            row.append(f"{statistics.median(run['seconds']):.2f}")
+            low, high = run["added_range"]
+            row.append("" if key == "dense_update" else f"{run['added']:.0%} ({low:.0%}-{high:.0%})")
+        rows.append([*row, f"{found['runs'][key]['peak_gib']:.0f}"])
+    reads = [f"tiles read {found[text]['read']:.1f}" for text in ("runs", "random")]
+    head = ["update", f"seconds, {reads[0]}", "added", f"seconds, {reads[1]}", "added", "GiB at most"]
+    return table(head, rows)

@@ -1,0 +1,129 @@
+"""Tables of runs through vLLM, on several GPUs and in other trainers."""
+
+from __future__ import annotations
+
+import numpy as np
+from page_tables import Row, load, table
+from tables_speed import PHASES
+
+
+def equalities() -> str:
+    """How far vLLM's log-probs are from the float32 truth, and how far transformers is in the same 16 bits."""
+    files = {
+        "bfloat16": "vllm_equal_bf16",
+        "bfloat16, tensor parallel 2": "vllm_equal_bf16_tp2",
+        "float16": "vllm_equal_fp16",
+    }
+    names = {
+        "unbounded": "unbounded",
+        "sparse": "4 to 16 pages",
+        "chunked prefill": "4 to 16 pages, prefill in chunks of 256",
+        "compiled": "4 to 16 pages, vLLM's torch.compile",
+    }
+    rows = []
+    for kind, file in files.items():
+        found = load(file)
+        for name in (n for n in names if n in found):
+            pairs = (found[name][side] for side in ("missed", "yardstick"))
+            rows.append([f"{kind}, {names[name]}", *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs)])
+    return table(["mean / p99 of the difference", "Sparrow in vLLM", "yardstick"], rows)
+
+
+def scaling() -> str:
+    """The scaled sparse step on one GPU and on two."""
+    names = {"one": "one GPU", "ddp": "two, DDP"}
+    runs = {name: load(f"grpo_step_{run}")["seconds"] for run, name in names.items()}
+    one = runs["one GPU"]
+    rows = []
+    for name, run in runs.items():
+        pairs = [*((one[phase], run[phase]) for phase in PHASES), (sum(one.values()), sum(run.values()))]
+        rows.append([name, *(f"{b:.1f}" + f" ({a / 2 / b:.0%})" * (run is not one) for a, b in pairs)])
+    return table(["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows)
+
+
+def training() -> str:
+    rows = []
+    names = {"sparse": "sparse, 8 to 28 pages of 8", "unbounded": "unbounded", "distilled": "sparse, DistillSparse"}
+    for run, found in load("vllm_train").items():
+        cells, of = [], found["summary"]
+        for key, form in (("reward", ".2f"), ("p5_mean", ".4f"), ("acceptance", ".5f"), ("kl", ".1e")):
+            change = f"{of[f'{key} change']:+{form}} ± {of[f'{key} change error']:{form}}"
+            cells.append(f"{of[f'{key} first']:{form}} → {of[f'{key} last']:{form}} ({change})")
+        rows.append([names[run], len(found["steps"]), *cells, f"{of['read_fraction last']:.0%}"])
+    return table(["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows)
+
+
+def same_run() -> str:
+    names = {
+        "one": "one GPU", "again": "one GPU, other batches", "seed": "one GPU, other seed",
+        "ddp": "two GPUs, DDP", "fsdp2": "two GPUs, FSDP2",
+    }  # fmt: skip
+    formats = {"reward": ".3f", "entropy": ".4f", "p5_mean": ".4f", "acceptance": ".5f", "kl": ".1e"}
+    runs = {run: found["steps"] for run, found in load("same_run").items() if run in names}
+    rows = []
+    for run, name in names.items():
+        cells = []
+        for key, form in formats.items():
+            values, one = (np.array([step[key] for step in runs[r]]) for r in (run, "one"))
+            off = "" if run == "one" else f" ({np.sqrt(((values - one) ** 2).mean()):.1e})"
+            cells.append(f"{values.mean():{form}}{off}")
+        rows.append([name, len(runs[run]), *cells])
+    return table(["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows)
+
+
+def failures() -> str:
+    """Runs that lost a process or their server."""
+    found = load("same_run")
+    stopped, resumed, server = found["killed"]["stopped"], found["killed"]["resumed"], found["server"]
+    rows = [
+        [name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after]
+        for name, run, after in (
+            ("a process under DDP", stopped, len(resumed["steps"])),
+            ("the vLLM server", server, ""),
+        )
+    ]
+    head = ["killed", "after so many steps", "the run ended within, s", "exit code", "steps after `--resume`"]
+    return table(head, rows)
+
+
+def trainers() -> str:
+    """What TRL and verl logged."""
+    logs = {
+        "TRL, vLLM colocated": load("trl_grpo")["log"],
+        "TRL, vLLM server": load("trl_grpo_server")["log"],
+        "verl": [line["data"] for line in load("verl_grpo")["log"]],
+    }
+    rows = []
+    for name, logged in logs.items():
+
+        def values(*keys: str, logged: list[Row] = logged) -> list[float]:
+            return [row[key] for row in logged for key in keys if key in row]
+
+        reward, p5 = values("reward", "critic/score/mean"), values("sparrow/p5")
+        acceptance, floor = values("sparrow/acceptance_mean"), values("sparrow/sampled/p5_floor")
+        rows.append(
+            [
+                name, len(reward), f"{np.mean(reward[:5]):.2f} → {np.mean(reward[-5:]):.2f}",
+                f"{p5[0]:.3f} → {p5[-1]:.3f} ({len(p5)})", f"{np.mean(acceptance):.4f}",
+                f"{np.mean(floor):.2f}" if floor else "", f"{np.median(values('step_time', 'timing_s/step')):.1f}",
+            ]
+        )  # fmt: skip
+    head = ["trainer", "steps", "reward, first and last five", "p5, first and last (times measured)", "mean acceptance"]
+    return table([*head, "p5's floor, mean", "s a step, median"], rows)
+
+
+def sampled_tail() -> str:
+    rows = []
+    for row in load("sampled_tail")["rows"]:
+        floor, low, high = row["p5_floor"]
+        cells = [f"{row['mean']:.4f}", f"{row['mean_sampled']:.4f}", f"{row['p5'][0]:.3f}"]
+        rows.append([row["pages"], *cells, f"{floor:.3f} ({low:.3f} to {high:.3f})", f"{row['p5_of_sampled']:.3f}"])
+    head = [
+        "pages of 8",
+        "mean acceptance",
+        "from sampled tokens",
+        "p5",
+        "its floor (95 % interval)",
+        "p5 of min(1, p/q)",
+    ]
+    return table(head, rows)
