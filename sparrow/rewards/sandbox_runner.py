@@ -29,7 +29,7 @@ from contextlib import suppress
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
+    from typing import Any, NoReturn
 
 _NO_NEW_PRIVS, _SECCOMP, _DUMPABLE, _DEATH_SIGNAL = 38, 22, 4, 1
 _STACK_BYTES = 112 << 20  # as far as the main thread's stack can always grow: the kernel leaves 128 MiB
@@ -183,8 +183,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
             for stream in (sys.stdin, sys.stdout, sys.stderr):
                 stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
             confine(request["limits"], request["filter"], request["limits"]["cpu_s"])
-            execute("__main__", request["prelude"], request["code"])
-            sys.exit()
+            finish(request["prelude"], request["code"])
         reply = wait(pid, request["limits"])
         if reply["outcome"] == "ok":
             reply["stdout"] = os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace")
@@ -196,6 +195,34 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
         for fd in (stdin, stdout, stderr):
             os.close(fd)
         channel.send(reply)
+
+
+def finish(*sources: str) -> NoReturn:
+    """Run source code as a whole program and end this process as the interpreter would.
+
+    Without the interpreter's own end, which would free, and so copy, every page shared with the parent.
+    """
+    import atexit
+    import threading
+
+    status = 0
+    try:
+        execute("__main__", *sources)
+    except SystemExit as error:
+        if error.code is not None:
+            status = error.code & 0xFF if isinstance(error.code, int) else 1
+    except BaseException as error:
+        sys.stderr.write(describe(error))
+        status = 1
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for the program's threads
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException as error:
+        os.write(2, describe(error).encode(errors="replace"))
+        status = status or 1
+    os._exit(status)
 
 
 def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
