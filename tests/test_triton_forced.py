@@ -25,12 +25,14 @@ if INTERPRETED:
 else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
+import triton  # noqa: E402
+import triton.language as tl  # noqa: E402
 from conftest import tiny_model  # noqa: E402
 
 from sparrow import actor  # noqa: E402
 from sparrow.attention import PageLayout, reference, teacher_forced  # noqa: E402
 from sparrow.attention.pages import landmarks, page_scores, select_pages  # noqa: E402
-from sparrow.attention.triton import forced  # noqa: E402
+from sparrow.attention.triton import forced, forced_kernels  # noqa: E402
 from sparrow.attention.triton.forced import Call, Tiles  # noqa: E402
 from sparrow.schedule import ALL_PAGES, SparsitySchedule  # noqa: E402
 
@@ -279,6 +281,24 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
         rows = (case.start, case.length, case.prompt, case.top_k)
         teacher_forced(case.q, case.k, case.v, *rows, layout=case.layout, implementation="triton", scale=0.0)
     refuse(r"top_k_BT must be integers \(1, 23\)", case, top_k=case.top_k[:, :5])
+
+
+@triton.jit
+def sum_kernel(out, count, COMPENSATED: tl.constexpr):
+    total = tl.zeros((1,), tl.float32)
+    lost = total
+    for _ in range(count):
+        total, lost = forced_kernels._add(total, lost, tl.full((1,), 0.1, tl.float32), COMPENSATED)
+    tl.store(out + tl.arange(0, 1), total)
+
+
+def test_compensated_sums_do_not_lose_with_their_length():
+    count, off = 4000, {}
+    for compensated in (False, True):
+        out = torch.zeros(1, device=DEVICE)
+        sum_kernel[(1,)](out, count, COMPENSATED=compensated)
+        off[compensated] = abs(out.double().item() - count * torch.tensor(0.1).double().item())
+    assert off[True] <= torch.finfo(torch.float32).eps * 400 < off[False]
 
 
 @pytest.mark.gpu
