@@ -51,6 +51,7 @@ MODELS = {
     "first_rule": "3 layers",
     "study": "3 layers",
     "deep": "6 layers",
+    "deep_again": "6 layers, again",
 }
 """What the files are about."""
 FAULTS = {"halved": "schedule halved", "unworn": "LoRA lost"}
@@ -60,6 +61,7 @@ LOOPS = (
     ("study", "auto98"),
     ("deep", "auto97"),
     ("deep", "auto98"),
+    ("deep_again", "auto99"),
 )
 """Columns of the figure of the closed loop."""
 Study = dict[str, list[Run]]
@@ -73,7 +75,7 @@ class Options:
     """Folders with logs of runs."""
 
     into: str = "study"
-    """The JSON file that they join: study, or deep for runs on the other model."""
+    """The JSON file that they join: study, or deep or deep_again for runs on another model."""
 
 
 def main(options: Options) -> None:
@@ -236,7 +238,7 @@ def tables(study: Study) -> dict[str, Callable[[], str]]:
         "mismatches": lambda: arms([run for run in fixed if run["actor"]], runs),
         "corrections": lambda: arms(corrected, runs),
         "drift": lambda: drift(pages),
-        "guard": lambda: guard([*runs, *study["first_rule"], *study["deep"]]),
+        "guard": lambda: guard([*runs, *study["first_rule"], *study["deep"], *study["deep_again"]]),
         "loop": lambda: loops(study),
         "faults": lambda: faults(runs),
     }
@@ -319,7 +321,7 @@ def draw_loop(figure: Any, study: Study) -> None:
             column[2].plot(run["reward"], color=theme.SERIES[1], lw=1, label=label)
         column[0].axhspan(low, high, color=theme.ABOVE, alpha=0.12)
         column[0].set_ylim(0.795, 1.005)
-        column[0].set_title(f"{MODELS[model]}, {arm}")
+        column[0].set_title(f"{MODELS[model]}\n{arm}")
         column[1].set_ylim(0, 102)
         column[2].set_xlabel("step")
     for ax, label in zip(axes[:, 0], ("p5 by length bin", "KV read, %", "reward"), strict=True):
