@@ -34,10 +34,13 @@ import triton.language as tl
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import PageLayout
+from sparrow.attention.cuda import CudaConfig, refusal
+from sparrow.attention.cuda.launch import CudaStep, are_few
 from sparrow.attention.triton import DecodeWorkspace, LaunchConfig, update_landmarks
 from sparrow.attention.triton.launch import DecodeStep
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
+Config = LaunchConfig | CudaConfig | None
 K, LAYERS, TOKENS, MAX_TOKENS = 8, 3, 960_512, 40_960
 CASES = [
     (64, 15_000, 2, 221),
@@ -113,8 +116,12 @@ class Pool:
 class Case:
     """One batch over the pool's blocks, the same in every layer."""
 
+    triton = False  # in place of the CUDA kernel where that is shipped
+
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
+        refused = refusal(P, D, G, pool.k[0].dtype, pool.k[0].device)
+        self.triton = self.triton or bool(refused)
         pages, blocks = -(-L // P), pool.k[0].shape[0]
         self.table = torch.zeros(B, MAX_TOKENS // P, dtype=torch.int32, device="cuda")
         order = torch.randperm(max(blocks, B * pages), device="cuda")[: B * pages] % blocks
@@ -138,16 +145,20 @@ class Case:
         tokens = self.length - (ranked - budget) * P
         return int((scored + 2 * tokens).sum()) * K * self.pool.D * self.pool.k[0].element_size()
 
-    def step(self, config: LaunchConfig | None, layer: int, top_k: torch.Tensor | None = None) -> DecodeStep:
-        step = DecodeStep(
-            self.q, self.pool.k[layer], self.pool.v[layer], self.pool.marks[layer], self.table, self.length,
-            self.top_k if top_k is None else top_k, self.pool.layout, self.pool.D**-0.5, 1.0, 1.0,
+    def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> DecodeStep:
+        """What is shipped, unless given a configuration."""
+        pool = self.pool
+        by_triton = isinstance(config, LaunchConfig) or (config is None and (self.triton or are_few(self.q, pool.k[0])))
+        kind: Any = DecodeStep if by_triton else CudaStep
+        step: DecodeStep = kind(
+            self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
+            self.top_k if top_k is None else top_k, pool.layout, pool.D**-0.5, 1.0, 1.0,
             self.out, self.workspace, config,
         )  # fmt: skip
         step.plan()  # once per step of a model, not per layer
         return step
 
-    def time(self, config: LaunchConfig | None, what: str, top_k: torch.Tensor | None = None) -> dict[str, float]:
+    def time(self, config: Config, what: str, top_k: torch.Tensor | None = None) -> dict[str, float]:
         """Time per layer of ``what``: ``rank``, ``attend`` or the whole ``step``."""
         steps = [self.step(config, layer, top_k) for layer in range(len(self.pool.k))]
         return timed([launches(step, what) for step in steps])
@@ -233,10 +244,11 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
     for B, L, G, k in cases:
         case = Case(pool, B, L, G, k)
         everything = torch.full_like(case.top_k, ALL_PAGES)
-        config = case.step(None, 0).config
+        step = case.step(None, 0)
+        config = step.cuda if isinstance(step, CudaStep) else step.config
         row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(config))
         row["step"] = case.time(None, "step")
-        if not config.fused:
+        if not step.config.fused:
             row["rank"], row["attend"] = case.time(None, "rank"), case.time(None, "attend")
         row["all_pages"] = case.time(None, "step", everything)
         dense = [case.time(c, "step", everything) for c in dense_configs()]
@@ -390,12 +402,14 @@ def tune(cases: Sequence[tuple[int, int, int, int]], workers: int) -> dict[str, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tune", action="store_true", help="sweep launch configurations")
+    parser.add_argument("--tune", action="store_true", help="sweep launch configurations of Triton's kernels")
+    parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
     parser.add_argument("--workers", type=int, default=14, help="processes that compile for the sweep")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     cases = [CASES[i] for i in args.cases]
+    Case.triton = args.triton or args.tune
     result = tune(cases, args.workers) if args.tune else bench(cases)
     args.out.mkdir(parents=True, exist_ok=True)
     name = "kernels_tuning.json" if args.tune else "kernels.json"

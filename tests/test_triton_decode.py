@@ -1,4 +1,4 @@
-"""The Triton kernels against the reference: on a GPU, or in Triton's interpreter when TRITON_INTERPRET=1.
+"""The decode kernels against the reference: on a GPU, or Triton's in their interpreter when TRITON_INTERPRET=1.
 
 ``test_triton_interpreted.py`` runs this file in the interpreter, which has to be switched on before triton is
 imported. Queries and landmarks hold small integers, so scores are exact in float32 whatever the order of
@@ -27,16 +27,22 @@ if INTERPRETED:
 else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-from sparrow.attention import PageLayout, paged_decode, reference, update_landmarks  # noqa: E402
+from sparrow.attention import PageLayout, cuda, paged_decode, reference, update_landmarks  # noqa: E402
 from sparrow.attention import triton as sparrow_triton  # noqa: E402
 from sparrow.attention.pages import select_pages  # noqa: E402
-from sparrow.attention.triton import DecodeWorkspace, LaunchConfig, kernels  # noqa: E402
+from sparrow.attention.triton import DecodeWorkspace, LaunchConfig  # noqa: E402
+from sparrow.attention.triton.division import plan_kernel  # noqa: E402
+from sparrow.attention.triton.tuning import H200  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
 FUSED = LaunchConfig(True, 16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)
 SPLIT = LaunchConfig(False, 16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
-PATHS = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split")]
+CUDA = cuda.CudaConfig(4, 3, 2)
+CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
+TRITON = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split")]
+PATHS = [*TRITON, *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS)]
+Config = LaunchConfig | cuda.CudaConfig | None
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
 
 
@@ -138,30 +144,32 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     K, pages = case.k_cache.shape[1], case.k_cache.shape[2] // case.layout.page_size
     workspace = DecodeWorkspace(B, K, H // K, D, case.table.shape[1] * pages, DEVICE)
     # Room for any configuration a test asks for.
-    workspace.partial = torch.empty(B * K + 500, H // K, D, device=DEVICE)
-    workspace.stats = torch.empty(B * K + 500, 2, H // K, device=DEVICE)
-    workspace.plan = torch.empty(B + 500, 4, dtype=torch.int32, device=DEVICE)
+    workspace.partial = torch.empty(3 * B * K + 500, H // K, D, device=DEVICE)
+    workspace.stats = torch.empty(3 * B * K + 500, 2, H // K, device=DEVICE)
+    workspace.plan = torch.empty(3 * B + 500, 4, dtype=torch.int32, device=DEVICE)
     for buffer in (workspace.rows, workspace.partial, workspace.stats):
         buffer.fill_(float("nan"))
     return workspace
 
 
-def run(case: Case, config: LaunchConfig | None, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
+def operation(config: Config):
+    return cuda.paged_decode if isinstance(config, cuda.CudaConfig) else sparrow_triton.paged_decode
+
+
+def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
     """The kernels' output, written into a strided, NaN-filled view; the counters must be back at zero."""
     workspace = workspace or make_workspace(case)
     B, H, D = case.q.shape
     wide = torch.full((B, H + 1, D), float("nan"), dtype=case.q.dtype, device=DEVICE)
     out = wide[:, :H]
-    result = sparrow_triton.paged_decode(
-        *case.inputs(), case.layout, D**-0.5, case.k_scale, case.v_scale, out, workspace, config
-    )
+    result = operation(config)(*case.inputs(), case.layout, D**-0.5, case.k_scale, case.v_scale, out, workspace, config)
     assert result is out
     assert wide[:, H:].isnan().all()
     assert not workspace.counters.any()
     return out
 
 
-def check(case: Case, config: LaunchConfig | None) -> None:
+def check(case: Case, config: Config) -> None:
     out = run(case, config)
     if not INTERPRETED:  # where programs run one after another, nothing could differ
         assert torch.equal(out, run(case, config))
@@ -200,7 +208,13 @@ SHAPES = [
     (16, 64, 32, 2, torch.float16, torch.float16, "2NHD", SPLIT),
     (16, 80, 16, 1, torch.bfloat16, FP8, "2NHD", FUSED),
     (1, 256, 64, 2, torch.float16, torch.float16, "NH2D", SPLIT),
-]
+    *(() if INTERPRETED else (
+        (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", CUDA),
+        (3, 128, 16, 4, torch.float16, torch.float16, "2NHD", CUDA),
+        (5, 64, 16, 2, torch.bfloat16, torch.bfloat16, "NH2D", CUDA),
+        (8, 128, 16, 1, torch.bfloat16, torch.bfloat16, "HN2D", CUDA),
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("G, D, P, per_block, dtype, cache_dtype, kind, config", SHAPES)
@@ -235,8 +249,10 @@ def scored_case(scores: list[float], top_k: int, dtype: torch.dtype) -> Case:
     return case
 
 
-def check_selection(scores: list[float], top_k: int, config: LaunchConfig, dtype: torch.dtype = torch.bfloat16):
+def check_selection(scores: list[float], top_k: int, config: Config, dtype: torch.dtype = torch.bfloat16):
     case = scored_case(scores, top_k, dtype)
+    if isinstance(config, cuda.CudaConfig):
+        return check(case, config)  # it leaves no list of all pages kept
     workspace = make_workspace(case)
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
@@ -249,7 +265,7 @@ def check_selection(scores: list[float], top_k: int, config: LaunchConfig, dtype
     assert kept_pages(workspace, 0, len(pages)) == pages
 
 
-@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("config", TRITON)
 def test_equal_scores_keep_the_earlier_pages(config):
     case = scored_case([2.0] * 40, 5, torch.float16)
     workspace = make_workspace(case)
@@ -284,7 +300,7 @@ def test_selection_is_exact_for_extreme_scores(config, scores):
         min_size=1, max_size=50,
     ),
     st.integers(0, 55),
-    st.sampled_from([FUSED, SPLIT]),
+    st.sampled_from([FUSED, SPLIT] if INTERPRETED else [FUSED, SPLIT, CUDA]),
 )  # fmt: skip
 def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
@@ -298,15 +314,21 @@ def test_a_full_budget_is_the_dense_result_bit_for_bit():
     assert torch.equal(dense, run(replace(case, landmark_cache=torch.zeros_like(case.landmark_cache)), FUSED))
 
 
+def small_parts(config: Config) -> Config:
+    return replace(config, part_pages=2) if isinstance(config, cuda.CudaConfig) else replace(config, part_tokens=32)
+
+
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("top_k", [2, ALL_PAGES])
 def test_long_rows_are_shared_out(config, top_k):
     """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
     case = make_case([700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2)
-    check(case, replace(config, part_tokens=32))
-    check(case, replace(config, part_tokens=32, shares=4))
+    fine = small_parts(config)
+    check(case, fine)
+    if isinstance(fine, LaunchConfig):
+        check(case, replace(fine, shares=4))
     case = make_case([700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5)
-    check(case, replace(config, part_tokens=32))
+    check(case, fine)
 
 
 @pytest.mark.parametrize("P", [16, 64])
@@ -319,7 +341,7 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 4), -1, dtype=torch.int32, device=DEVICE)
-    kernels.plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 9, P, 1, 2, 64, 16, False)
+    plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 9, P, 1, 2, 64, 16, False)
     entries, slots, largest = [entry for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
     work = [lengths[b] // of // P for b, _, of, _ in entries]
     assert work == sorted(work, reverse=True)
@@ -339,8 +361,11 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
 def test_decoding_completes_landmarks(config, dtype):
+    is_cuda = isinstance(config, cuda.CudaConfig)
+    if is_cuda and dtype == FP8:
+        return
     case = make_case(
-        [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=80, pages_per_block=2,
+        [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if is_cuda else 80, pages_per_block=2,
         dtype=torch.bfloat16 if dtype == FP8 else dtype, cache_dtype=dtype,
     )  # fmt: skip
     expected = case.landmark_cache.clone()
@@ -409,13 +434,13 @@ def test_decoding_reads_what_was_stored_just_before(config):
     blocks, places = case.table[torch.arange(5, device=DEVICE), last // 16].long(), last % 16
     newest = [cache[blocks, :, places].clone() for cache in (case.k_cache, case.v_cache)]
     arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace, config)
-    sparrow_triton.paged_decode(*arguments)
+    operation(config)(*arguments)
     for _ in range(3):
         out.fill_(float("nan"))
         case.k_cache[blocks, :, places] = float("nan")
         case.v_cache[blocks, :, places] = float("nan")
         sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places)
-        sparrow_triton.paged_decode(*arguments, planned=True)
+        operation(config)(*arguments, planned=True)
         assert torch.equal(out, expected)
 
 
@@ -431,8 +456,22 @@ def test_the_public_operation_takes_exactly_the_implementation_asked_for():
     assert torch.equal(by_reference, case.expected(torch.float16))
     with pytest.raises(ValueError, match="needs a workspace"):
         paged_decode(*case.inputs(), implementation="triton", **options)
-    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
-        paged_decode(*case.inputs(), implementation="cuda", **options)
+    with pytest.raises(ValueError, match="unknown implementation 'flash'"):
+        paged_decode(*case.inputs(), implementation="flash", **options)
+    if INTERPRETED:
+        with pytest.raises(ValueError, match="for Hopper GPUs"):
+            paged_decode(*case.inputs(), implementation="cuda", workspace=workspace, **options)
+    else:
+        check_shipped_cuda(case)
+
+
+def check_shipped_cuda(one_row: Case) -> None:
+    """One row is ranked by Triton's launches, forty by the CUDA kernel: these bits and no others."""
+    forty = make_case([333] * 40, [4] * 40, K=4)
+    for case, config in ((one_row, None), (forty, cuda.launch.choose(160, 64, 32, H200))):
+        out = torch.empty_like(case.q)
+        paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
+        assert torch.equal(out, run(case, config))
 
 
 def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **changes) -> None:
@@ -468,16 +507,16 @@ def test_long_sequences(config):
 @pytest.mark.gpu
 def test_a_captured_graph_follows_lengths_budgets_and_queries():
     case = make_case([700, 333, 48], [5, 4, 1])
-    for config in (FUSED, SPLIT):
+    for config in (FUSED, SPLIT, CUDA):
         workspace, out = make_workspace(case), torch.empty_like(case.q)
         arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace, config)
-        sparrow_triton.paged_decode(*arguments)
+        operation(config)(*arguments)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        sparrow_triton.paged_decode(*arguments)
+        operation(config)(*arguments)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            sparrow_triton.paged_decode(*arguments)
+            operation(config)(*arguments)
         for lengths, top_k in (([700, 333, 48], [5, 4, 1]), ([0, 200, 33], [7, ALL_PAGES, 0])):
             case.length[:] = torch.tensor(lengths)
             case.top_k[:] = torch.tensor(top_k)
@@ -500,5 +539,5 @@ def test_addresses_beyond_two_gigaelements():
 
     marks = spread(case.landmark_cache)
     far = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache), landmark_cache=marks)
-    for config in (FUSED, SPLIT):
+    for config in (FUSED, SPLIT, CUDA):
         assert torch.equal(run(far, config), run(case, config))

@@ -17,7 +17,7 @@ from sparrow.attention.pages import PageLayout
 if TYPE_CHECKING:
     from sparrow.attention.triton import DecodeWorkspace
 
-Implementation = Literal["reference", "triton"]
+Implementation = Literal["reference", "triton", "cuda"]  # no CUDA kernel is teacher-forced
 
 
 def decode(
@@ -74,7 +74,7 @@ def paged_decode(
     Row b attends to its sink and recent pages and its ``top_k_B[b]`` best others; with as many pages kept as it
     has, the row is dense. Nothing beyond its length has any effect; a row of length 0 returns zeros. The landmark of
     a page that its newest token fills is written: ``update_landmarks`` is for tokens that are not decoded. With
-    ``triton`` the result is the same bits every time, nothing waits for the device and, given ``out``, nothing
+    kernels the result is the same bits every time, nothing waits for the device and, given ``out``, nothing
     is allocated: the call can be captured in a CUDA graph and replayed with other lengths and budgets.
 
     Args:
@@ -87,13 +87,15 @@ def paged_decode(
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages and score.
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
-            cache in the same dtype or float8_e4m3fn; needs ``workspace``). There is no fallback.
+            cache in the same dtype or float8_e4m3fn; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
+            dims 64 and 128, groups up to 8, one 16-bit dtype; needs ``workspace``, and compiles itself at its first
+            call). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         k_scale, v_scale: what a stored key, landmark or value is to be multiplied by.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
-        workspace: scratch memory for ``triton``, shared by all layers.
-        planned: the workspace's last call had the same lengths and budgets, as in a layer before this one: ``triton``
-            divides the work as it did then, and may rank pages while the launch before it stores the newest tokens.
+        workspace: scratch memory for the kernels, shared by all layers.
+        planned: the workspace's last call had the same lengths and budgets, as in a layer before this one: the kernels
+            divide the work as they did then, and may rank pages while the launch before it stores the newest tokens.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -107,13 +109,20 @@ def paged_decode(
     rows = (block_table_BM, length_B, top_k_B)
     if implementation == "reference":
         return out.copy_(reference.paged_decode(q_BHD, *caches, *rows, layout, scale, k_scale, v_scale))
-    if implementation != "triton":
+    if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     if workspace is None:
-        raise ValueError("implementation='triton' needs a workspace; make one DecodeWorkspace for all layers")
+        raise ValueError(
+            f"implementation={implementation!r} needs a workspace; make one DecodeWorkspace for all layers"
+        )
+    arguments = (q_BHD, *caches, *rows, layout, scale, k_scale, v_scale, out, workspace)
+    if implementation == "cuda":
+        from sparrow.attention import cuda
+
+        return cuda.paged_decode(*arguments, planned=planned)
     from sparrow.attention import triton
 
-    return triton.paged_decode(q_BHD, *caches, *rows, layout, scale, k_scale, v_scale, out, workspace, planned=planned)
+    return triton.paged_decode(*arguments, planned=planned)
 
 
 def update_landmarks(
@@ -134,13 +143,13 @@ def update_landmarks(
         landmark_cache: ``[blocks, block tokens / P, K, D]``, in the dtype of the cache.
         slot_mapping_T: slots just written, integers.
         layout: page size and score.
-        implementation: as in ``paged_decode``.
+        implementation: as in ``paged_decode``; ``cuda`` has Triton's.
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     if implementation == "reference":
         return reference.update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout)
-    if implementation != "triton":
+    if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     from sparrow.attention import triton
 
@@ -197,7 +206,7 @@ def teacher_forced(
         if implementation == "reference":
             return reference.teacher_forced(*arguments)
         if implementation != "triton":
-            raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
+            raise ValueError(f"unknown implementation {implementation!r}, expected 'reference' or 'triton'")
         from sparrow.attention import triton
 
         return triton.teacher_forced(*arguments, kept=kept)

@@ -81,6 +81,7 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
     reference = HFEngine(model, SMALL, eos_ids=[])
     with engine(folder) as sparrow:
         assert sparrow.describe()["backend"] == "sparrow.engines.vllm.cpu.CpuImpl"
+        assert sparrow.describe()["kernels"] == "reference"
         assert sparrow.describe()["sparse_layers"] == [1, 2, 3] and sparrow.describe()["dense_layers"] == [0]
         for schedule in (SMALL, wider, SparsitySchedule.dense(), SMALL):
             sparrow.set_schedule(schedule)

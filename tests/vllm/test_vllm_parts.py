@@ -143,6 +143,24 @@ def test_counters_add_up_over_any_steps(steps, bin_pages):
     assert counts["tokens_read"] == 2 * every.sum() + 2 * sum(schedule.tokens_read(int(n)) for n in every)
 
 
+def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
+    def asked(additional):
+        return config.kernels(SimpleNamespace(additional_config=additional))
+
+    monkeypatch.delenv("SPARROW_KERNELS", raising=False)
+    assert asked({}) is None and asked(None) is None and asked({"sparrow_kernels": "triton"}) == "triton"
+    monkeypatch.setenv("SPARROW_KERNELS", "cuda")
+    assert asked({}) == "cuda" and asked({"sparrow_kernels": "triton"}) == "triton"
+    with pytest.raises(ConfigError, match="unknown sparrow_kernels 'flash'"):
+        asked({"sparrow_kernels": "flash"})
+    from sparrow.engines.vllm.cpu import CpuImpl
+
+    arguments = (torch.float32, 16, torch.device("cpu"))
+    assert CpuImpl.choose(None, None, *arguments) == "reference"
+    with pytest.raises(ConfigError, match="no cuda kernels on a CPU"):
+        CpuImpl.choose(None, "cuda", *arguments)
+
+
 def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwise(monkeypatch, tmp_path):
     def asked(additional):
         return config.requested(SimpleNamespace(additional_config=additional))

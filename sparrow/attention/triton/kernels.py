@@ -18,7 +18,6 @@ HIGHEST = tl.constexpr(2**31 - 1)
 # Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an outlier
 # that stretches the range, ties) is finished on their bit patterns, in at most 21 further steps.
 FLOAT_STEPS = tl.constexpr(12)
-SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
 
 
 @triton.jit
@@ -326,83 +325,6 @@ def rank_kernel(
             k_cache + head * stride_head, landmarks, table, tokens_in_row,
             stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count", "target", "places"])
-def plan_kernel(
-    length, top_k, plan, count, target, places,
-    P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
-    FUSED: tl.constexpr,
-):  # fmt: skip
-    """Divides a batch among the programs of ``attend_kernel``: each entry of ``plan`` is a row, a part of it, the row's
-    number of parts and the first of their slots; K programs share an entry, and ``places`` entries run at once.
-
-    A row has one part or more, ``target`` more in all, as small as that allows; a fused launch leaves rows whole that
-    are not longer than what each place would get or, unless there is room for twice the rows, not much longer than the
-    mean. The most work comes first, which in a fused launch puts a row's first part, with the ranking, before its
-    others; what is left gets row ``count``.
-    """
-    r = tl.arange(0, ROWS)
-    tokens_R, ranking_R = _work(length, top_k, r, count, P, SINK, RECENT, FUSED)
-    total = tl.sum(tokens_R)
-    smallest = MIN_PART
-    if FUSED:
-        whole = tl.where(2 * count <= places, 0, total // count * 17 // 16)
-        smallest = tl.maximum(smallest, tl.maximum(whole, total // places))
-    low = tl.maximum(smallest, total // (count + target))
-    high = tl.maximum(low, total // target + 1)  # needs at most ``target`` parts, whatever the lengths
-    size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
-    needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
-    size = tl.min(tl.where(needed_S <= target, size_S, high))
-    more_R = tl.maximum(tokens_R - 1, 0) // size
-    first_R, further_R = _order_of_work(tokens_R, ranking_R, more_R, r, P, ROWS)
-    used = tl.sum(more_R)
-    before_R = tl.cumsum(more_R) - more_R
-    place_R = tl.zeros((ROWS,), tl.int32)
-    further_place_R = tl.zeros((ROWS,), tl.int32)
-    for begin in range(0, count, SIZES):
-        s = begin + tl.arange(0, SIZES)
-        tokens_S, ranking_S = _work(length, top_k, s, count, P, SINK, RECENT, FUSED)
-        more_S = tl.maximum(tokens_S - 1, 0) // size
-        first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
-        first_S = tl.where(s < count, first_S, -1)
-        place_R += _count_before(first_R, first_S, further_S, more_S)
-        further_place_R += _count_before(further_R, first_S, further_S, more_S)
-    for part in range(tl.max(more_R) + 1):
-        entry_R = plan + tl.where(part == 0, place_R, further_place_R + part - 1) * 4
-        mine = (r < count) & (part <= more_R)
-        tl.store(entry_R, r, mask=mine)
-        tl.store(entry_R + 1, part, mask=mine)
-        tl.store(entry_R + 2, more_R + 1, mask=mine)
-        tl.store(entry_R + 3, r + before_R, mask=mine)
-    for first in range(used, target, ROWS):
-        tl.store(plan + (count + first + r) * 4, count, mask=first + r < target)
-
-
-@triton.jit
-def _work(length, top_k, r, count, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKED: tl.constexpr):
-    """A row's kept tokens, and how many of these take as long to read as the landmarks that its first part ranks."""
-    length_R = tl.load(length + r, mask=r < count, other=0)
-    _pages, ranked, budget, tokens_R = _plan(
-        length_R, tl.load(top_k + r, mask=r < count, other=0), P, SINK, RECENT
-    )  # fmt: skip
-    return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKED, ranked // 2, 0)
-
-
-@triton.jit
-def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers, all different, that sort first and further parts of rows by their work, down to a page."""
-    part_R = tokens_R // (more_R + 1)
-    last_R = ROWS - 1 - r
-    return ((part_R + ranking_R) // P * 2 + 1) * ROWS + last_R, part_R // P * 2 * ROWS + last_R
-
-
-@triton.jit
-def _count_before(order_R, first_S, further_S, more_S):
-    """How many parts of rows S come before each of R."""
-    first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
-    further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
-    return tl.sum(first + further * more_S[None, :], 1)
 
 
 @triton.jit(do_not_specialize=["count", "early"])

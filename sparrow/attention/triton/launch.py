@@ -14,7 +14,8 @@ from torch import Tensor
 
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import kernels
-from sparrow.attention.triton.tuning import LaunchConfig, choose, device_limits, share_count
+from sparrow.attention.triton.division import plan_kernel
+from sparrow.attention.triton.tuning import LaunchConfig, choose, device_limits
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
@@ -49,8 +50,7 @@ class DecodeWorkspace:
         self.max_batch, self.kv_heads, self.group, self.head_dim = max_batch, kv_heads, group, head_dim
         self.max_pages = max_pages
         items = max_batch * kv_heads
-        limits = device_limits(device)
-        parts = max(n + share_count(n, kv_heads, limits) for n in range(kv_heads, items + 1, kv_heads))
+        parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads  # more than any launch makes
         # Scores, then in their place the ids of the kept pages; rows of a multiple of 16 so that loads stay aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
@@ -147,7 +147,7 @@ class DecodeStep:
     def plan(self) -> None:
         """Divides the batch among the programs that attend; good for every layer with these lengths and budgets."""
         w, c, shape, count = self.workspace, self.config, self.shape, len(self.table)
-        kernels.plan_kernel[(1,)](
+        plan_kernel[(1,)](
             *self.rows_B, w.plan, count, c.shares // shape["K"], c.places // shape["K"],
             **{name: shape[name] for name in ("P", "SINK", "RECENT")}, MIN_PART=c.part_tokens,
             ROWS=max(128, triton.next_power_of_2(count)), FUSED=c.fused, num_warps=4,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -102,7 +102,7 @@ def _tail(common: Any, rows: int, tokens: int, prefills: int, prefill_tokens: in
 class SparseImpl(VLLMClass):
     """Mixin over a vLLM attention implementation: one layer's landmarks and sparse decode."""
 
-    implementation: ClassVar[Implementation]
+    implementation: Implementation  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
     begins_step = False
@@ -117,6 +117,13 @@ class SparseImpl(VLLMClass):
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
+        raise NotImplementedError
+
+    def choose(self, asked: str | None, dtype: torch.dtype, page_size: int, device: torch.device) -> Implementation:
+        """What decodes this layer; ``asked`` is the user's word.
+
+        Raises ConfigError: it cannot be had.
+        """
         raise NotImplementedError
 
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> Any:
@@ -201,9 +208,11 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
+        runtime.kernels = layer.impl.choose(config.kernels(vllm_config), spec.dtype, schedule.page_size, device)
         layer.impl.begins_step = True  # vLLM asks in the order of the model
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
+    layer.impl.implementation = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(index)

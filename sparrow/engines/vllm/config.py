@@ -10,7 +10,10 @@ from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
 
 KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that holds a schedule
+KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, where not the best that can
 ENVIRONMENT = "SPARROW_SCHEDULE"  # the variable that holds one for frameworks that pass nothing to vLLM
+KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # likewise for kernels
+KERNELS = ("cuda", "triton")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 """The model's own precision; a quantised cache would need landmarks and scales of its own."""
 
@@ -23,9 +26,24 @@ def from_environment() -> SparsitySchedule | None:
 
 def requested(vllm_config: Any) -> SparsitySchedule | None:
     """The schedule an engine was asked to decode under: ``additional_config`` first, then the environment."""
-    additional = getattr(vllm_config, "additional_config", None)
-    value = additional.get(KEY) if isinstance(additional, Mapping) else None
+    value = _additional(vllm_config, KEY)
     return from_environment() if value is None else SparsitySchedule.load(value)
+
+
+def kernels(vllm_config: Any) -> str | None:
+    """The kernels an engine was asked to decode with, ``additional_config`` first; None: the best that can.
+
+    Raises ConfigError: there are none of that name.
+    """
+    name = _additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
+    if name and name not in KERNELS:
+        raise ConfigError(f"unknown {KERNELS_KEY} {name!r}, expected one of {KERNELS}")
+    return name or None
+
+
+def _additional(vllm_config: Any, key: str) -> Any:
+    additional = getattr(vllm_config, "additional_config", None)
+    return additional.get(key) if isinstance(additional, Mapping) else None
 
 
 def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) -> None:

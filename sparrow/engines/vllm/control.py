@@ -85,8 +85,8 @@ def check(vllm_config: Any) -> None:
         schedule = runtime.schedule
         # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
         init_logger("vllm.sparrow").info(
-            "Sparrow decodes layers %s sparsely with %s, layers %s densely; top-k pages of %d tokens by %d tokens: %s",
-            runtime.sparse_layers, runtime.backend, runtime.dense_layers,
+            "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s",
+            runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,
             schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"],
         )  # fmt: skip
 

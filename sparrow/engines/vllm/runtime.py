@@ -37,6 +37,7 @@ class Runtime:
         self.sparse_layers: list[int] = []
         self.dense_layers: list[int] = []
         self.backend = ""
+        self.kernels: Any = ""  # the implementation of ``sparrow.attention`` that decodes
         self.workspace: Any = None
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
@@ -116,6 +117,7 @@ class Runtime:
         """What runs where, in plain types."""
         return {
             "backend": self.backend,
+            "kernels": self.kernels,
             "schedule": self.schedule.to_dict(),
             "sparse_layers": self.sparse_layers,
             "dense_layers": self.dense_layers,

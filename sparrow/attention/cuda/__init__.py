@@ -1,0 +1,5 @@
+"""A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled where it runs."""
+
+from sparrow.attention.cuda.launch import CudaConfig, paged_decode, refusal
+
+__all__ = ["CudaConfig", "paged_decode", "refusal"]

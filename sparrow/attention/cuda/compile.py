@@ -1,0 +1,94 @@
+"""Compiles CUDA C++ on the user's machine with the NVRTC that torch brings, and launches it on torch's stream."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sparrow.errors import ConfigError
+
+
+class Kernel:
+    """One function of a source file beside this one, compiled for a device.
+
+    Args:
+        file, name: the source, and the function's name in it.
+        defines: macros the source asks for.
+        shared_bytes: dynamic shared memory of a launch.
+        device: a CUDA device.
+
+    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: what the compiler or the driver says.
+    """
+
+    def __init__(
+        self, file: str, name: str, defines: Mapping[str, int], shared_bytes: int, device: torch.device
+    ) -> None:
+        driver, _ = _bindings()
+        self.shared_bytes = shared_bytes
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # torch makes the context
+            self._module = _call(driver.cuModuleLoadData, compiled(file, tuple(defines.items()), _target(device)))
+            self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
+            limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _call(driver.cuFuncSetAttribute, self._function, limit, shared_bytes)
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        self._config = driver.CUlaunchConfig()
+        self._config.gridDimY = self._config.gridDimZ = self._config.blockDimY = self._config.blockDimZ = 1
+        self._config.sharedMemBytes = shared_bytes
+        self._config.attrs, self._config.numAttrs = [attribute], 1
+        self._launch = driver.cuLaunchKernelEx
+
+    def __call__(self, programs: int, threads: int, arguments: ctypes.Structure) -> None:
+        """Launches on the current stream; the launch may begin while the one before it ends."""
+        config = self._config
+        config.gridDimX, config.blockDimX = programs, threads
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
+        _call(self._launch, config, self._function, ctypes.addressof(pointers), 0)
+
+
+@cache
+def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str) -> bytes:
+    """Machine code for ``target`` (``sm_90``); needs no GPU."""
+    _, nvrtc = _bindings()
+    source = (Path(__file__).parent / file).read_bytes()
+    options = [f"--gpu-architecture={target}".encode(), *(f"-D{name}={value}".encode() for name, value in defines)]
+    program = _call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _call(nvrtc.nvrtcGetProgramLogSize, program)
+        _call(nvrtc.nvrtcGetProgramLog, program, log)
+        raise RuntimeError(f"{file} did not compile: {log.decode()}")
+    code = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
+    _call(nvrtc.nvrtcGetCUBIN, program, code)
+    return code
+
+
+def _target(device: torch.device) -> str:
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@cache
+def _bindings() -> tuple[Any, Any]:
+    try:
+        from cuda.bindings import driver, nvrtc
+    except ImportError as error:
+        raise ConfigError(
+            "CUDA kernels are compiled with cuda-bindings and NVRTC, which torch's CUDA builds bring along; "
+            "pip install 'cuda-bindings' nvidia-cuda-nvrtc, or take implementation='triton'"
+        ) from error
+    return driver, nvrtc
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    result, *values = function(*arguments)
+    if int(result):
+        raise RuntimeError(f"{function.__name__}: {result.name}")
+    return values[0] if values else None
