@@ -31,6 +31,8 @@ from sparrow.schedule import SparsitySchedule
 
 RESULTS = Path(__file__).parent / "results"
 MEASURED = RESULTS / "roofline_h200.json"
+STEADY = 1.5
+"""Beyond this ratio of the 90th to the 10th percentile a step takes one of two times, as the host keeps up or not."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ def measured() -> dict[str, Any]:
         run = json.loads(path.read_text(encoding="utf-8"))
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
         for row in run["points"]:
-            if row["schedule"] != "dense" and row["logprobs"] != "sampled":
+            is_one_step = row["p90"] <= STEADY * row["p10"]
+            if row["schedule"] != "dense" and row["logprobs"] != "sampled" and is_one_step:
                 uniform = {key: row[key] for key in ("batch", "length", "ms")} | {"lists": row["logprobs"] == "top 20"}
                 found["steps"].append({"shape": run["shape"], **uniform, **sparse})
         for requests, trace in run["traces"].items():

@@ -137,7 +137,7 @@ def uneven_attention() -> str:
 
 
 KERNELS = {
-    "attention of sparse layers": r"decode_kernel|rank_kernel|attend_kernel",
+    "attention of sparse layers": r"rank_kernel|attend_kernel|^attend$",
     "attention of dense layers": r"flash::",
     "landmarks": r"landmark_kernel",
     "matrix products": r"nvjet|cublas|gemm|splitK",
