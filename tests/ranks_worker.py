@@ -55,24 +55,46 @@ def shard_on_cpu() -> None:
 
 def agree(folder: Path) -> None:
     trainer(PLAIN, folder / "ddp").train()
-    AcceleratorState._reset_state()
+
+
+def lose(folder: Path) -> None:
     shard_on_cpu()
-    trainer(replace(DISTILLED, steps=1), folder / "fsdp").train()
-    AcceleratorState._reset_state()
+    stopping(folder)(trainer(DISTILLED, folder / "fsdp", listener=dies_after(folder / "fsdp", step=1)).train)
+
+
+def resume(folder: Path) -> None:
+    shard_on_cpu()
     resumed = trainer(replace(DISTILLED, resume=True), folder / "fsdp")
-    assert all(type(p).__name__ == "DTensor" for p in resumed.plain_scorer.parameters())
+    assert resumed.step == 1 and all(type(p).__name__ == "DTensor" for p in resumed.plain_scorer.parameters())
     resumed.train()
 
 
-def fail(folder: Path) -> None:
-    rank, told = int(os.environ["RANK"]), []
+def dies_after(run: Path, step: int) -> Callable[[str, dict], None]:
+    """The second process is killed in the update after this step's checkpoint."""
+
+    def die(event: str, metrics: dict) -> None:
+        if os.environ["RANK"] == "1" and event == "update" and (run / "checkpoints" / f"step-{step}").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return die
+
+
+def stopping(folder: Path) -> Callable[[Callable[[], object]], None]:
+    """Runs what is given and adds the error it stops with to this process's file."""
+    told = []
 
     def stop(run: Callable[[], object]) -> None:
         try:
             run()
         except SparrowError as error:
             told.append(f"{type(error).__name__}: {error}")
-        (folder / f"told-{rank}.json").write_text(json.dumps(told))
+        (folder / f"told-{os.environ['RANK']}.json").write_text(json.dumps(told))
+
+    return stop
+
+
+def fail(folder: Path) -> None:
+    rank, stop = int(os.environ["RANK"]), stopping(folder)
 
     class FailsElsewhere(EarlyWords):
         """Only the second process meets the response that cannot be verified."""
@@ -95,13 +117,8 @@ def fail(folder: Path) -> None:
     full.accelerator.save_state = full_disk
     stop(full.train)
     AcceleratorState._reset_state()
-
-    def die(event: str, metrics: dict) -> None:
-        if rank == 1 and event == "update" and (folder / "killed" / "checkpoints" / "step-2").exists():
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    stop(trainer(PLAIN, folder / "killed", listener=die).train)
+    stop(trainer(PLAIN, folder / "killed", listener=dies_after(folder / "killed", step=2)).train)
 
 
 if __name__ == "__main__":
-    {"agree": agree, "fail": fail}[sys.argv[1]](Path(sys.argv[2]))
+    {"agree": agree, "lose": lose, "resume": resume, "fail": fail}[sys.argv[1]](Path(sys.argv[2]))

@@ -105,14 +105,23 @@ def test_two_processes_train_what_one_does(tmp_path):
     assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(PLAIN, tmp_path / "alone").train()
     assert_same_run(tmp_path / "alone", tmp_path / "ddp")
-    # Sharded, distilling, with gradient checkpointing, and stopped and resumed in between.
+    imbalance = metrics_of(tmp_path / "ddp")[0]["imbalance"]
+    assert 1 <= imbalance["rollout"] <= 2 and 1 <= imbalance["score"] <= 2
+
+
+def test_a_sharded_run_that_lost_a_process_goes_on_as_if_it_had_not(tmp_path):
+    """FSDP2, distilling, with gradient checkpointing; against one process."""
+    (code, error), (killed, _) = launch("lose", tmp_path)
+    assert (code, killed) == (0, -9), error[-3000:]
+    (told,) = json.loads((tmp_path / "told-0.json").read_text())
+    assert told.startswith("ProcessLost: a process of this run died") and "--resume goes on" in told
+    ended = launch("resume", tmp_path)
+    assert [code for code, _ in ended] == [0, 0], ended[0][1][-3000:] + ended[1][1][-3000:]
     trainer(DISTILLED, tmp_path / "whole").train()
     assert_same_run(tmp_path / "whole", tmp_path / "fsdp")
     phi = [load_file(tmp_path / run / "adapter" / "adapter_model.safetensors") for run in ("whole", "fsdp")]
     assert phi[0].keys() == phi[1].keys()
     assert np.mean([(phi[0][k] - phi[1][k]).abs().mean().item() for k in phi[0]]) < 1e-5
-    imbalance = metrics_of(tmp_path / "ddp")[0]["imbalance"]
-    assert 1 <= imbalance["rollout"] <= 2 and 1 <= imbalance["score"] <= 2
 
 
 def test_failures_are_one_sentence_and_leave_a_checkpoint(tmp_path):

@@ -1,5 +1,6 @@
 """A vLLM server that dies, refuses or stalls, played by a few lines of HTTP."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -98,6 +99,16 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["progress"] = 1.5, 1  # three times the patience
     assert len(client.generate([[1]], SAMPLING)) == 1
+
+
+def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
+    url, _ = pretender
+    client = VLLMServer(url, SCHEDULE)
+
+    async def cell():
+        return client.generate([[1], [2]], SAMPLING)
+
+    assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
 
 
 def test_of_several_clients_one_leads(pretender):

@@ -10,9 +10,10 @@ import json
 import re
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import numpy as np
@@ -23,6 +24,7 @@ from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.schedule import SparsitySchedule
 
+T = TypeVar("T")
 CONNECTIONS = 256  # requests under way at a time; vLLM would queue more than that too
 ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
 CHECK_S, STALL_S = 15.0, 300.0
@@ -67,7 +69,7 @@ class VLLMServer(Client):
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
         with self._reached():
-            answers = asyncio.run(self._answers("/inference/v1/generate", bodies))
+            answers = _finished(self._answers("/inference/v1/generate", bodies))
         choices = [json.loads(answer)["choices"][0] for answer in answers]
         return [_rollout(prompt, choice, sampling.top_n) for prompt, choice in zip(prompts, choices, strict=True)]
 
@@ -174,6 +176,16 @@ def _content(answer: httpx.Response) -> bytes:
     if answer.is_error:
         raise HTTPStatusError(answer.status_code, answer.url.path, answer.text[:500])
     return answer.content
+
+
+def _finished(work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``; in a thread of its own where this one runs an event loop, as a notebook's does."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()
 
 
 class HTTPStatusError(EngineError):
