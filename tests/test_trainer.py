@@ -12,11 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import CheckpointError, ConfigError, RewardError, TrainingDiverged
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Problem, build_tokenizer
+from sparrow.train import trainer as train
 from sparrow.train.config import CorrectionConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.trainer import Trainer
 
@@ -61,6 +64,17 @@ def metrics_of(run_dir) -> list[dict]:
     for row in rows:
         row.pop("seconds")
     return rows
+
+
+def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, monkeypatch):
+    # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
+    monkeypatch.setattr(train, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights))
+    made = make_trainer(tmp_path, steps=1)
+    made.train()
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert "model.embed_tokens.weight" in written and "lm_head.weight" not in written
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(again.lm_head.weight, made.model.lm_head.weight)
 
 
 def test_reward_rises_and_every_metric_is_there(tmp_path):

@@ -81,5 +81,5 @@ def test_a_landmark_is_written_by_its_last_slot_only():
 
 def test_an_unknown_implementation_is_refused():
     k = torch.zeros(1, 1, 4, 2)
-    with pytest.raises(ValueError, match="unknown implementation 'cuda'"):
-        update_landmarks(k, torch.zeros(1, 1, 1, 2), torch.tensor([3]), layout=PageLayout(4), implementation="cuda")
+    with pytest.raises(ValueError, match="unknown implementation 'flash'"):
+        update_landmarks(k, torch.zeros(1, 1, 1, 2), torch.tensor([3]), layout=PageLayout(4), implementation="flash")

@@ -165,8 +165,9 @@ class Trainer:
         """Write the trained policy, the adapter if there is one, and the tokenizer."""
         policy = self.distiller.policy_weights() if self.distiller else self.model.state_dict()
         adapter = self.distiller.adapter_weights() if self.distiller else {}
+        tied = self.model.all_tied_weights_keys  # to others, which are written
         weights, phi = (
-            {name: weight.cpu() for name, weight in whole(part.items()) if self.ranks.is_main}
+            {name: weight.cpu() for name, weight in whole(part.items()) if self.ranks.is_main and name not in tied}
             for part in (policy, adapter)
         )
         if self.ranks.is_main:
