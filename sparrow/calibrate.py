@@ -227,7 +227,7 @@ def _tail(
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b
-        while _is_thin(found, inside := (bins >= first) & (bins <= b), min_sequences):
+        while _is_thin(found, inside := (bins >= first) & (bins <= b), min_sequences) and first > bins.min():
             first -= 1
         # Position 0 puts everything that was pooled into a single bin.
         (interval,) = percentile_by_bin_interval(
