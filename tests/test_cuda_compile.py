@@ -10,7 +10,9 @@ from sparrow.attention.cuda import CudaConfig, launch, refusal
 from sparrow.attention.cuda.compile import compiled
 from sparrow.attention.triton.tuning import H200
 
-DEFINES = dict(D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, WARPS=4, STAGES=3, RESIDENT=2)
+DEFINES = dict(
+    D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, WARPS=4, STAGES=3, RESIDENT=2, BINS=1024, CANDIDATES=256
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)])

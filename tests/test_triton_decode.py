@@ -358,14 +358,16 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
     assert largest <= 1.1 * best
 
 
-@pytest.mark.parametrize("config", PATHS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
+@pytest.mark.parametrize(
+    "config, dtype",
+    [
+        *((config, dtype) for config in (FUSED, SPLIT) for dtype in (torch.float16, torch.bfloat16, FP8)),
+        *((config, dtype) for config in CUDA_CONFIGS for dtype in (torch.float16, torch.bfloat16)),
+    ],
+)
 def test_decoding_completes_landmarks(config, dtype):
-    is_cuda = isinstance(config, cuda.CudaConfig)
-    if is_cuda and dtype == FP8:
-        return
     case = make_case(
-        [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if is_cuda else 80, pages_per_block=2,
+        [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
         dtype=torch.bfloat16 if dtype == FP8 else dtype, cache_dtype=dtype,
     )  # fmt: skip
     expected = case.landmark_cache.clone()
@@ -472,6 +474,48 @@ def check_shipped_cuda(one_row: Case) -> None:
         out = torch.empty_like(case.q)
         paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
         assert torch.equal(out, run(case, config))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
+def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
+    """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field of its argument."""
+    launched = []
+
+    def kernel(defines, shared_bytes, device):
+        return lambda programs, threads, arguments: launched.append(
+            (dict(defines), shared_bytes, programs, threads, {f: getattr(arguments, f) for f, _ in arguments._fields_})
+        )
+
+    monkeypatch.setattr(cuda.launch, "refusal", lambda *of: "")
+    monkeypatch.setattr(cuda.launch, "_kernel", kernel)
+    case = make_case([333] * 20, [4] * 20, K=4, pages_per_block=2)
+    workspace, out = make_workspace(case), torch.empty_like(case.q)
+    arguments = (*case.inputs(), case.layout, 0.125, 2.0, 3.0, out, workspace)
+    for planned in (False, True):
+        workspace.plan.fill_(-1)
+        assert cuda.paged_decode(*arguments, planned=planned) is out
+        assert bool((workspace.plan[:20, 0] >= 0).all()) is not planned
+    (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
+    config = cuda.launch.choose(80, 64, 32, H200)
+    assert defines == dict(
+        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, WARPS=config.warps, STAGES=config.stages,
+        RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
+    )  # fmt: skip
+    assert (shared_bytes, threads) == (config.shared_bytes(64, 32), 32 * config.warps)
+    assert programs == 80 + cuda.launch._division(config, 80, 4, 132).shares
+    tensors = dict(
+        q=case.q, k=case.k_cache, v=case.v_cache, marks=case.landmark_cache, table=case.table, length=case.length,
+        top_k=case.top_k, out=out, rows=workspace.rows, partial=workspace.partial, stats=workspace.stats,
+        ready=workspace.counters[0], counters=workspace.counters[1], plan=workspace.plan,
+    )  # fmt: skip
+    strides = dict(
+        q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),
+        token=case.k_cache.stride(2), mark_block=case.landmark_cache.stride(0), mark_page=4 * 64, mark_head=64,
+        table_row=case.table.stride(0), out_row=8 * 64, out_head=64, rows_row=workspace.rows.stride(0),
+    )  # fmt: skip
+    scalars = dict(scale_log2=pytest.approx(0.25 * 1.442695), v_scale=3.0, count=20, early=0, capacity=32)
+    assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
+    assert again == fields | {"early": 1}
 
 
 def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **changes) -> None:

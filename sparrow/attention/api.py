@@ -89,7 +89,7 @@ def paged_decode(
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
             cache in the same dtype or float8_e4m3fn; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
             dims 64 and 128, groups up to 8, one 16-bit dtype; needs ``workspace``, and compiles itself at its first
-            call). There is no fallback.
+            call; a few rows, four of 8 kv heads, are Triton's launches). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         k_scale, v_scale: what a stored key, landmark or value is to be multiplied by.
         out: where the result goes, ``[B, H, D]``; allocated if not given.

@@ -29,7 +29,6 @@ class Kernel:
         self, file: str, name: str, defines: Mapping[str, int], shared_bytes: int, device: torch.device
     ) -> None:
         driver, _ = _bindings()
-        self.shared_bytes = shared_bytes
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # torch makes the context
             self._module = _call(driver.cuModuleLoadData, compiled(file, tuple(defines.items()), _target(device)))

@@ -10,7 +10,7 @@
 //
 // Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in a block of the
 // cache, SINK and RECENT pages always kept, BF16 (else float16), WARPS, STAGES pages in flight per warp, RESIDENT
-// programs that are to fit on a multiprocessor.
+// programs that are to fit on a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that are ranked.
 
 typedef unsigned int u32;
 typedef unsigned short u16;
@@ -24,8 +24,6 @@ constexpr int TILE = P * ROW;      // keys of a page, its values, or 16 landmark
 constexpr int SLOT = 2 * TILE;     // keys and values of a page
 constexpr int CHUNKS = ROW / 16;   // 16 bytes each, swizzled within a row so that a column of tiles has no conflicts
 constexpr int STEPS = D / 16;      // of a product of tiles
-constexpr int BINS = 1024;
-constexpr int CANDIDATES = 256;
 
 struct Args {
   const u16 *q, *k, *v;
@@ -83,6 +81,16 @@ __device__ __forceinline__ void multiply(float* c, const u32* a, u32 b0, u32 b1)
 #endif
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// A tile's 16 rows times the queries, even and odd steps added apart, which do not wait for each other.
+__device__ __forceinline__ void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+  for (int j = 0; j < STEPS; ++j) {
+    u32 left[4];
+    load_tiles(left, tile + swizzled(row, 2 * j + chunk));
+    multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
+  }
 }
 __device__ __forceinline__ u32 pack(float low, float high) {
   u32 y;
@@ -259,8 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
   const u32 ring = shared_address(memory) + warp * STAGES * SLOT;
   const int copy_row = lane / CHUNKS, copy_chunk = lane % CHUNKS;
   constexpr int COPY_ROWS = 32 / CHUNKS;
-  const int left_row = lane % 16, left_chunk = lane / 16;                    // of tiles with tokens or pages as rows
-  const int turned_row = (lane & 7) + (lane >> 4) * 8, turned_chunk = (lane >> 3) & 1;  // and as columns
+  const int turned_row = (lane & 7) + (lane >> 4) * 8, turned_chunk = (lane >> 3) & 1;  // of values: tokens are columns
 
   const u16* const keys = a.k + h * a.head + copy_chunk * 8;
   const u16* const values = a.v + h * a.head + copy_chunk * 8;
@@ -319,12 +326,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
         __syncwarp();
         const u32 tile = ring + place * TILE;
         float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-#pragma unroll
-        for (int j = 0; j < STEPS; ++j) {
-          u32 left[4];
-          load_tiles(left, tile + swizzled(left_row, 2 * j + left_chunk));
-          multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
-        }
+        times_queries(even, odd, tile, q, lane);
         // The mean query's score, times G; columns beyond the group are no queries.
         float first = 0.f, second = 0.f;
         if (2 * column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
@@ -486,12 +488,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     if (i >= asked_count || asked_kept >> i & 1) {
       const u32 key_tile = ring + place * SLOT, value_tile = key_tile + TILE;
       float logit[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int j = 0; j < STEPS; ++j) {
-        u32 left[4];
-        load_tiles(left, key_tile + swizzled(left_row, 2 * j + left_chunk));
-        multiply(j & 1 ? odd : logit, left, q[2 * j], q[2 * j + 1]);
-      }
+      times_queries(logit, odd, key_tile, q, lane);
 #pragma unroll
       for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * a.scale_log2;
       if (ranks ? warp == 0 && i == 0 : !listed && begin + warp + i * WARPS == pages - 1) {  // the newest page

@@ -21,7 +21,8 @@ from sparrow.attention.triton.tuning import DeviceLimits, LaunchConfig, device_l
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 FEW = 0.3  # items per multiprocessor
-BINS, CANDIDATES, SHARED = 1024, 256, 16  # as in decode.cu; words of its struct ``Shared``, besides 3 for each warp
+BINS, CANDIDATES = 1024, 256
+SHARED = 16  # words of decode.cu's struct ``Shared``, besides 3 for each warp
 
 
 @dataclass(frozen=True)
@@ -72,39 +73,19 @@ class _Arguments(ctypes.Structure):
 class CudaStep(DecodeStep):
     """A checked decode step; takes what ``paged_decode`` takes."""
 
-    def __init__(
-        self,
-        q_BHD: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        landmark_cache: Tensor,
-        block_table_BM: Tensor,
-        length_B: Tensor,
-        top_k_B: Tensor,
-        layout: PageLayout,
-        scale: float,
-        k_scale: float,
-        v_scale: float,
-        out_BHD: Tensor,
-        workspace: DecodeWorkspace,
-        config: CudaConfig | None,
-        planned: bool = False,
-    ) -> None:
-        B, K = len(block_table_BM), k_cache.shape[1]
-        limits, D = device_limits(q_BHD.device), q_BHD.shape[2]
-        self.capacity = -(-block_table_BM.shape[1] * (k_cache.shape[2] // PAGE_SIZE) // 32) * 32
-        self.cuda = config or choose(B * K, D, self.capacity, limits)
-        super().__init__(
-            q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
-            out_BHD, workspace, _division(self.cuda, B * K, K, limits.multiprocessors), planned,
-        )  # fmt: skip
+    def configure(self, config: CudaConfig | None, kv_heads: int, head_dim: int, head_bytes: int) -> LaunchConfig:
+        """What the plan of the batch is to know of ``config``, or of the shipped one."""
+        self.capacity = -(-self.pages // 32) * 32
+        self.cuda = config or choose(self.items, head_dim, self.capacity, self.limits)
+        return _division(self.cuda, self.items, kv_heads, self.limits.multiprocessors)
 
     def attend(self) -> None:
         """Ranks and attends, in one launch."""
         w, shape, c = self.workspace, self.shape, self.cuda
         defines = {name: shape[name] for name in ("D", "G", "K", "PER_BLOCK", "SINK", "RECENT")}
         defines |= dict(
-            BF16=int(self.q.dtype == torch.bfloat16), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident
+            BF16=int(self.q.dtype == torch.bfloat16), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
+            BINS=BINS, CANDIDATES=CANDIDATES,
         )  # fmt: skip
         kernel = _kernel(tuple(defines.items()), c.shared_bytes(shape["D"], self.capacity), self.q.device)
         tensors = (
@@ -148,12 +129,7 @@ def paged_decode(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
         out_BHD, workspace, config, planned,
     )  # fmt: skip
-    if not planned:
-        step.plan()
-    if not step.config.fused:
-        step.rank()
-    step.attend()
-    return out_BHD
+    return step.run()
 
 
 def are_few(q_BHD: Tensor, k_cache: Tensor) -> bool:

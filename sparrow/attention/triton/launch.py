@@ -7,6 +7,7 @@ of the block table, T tokens. An item is one sequence and kv head.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -94,12 +95,7 @@ def paged_decode(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
         out_BHD, workspace, config, planned,
     )  # fmt: skip
-    if not planned:
-        step.plan()
-    if not step.config.fused:
-        step.rank()
-    step.attend()
-    return out_BHD
+    return step.run()
 
 
 class DecodeStep:
@@ -120,7 +116,7 @@ class DecodeStep:
         v_scale: float,
         out_BHD: Tensor,
         workspace: DecodeWorkspace,
-        config: LaunchConfig | None,
+        config: Any,
         planned: bool = False,
     ) -> None:
         B, H, D = q_BHD.shape
@@ -129,8 +125,8 @@ class DecodeStep:
         pages = block_table_BM.shape[1] * per_block
         _check_decode(q_BHD, k_cache, v_cache, block_table_BM, length_B, top_k_B, out_BHD, workspace, pages)
         padded = triton.next_power_of_2(D)
-        self.config = config or choose(B * K, K, padded * k_cache.element_size(), device_limits(q_BHD.device))
-        self.items = B * K
+        self.items, self.pages, self.limits = B * K, pages, device_limits(q_BHD.device)
+        self.config = self.configure(config, K, D, padded * k_cache.element_size())
         # Launches begin while the one before ends, and wait for it on the device; before Hopper they cannot.
         self.overlap = _can_overlap(q_BHD)
         self.early = int(planned)
@@ -143,6 +139,20 @@ class DecodeStep:
             SINK=layout.sink_pages, RECENT=layout.recent_pages, BLOCK=max(16, triton.next_power_of_2(pages)),
             SCORE_TILE=self.config.score_pages, SCORE_STAGES=self.config.score_stages + 1,
         )  # fmt: skip
+
+    def configure(self, config: Any, kv_heads: int, head_dim: int, head_bytes: int) -> LaunchConfig:
+        """How the batch is cut: as ``config`` says, or the table."""
+        given: LaunchConfig | None = config
+        return given or choose(self.items, kv_heads, head_bytes, self.limits)
+
+    def run(self) -> Tensor:
+        """Everything that is to be launched; returns what ``out`` was."""
+        if not self.early:
+            self.plan()
+        if not self.config.fused:
+            self.rank()
+        self.attend()
+        return self.out
 
     def plan(self) -> None:
         """Divides the batch among the programs that attend; good for every layer with these lengths and budgets."""
