@@ -134,7 +134,7 @@ class Case:
         parts = B * K + 1024  # room for any configuration
         self.workspace.partial = torch.empty(parts, G, D, device="cuda")
         self.workspace.stats = torch.empty(parts, 2, G, device="cuda")
-        self.workspace.plan = torch.empty(parts // K, 4, dtype=torch.int32, device="cuda")
+        self.workspace.plan = torch.empty(parts // K, *self.workspace.plan.shape[1:], dtype=torch.int32, device="cuda")
 
     def bytes(self, top_k: torch.Tensor) -> int:
         """What a layer reads: landmarks of the rows that leave pages out, keys and values of the pages kept."""

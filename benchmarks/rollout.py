@@ -18,7 +18,7 @@ to end and compares that with its own estimate.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
 is there already. What is there is random normal data, page means included, written once to all of the memory, so the
-pages the actor picks are scattered. Both variants run with it.
+pages the actor picks are scattered. Both variants run with it, and with vLLM's own compilation and CUDA graphs.
 """
 
 from __future__ import annotations
@@ -123,7 +123,6 @@ class Bench:
             load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CONTEXT,
             max_num_seqs=self.slots, gpu_memory_utilization=memory, enable_prefix_caching=False,
             enable_sleep_mode=False, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
-            compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
             kv_transfer_config={
                 "kv_connector": "Connector", "kv_connector_module_path": "rollout", "kv_role": "kv_both"
             },
@@ -222,10 +221,14 @@ def measure(arguments: argparse.Namespace) -> None:
         blocks, block = bench.vllm_config.cache_config.num_gpu_blocks, bench.vllm_config.cache_config.block_size
         import vllm
 
+        compilation = bench.vllm_config.compilation_config
         save(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
             variant=arguments.variant, slots=slots, kv_tokens=blocks * block,
-            settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory},
+            settings={
+                "max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory,
+                "compilation_mode": str(compilation.mode), "cudagraph_mode": str(compilation.cudagraph_mode),
+            },
         )  # fmt: skip
         for prefilled in (1, 8):  # compiles what is left to compile
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
@@ -255,7 +258,7 @@ def measure(arguments: argparse.Namespace) -> None:
             )  # fmt: skip
             for step, lengths in chosen:
                 row: dict[str, Any] = dict(step=step, batch=len(lengths), tokens=int(lengths.sum()))
-                for label in ("none", "top 20") if requests == arguments.requests[0] else ("top 20",):
+                for label in ("none", "top 20"):
                     row[label] = bench.step(lengths, LOGPROBS[label])
                 rows.append(row)
                 save(traces=found.get("traces", {}) | {str(requests): trace})

@@ -1,10 +1,11 @@
-"""The same GRPO run on one GPU and on two; and runs that lose a process or their server.
+"""The same GRPO run on one GPU, on two and on four; and runs that lose a process or their server.
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json
 
-``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, on two GPUs, all runs side by side.
-How far DDP and FSDP2 are from one GPU stands beside how far two runs on one GPU are from each other: *again* has vLLM
-take fewer responses at a time, so bfloat16 is rounded otherwise; *seed* has other problems and samples.
+``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all runs side by side, on two GPUs
+and, *ddp4* and *fsdp2_4*, on four. How far DDP and FSDP2 are from one GPU stands beside how far two runs on one GPU
+are from each other: *again* has vLLM take fewer responses at a time, so bfloat16 is rounded otherwise; *seed* has other
+problems and samples. Where there are fewer GPUs, ``--runs`` says which.
 
 *killed* is DDP whose second process is killed after three steps; one GPU goes on from its checkpoint.
 *killed_fsdp2* is the same with FSDP2, with which it goes on. *server* samples in a ``vllm serve`` on the other GPU,
@@ -35,12 +36,14 @@ from vllm_train import ENGINE, SPARSE, read, rounded
 
 import sparrow
 
-TWO = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2"]
-FSDP2 = [*TWO, "--use_fsdp", "--fsdp_version", "2"]
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes"]
+SHARD = ["--use_fsdp", "--fsdp_version", "2"]
 RUNS: dict[str, tuple[str, list[str], list[str]]] = {
     "one": ("0", [], []),
-    "ddp": ("0,1", TWO, []),
-    "fsdp2": ("0,1", FSDP2, []),
+    "ddp": ("0,1", [*LAUNCH, "2"], []),
+    "fsdp2": ("0,1", [*LAUNCH, "2", *SHARD], []),
+    "ddp4": ("0,1,2,3", [*LAUNCH, "4"], []),
+    "fsdp2_4": ("0,1,2,3", [*LAUNCH, "4", *SHARD], []),
     "again": ("1", [], ["--engine", ENGINE.replace("max_num_seqs=256", "max_num_seqs=64")]),
     "seed": ("1", [], ["--seed", "1"]),
 }
@@ -92,10 +95,10 @@ class Bench:
         return self.ended(name, self.train(name, gpus, launcher, more))
 
     def killed(self) -> dict[str, Any]:
-        return self.loses_a_process("killed", TWO, "0", [])
+        return self.loses_a_process("killed", [*LAUNCH, "2"], "0", [])
 
     def killed_fsdp2(self) -> dict[str, Any]:
-        return self.loses_a_process("killed_fsdp2", FSDP2, "0,1", FSDP2)
+        return self.loses_a_process("killed_fsdp2", [*LAUNCH, "2", *SHARD], "0,1", [*LAUNCH, "2", *SHARD])
 
     def loses_a_process(self, name: str, first: list[str], gpus: str, then: list[str]) -> dict[str, Any]:
         launcher = self.train(name, "0,1", first)

@@ -45,4 +45,4 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
 
 def test_the_shared_memory_holds_what_the_source_lays_out():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
-    assert CudaConfig(4, 3, 2).shared_bytes(128, 2560) >= ring + bins + candidates + words + 4 * 2560 + 2560 // 8
+    assert CudaConfig(4, 3, 2).shared_bytes(128, 2560) >= ring + bins + candidates + words + 4 * 2560 + 2560 // 4

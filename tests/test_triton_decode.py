@@ -146,7 +146,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     # Room for any configuration a test asks for.
     workspace.partial = torch.empty(3 * B * K + 500, H // K, D, device=DEVICE)
     workspace.stats = torch.empty(3 * B * K + 500, 2, H // K, device=DEVICE)
-    workspace.plan = torch.empty(3 * B + 500, 4, dtype=torch.int32, device=DEVICE)
+    workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
     for buffer in (workspace.rows, workspace.partial, workspace.stats):
         buffer.fill_(float("nan"))
     return workspace
@@ -340,9 +340,10 @@ def test_long_rows_are_shared_out(config, top_k):
 def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
-    plan = torch.full((len(lengths) + target, 4), -1, dtype=torch.int32, device=DEVICE)
+    plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
     plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 9, P, 1, 2, 64, 16, False)
-    entries, slots, largest = [entry for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
+    entries, slots, largest = [entry[:4] for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
+    assert all(entry[4:6] == [lengths[entry[0]], ALL_PAGES] for entry in plan.tolist() if entry[0] < len(lengths))
     work = [lengths[b] // of // P for b, _, of, _ in entries]
     assert work == sorted(work, reverse=True)
     started = [b for b, part, _, _ in entries if part == 0]
@@ -504,9 +505,9 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     assert (shared_bytes, threads) == (config.shared_bytes(64, 32), 32 * config.warps)
     assert programs == 80 + cuda.launch._division(config, 80, 4, 132).shares
     tensors = dict(
-        q=case.q, k=case.k_cache, v=case.v_cache, marks=case.landmark_cache, table=case.table, length=case.length,
-        top_k=case.top_k, out=out, rows=workspace.rows, partial=workspace.partial, stats=workspace.stats,
-        ready=workspace.counters[0], counters=workspace.counters[1], plan=workspace.plan,
+        q=case.q, k=case.k_cache, v=case.v_cache, marks=case.landmark_cache, table=case.table, out=out,
+        rows=workspace.rows, partial=workspace.partial, stats=workspace.stats, ready=workspace.counters[0],
+        counters=workspace.counters[1], plan=workspace.plan,
     )  # fmt: skip
     strides = dict(
         q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),

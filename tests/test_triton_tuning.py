@@ -84,7 +84,7 @@ def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads)
         assert batch * kv_heads + share_count(batch * kv_heads, kv_heads, H200) <= workspace.partial.shape[0]
     assert workspace.rows.shape == (max_batch * kv_heads, 112)
     assert not workspace.counters.any()
-    parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4 + workspace.partial.shape[0] // kv_heads * 4 * 4
+    parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4 + workspace.partial.shape[0] // kv_heads * 8 * 4
     assert workspace.nbytes == max_batch * kv_heads * (112 + 2) * 4 + parts
 
 

@@ -24,11 +24,12 @@ constexpr int TILE = P * ROW;      // keys of a page, its values, or 16 landmark
 constexpr int SLOT = 2 * TILE;     // keys and values of a page
 constexpr int CHUNKS = ROW / 16;   // 16 bytes each, swizzled within a row so that a column of tiles has no conflicts
 constexpr int STEPS = D / 16;      // of a product of tiles
+constexpr int AT_ONCE = 8;         // scores that a thread looks at before it waits for the first
 
 struct Args {
   const u16 *q, *k, *v;
   u16 *marks;
-  const int *table, *length, *top_k;
+  const int* table;
   u16 *out;
   int *rows;
   float *partial, *stats;
@@ -48,8 +49,12 @@ struct Shared {  // what a program's warps tell each other, besides scores and l
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ int swizzled(int row, int chunk) { return row * ROW + ((chunk ^ (row & 7)) << 4); }
-__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes = 16) {  // zeros beyond `bytes`, 0 or 16
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+// Of what is read once in a step, and leaves the cache to what is read again; zeros beyond `bytes`, 0 or 16.
+__device__ __forceinline__ void copy16(u32 to, const void* from, int bytes = 16) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
 }
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -170,11 +175,16 @@ __device__ __noinline__ Threshold bisect(const float* scores, int begin, int end
   return {from_order(key), low};
 }
 
-// The threshold that keeps exactly `budget` of the pages begin .. end - 1: scores fall into bins, and those of the bin
-// that the threshold lies in are ranked one by one.
-__device__ __forceinline__ Threshold find_threshold(
-    const float* scores, int* bins, float* candidate_score, int* candidate_index, int begin, int end, int budget,
-    Shared* s) {
+// Scores fall into bins, the highest into the first. Pages of the bins before `number` are kept, and so are the `wanted`
+// best of its `inside` own; if it is negative, bins do not tell.
+struct Bin {
+  float high, per_unit;
+  int number, inside, wanted;
+  __device__ __forceinline__ int of(float x) const { return min(BINS - 1, (int)((high - x) * per_unit)); }
+};
+
+// The bin that holds the last of the `budget` pages to be kept of begin .. end - 1.
+__device__ __forceinline__ Bin find_bin(const float* scores, int* bins, int begin, int end, int budget, Shared* s) {
   const int lane = threadIdx.x % 32;
   float low = s->low[lane % WARPS], high = s->high[lane % WARPS];
 #pragma unroll
@@ -182,11 +192,17 @@ __device__ __forceinline__ Threshold find_threshold(
     low = fminf(low, __shfl_xor_sync(ALL, low, o));
     high = fmaxf(high, __shfl_xor_sync(ALL, high, o));
   }
-  const float per_unit = __fdividef(BINS - 0.5f, high - low);
-  if (!(high > low && per_unit > 0.f && per_unit < 1e30f)) return bisect(scores, begin, end, budget, s);
-  auto bin_of = [&](float x) { return min(BINS - 1, (int)((high - x) * per_unit)); };
-#pragma unroll 8
-  for (int n = begin + threadIdx.x; n < end; n += THREADS) atomicAdd(&bins[bin_of(scores[n])], 1);
+  Bin bin = {high, __fdividef(BINS - 0.5f, high - low), -1, 0, 0};
+  if (!(high > low && bin.per_unit > 0.f && bin.per_unit < 1e30f)) return bin;
+#pragma unroll 1
+  for (int first = begin + threadIdx.x; first < end; first += AT_ONCE * THREADS) {
+    int its[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i) its[i] = bin.of(scores[min(first + i * THREADS, end - 1)]);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; ++i)
+      if (first + i * THREADS < end) atomicAdd(&bins[its[i]], 1);
+  }
   __syncthreads();
   // Every warp for itself: 32 bins a lane, then the 32 bins of the lane where the sum reaches the budget.
   int sum = 0;
@@ -201,38 +217,10 @@ __device__ __forceinline__ Threshold find_threshold(
   sum = bins[group * 32 + lane];
   reached = inclusive_sum(sum, lane);
   const int place = __ffs(__ballot_sync(ALL, above_group + reached >= budget)) - 1;
-  const int bin = group * 32 + place;
-  const int inside = __shfl_sync(ALL, sum, place);
-  const int wanted = budget - above_group - __shfl_sync(ALL, reached - sum, place);
-  if (inside > CANDIDATES) return bisect(scores, begin, end, budget, s);
-#pragma unroll 8
-  for (int n = begin + threadIdx.x; n < end; n += THREADS) {
-    const float score = scores[n];
-    if (bin_of(score) == bin) {
-      const int at = atomicAdd(&s->candidates, 1);
-      candidate_score[at] = score;
-      candidate_index[at] = n;
-    }
-  }
-  __syncthreads();
-  Threshold threshold = {infinity(), -1};
-  for (int first = 0; first < inside; first += 32) {  // every warp ranks them for itself
-    const int i = min(first + lane, inside - 1);
-    const float score = candidate_score[i];
-    const int index = candidate_index[i];
-    int before = 0;
-#pragma unroll 8
-    for (int j = 0; j < inside; ++j) {
-      const float other = candidate_score[j];
-      before += other > score || (other == score && candidate_index[j] < index);
-    }
-    const u32 found = __ballot_sync(ALL, before == wanted - 1);
-    if (found) {
-      threshold.score = __shfl_sync(ALL, score, __ffs(found) - 1);
-      threshold.index = __shfl_sync(ALL, index, __ffs(found) - 1);
-    }
-  }
-  return threshold;
+  bin.inside = __shfl_sync(ALL, sum, place);
+  bin.wanted = budget - above_group - __shfl_sync(ALL, reached - sum, place);
+  if (bin.inside <= CANDIDATES) bin.number = group * 32 + place;
+  return bin;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __grid_constant__ Args a) {
@@ -244,16 +232,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
   float* const scores = (float*)(s + 1);  // before: blocks of the row; after: the list, as places in the row
   int* const list = (int*)scores;
   u32* const asked = (u32*)(scores + a.capacity);  // a bit for each page that a warp asked for before the selection
+  u32* const chosen = asked + a.capacity / 32;     // and for each that is kept
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row8 = lane / 4, column2 = lane % 4;  // a lane's place in a tile of results: rows row8 and row8 + 8, two columns
 
   if (!a.early) wait_for_launch_before();
-  const int4 entry = a.plan[blockIdx.x / K];
+  const int4 entry = a.plan[blockIdx.x / K * 2], row = a.plan[blockIdx.x / K * 2 + 1];
   const int b = entry.x, part = entry.y, parts = entry.z, h = blockIdx.x % K;
   if (b >= a.count) return;
   const int item = b * K + h, slot = entry.w * K + h;
-  const int tokens = a.length[b], pages = (tokens + P - 1) / P;
-  const int ranked = max(pages - SINK - RECENT, 0), budget = min(ranked, max(a.top_k[b], 0));
+  const int tokens = row.x, pages = (tokens + P - 1) / P;
+  const int ranked = max(pages - SINK - RECENT, 0), budget = min(ranked, max(row.y, 0));
   const bool listed = budget < ranked, ranks = listed && part == 0;
   const int* const table = a.table + b * a.table_row;
   auto page_at = [&](int n) { return PER_BLOCK == 1 ? table[n] : table[n / PER_BLOCK] * PER_BLOCK + n % PER_BLOCK; };
@@ -292,18 +281,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     float low = infinity(), high = -infinity();
     int best = 0, best_block = 0;
     const int ranked_end = SINK + ranked;
-#pragma unroll 1
-    for (int n = threadIdx.x; n < pages; n += THREADS) copy4(shared_address(list + n), table + n / PER_BLOCK);
+    constexpr int IN_FLIGHT = 2 * STAGES;
+    // Blocks of the tiles that this warp ranks, two tiles at a time, the first before the rest.
+    auto ask_for_blocks = [&](int i) {
+      const int n = (warp + (i + lane / 16) * WARPS) * 16 + lane % 16;
+      if (n < pages) copy4(shared_address(list + n), table + n / PER_BLOCK);
+    };
+#pragma unroll
+    for (int i = 0; i < IN_FLIGHT; i += 2) ask_for_blocks(i);
+    commit();
+#pragma unroll 4
+    for (int i = IN_FLIGHT; (warp + i * WARPS) * 16 < pages; i += 2) ask_for_blocks(i);
     commit();
 #pragma unroll 1
     for (int i = threadIdx.x; i < a.capacity / 32; i += THREADS) asked[i] = 0;
 #pragma unroll 1
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) ((int4*)bins)[i] = make_int4(0, 0, 0, 0);
     if (threadIdx.x == 0) s->candidates = 0;
-    wait_for_all_but<0>();
-    __syncthreads();
-    if (budget > 0) {
-      constexpr int IN_FLIGHT = 2 * STAGES;
+    wait_for_all_but<1>();
+    __syncwarp();
+    if (budget == 0) {
+      wait_for_all_but<0>();
+      __syncthreads();
+    } else {
       const int tiles = (ranked_end + 15) / 16, mine = warp < tiles ? (tiles - warp + WARPS - 1) / WARPS : 0;
       const u16* const marks = a.marks + h * a.mark_head + copy_chunk * 8;
       auto ask_for_marks = [&](int i, int place) {
@@ -320,6 +320,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
         if (i < mine) ask_for_marks(i, i);
         commit();
       }
+      wait_for_all_but<IN_FLIGHT>();
+      __syncthreads();
       int place = 0;
       for (int i = 0; i < mine; ++i) {
         wait_for_all_but<IN_FLIGHT - 1>();
@@ -379,37 +381,69 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
       if (lane == asked_count) asked_page = n, asked_score = score;
       ++asked_count;
     }
-#pragma unroll
-    for (int o = 1; o < 32; o <<= 1) {
-      low = fminf(low, __shfl_xor_sync(ALL, low, o));
-      high = fmaxf(high, __shfl_xor_sync(ALL, high, o));
-    }
+    low = from_order(__reduce_min_sync(ALL, order_of(low))), high = from_order(__reduce_max_sync(ALL, order_of(high)));
     if (lane == 0) s->low[warp] = low, s->high[warp] = high;
     __syncthreads();
     Threshold threshold = {infinity(), -1};
-    if (budget > 0)
-      threshold = find_threshold(scores, bins, candidate_score, candidate_index, SINK, ranked_end, budget, s);
+    Bin bin = {0.f, 0.f, -1, 0, 0};
+    if (budget > 0) {
+      bin = find_bin(scores, bins, SINK, ranked_end, budget, s);
+      if (bin.number < 0) threshold = bisect(scores, SINK, ranked_end, budget, s);
+    }
+    // A bit for each page that is kept; a warp owns consecutive groups of 32 pages. Those of the last bin come after.
+    const int groups = (pages + 31) / 32, own = (groups + AT_ONCE * WARPS - 1) / (AT_ONCE * WARPS) * AT_ONCE;
+    const int first_group = warp * own, last_group = min(first_group + own, groups);
+#pragma unroll 1
+    for (int group = first_group; group < last_group; group += AT_ONCE) {
+      float score[AT_ONCE];
+      u32 bits = 0, candidates = 0;
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) score[i] = scores[min((group + i) * 32 + lane, pages - 1)];
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const int n = (group + i) * 32 + lane, its_bin = bin.of(score[i]);
+        const bool is_ranked = n >= SINK && n < ranked_end;
+        const bool surely = bin.number < 0 ? threshold.keeps(score[i], n) : its_bin < bin.number;
+        const u32 its = __ballot_sync(ALL, n < pages && (!is_ranked || surely));
+        if (lane == i) bits = its;
+        if (is_ranked && its_bin == bin.number) candidates |= 1u << i;
+      }
+      if (lane < AT_ONCE && group + lane < last_group) chosen[group + lane] = bits;
+      if (candidates)
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+          if (candidates >> i & 1) {
+            const int at = atomicAdd(&s->candidates, 1);
+            candidate_score[at] = score[i];
+            candidate_index[at] = (group + i) * 32 + lane;
+          }
+    }
+    __syncthreads();
+    for (int first = 0; bin.number >= 0 && first < bin.inside; first += 32) {  // every warp ranks them for itself
+      const int i = min(first + lane, bin.inside - 1);
+      const float score = candidate_score[i];
+      const int index = candidate_index[i];
+      int before = 0;
+#pragma unroll 4
+      for (int j = 0; j < bin.inside; ++j) {
+        const float other = candidate_score[j];
+        before += other > score || (other == score && candidate_index[j] < index);
+      }
+      const u32 last = __ballot_sync(ALL, before == bin.wanted - 1);
+      if (last) {
+        threshold.score = __shfl_sync(ALL, score, __ffs(last) - 1);
+        threshold.index = __shfl_sync(ALL, index, __ffs(last) - 1);
+      }
+      if (before < bin.wanted && index / 32 >= first_group && index / 32 < last_group)
+        atomicOr(&chosen[index / 32], 1u << (index & 31));
+    }
+    __syncwarp();
     const bool is_always = warp + lane * WARPS < always;
     asked_kept = __ballot_sync(ALL, lane < asked_count && (is_always || threshold.keeps(asked_score, asked_page)));
-    // What else is kept: first a bit for each page, in place of those asked for, then the list, in place of the scores.
-    // A warp owns consecutive groups of 32 pages, and handles 32 groups at a time: each lane keeps the bits of one.
-    const int groups = (pages + 31) / 32, own = (groups + WARPS - 1) / WARPS;
-    const int first_group = warp * own, last_group = min(first_group + own, groups);
+    // What else is kept, as a list in place of the scores.
     int kept = 0;
-#pragma unroll 1
-    for (int base = first_group; base < last_group; base += 32) {
-      u32 bits = 0;
-#pragma unroll 8
-      for (int j = 0; j < min(32, last_group - base); ++j) {
-        const int n = (base + j) * 32 + lane;
-        const bool is_ranked = n >= SINK && n < ranked_end;
-        const float score = scores[min(n, pages - 1)];
-        const u32 its = __ballot_sync(ALL, n < pages && (is_ranked ? budget > 0 && threshold.keeps(score, n) : true));
-        if (lane == j) bits = its;
-      }
-      if (base + lane < last_group) asked[base + lane] = bits &= ~asked[base + lane];
-      kept += __popc(bits);
-    }
+    for (int group = first_group + lane; group < last_group; group += 32)
+      kept += __popc(chosen[group] &= ~asked[group]);
     kept = __reduce_add_sync(ALL, kept);
     if (lane == 0) s->sums[warp] = kept;
     __syncthreads();
@@ -420,15 +454,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
       rest += s->sums[w];
     }
 #pragma unroll 1
-    for (int base = first_group; base < last_group; base += 32) {
-      const u32 bits = base + lane < last_group ? asked[base + lane] : 0;
+    for (int group = first_group; group < last_group; group += 32) {
+      u32 bits = group + lane < last_group ? chosen[group + lane] : 0;
       const int after = position + inclusive_sum(__popc(bits), lane);
-#pragma unroll 8
-      for (int j = 0; j < min(32, last_group - base); ++j) {
-        const u32 its = __shfl_sync(ALL, bits, j);
-        const int at = __shfl_sync(ALL, after, j) - __popc(its >> lane);
-        if (its >> lane & 1) list[at] = (base + j) * 32 + lane;
-      }
+      for (int at = after - __popc(bits); bits; bits &= bits - 1) list[at++] = (group + lane) * 32 + __ffs(bits) - 1;
       position = __shfl_sync(ALL, after, 31);
     }
     __syncthreads();

@@ -38,7 +38,7 @@ class CudaConfig:
     def shared_bytes(self, head_dim: int, capacity: int) -> int:
         """Shared memory of a program whose rows have up to ``capacity`` pages."""
         ring = self.warps * self.stages * 2 * PAGE_SIZE * 2 * head_dim
-        return ring + capacity * 4 + capacity // 8 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
+        return ring + capacity * 4 + capacity // 4 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
 
 
 @cache
@@ -58,8 +58,7 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "marks", "table", "length", "top_k", "out", "rows", "partial", "stats", "ready", "counters",
-            "plan",
+            "q", "k", "v", "marks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
         )),
         *((name, ctypes.c_longlong) for name in (
             "q_row", "q_head", "block", "head", "token", "mark_block", "mark_page", "mark_head", "table_row", "out_row",
@@ -89,7 +88,7 @@ class CudaStep(DecodeStep):
         )  # fmt: skip
         kernel = _kernel(tuple(defines.items()), c.shared_bytes(shape["D"], self.capacity), self.q.device)
         tensors = (
-            self.q, *self.caches, self.landmarks, self.table, *self.rows_B, self.out, w.rows, w.partial, w.stats,
+            self.q, *self.caches, self.landmarks, self.table, self.out, w.rows, w.partial, w.stats,
             *w.counters, w.plan,
         )  # fmt: skip
         strides = (

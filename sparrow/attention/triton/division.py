@@ -7,7 +7,7 @@ sizes tried at a time.
 import triton
 import triton.language as tl
 
-from sparrow.attention.triton.kernels import _plan
+from sparrow.attention.triton.kernels import ENTRY, _plan
 
 SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
 
@@ -18,8 +18,8 @@ def plan_kernel(
     P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
     FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Divides a batch among the programs of ``attend_kernel``: each entry of ``plan`` is a row, a part of it, the row's
-    number of parts and the first of their slots; K programs share an entry, and ``places`` entries run at once.
+    """Divides a batch among the programs of ``attend_kernel``: an entry of ``plan`` tells those of K kv heads all they
+    need to know of a row and the part of it that is theirs, and ``places`` entries run at once.
 
     A row has one part or more, ``target`` more in all, as small as that allows; a fused launch leaves rows whole that
     are not longer than what each place would get or, unless there is room for twice the rows, not much longer than the
@@ -52,15 +52,19 @@ def plan_kernel(
         first_S = tl.where(s < count, first_S, -1)
         place_R += _count_before(first_R, first_S, further_S, more_S)
         further_place_R += _count_before(further_R, first_S, further_S, more_S)
+    length_R = tl.load(length + r, mask=r < count, other=0)
+    top_k_R = tl.load(top_k + r, mask=r < count, other=0)
     for part in range(tl.max(more_R) + 1):
-        entry_R = plan + tl.where(part == 0, place_R, further_place_R + part - 1) * 4
+        entry_R = plan + tl.where(part == 0, place_R, further_place_R + part - 1) * ENTRY
         mine = (r < count) & (part <= more_R)
         tl.store(entry_R, r, mask=mine)
         tl.store(entry_R + 1, part, mask=mine)
         tl.store(entry_R + 2, more_R + 1, mask=mine)
         tl.store(entry_R + 3, r + before_R, mask=mine)
+        tl.store(entry_R + 4, length_R, mask=mine)
+        tl.store(entry_R + 5, top_k_R, mask=mine)
     for first in range(used, target, ROWS):
-        tl.store(plan + (count + first + r) * 4, count, mask=first + r < target)
+        tl.store(plan + (count + first + r) * ENTRY, count, mask=first + r < target)
 
 
 @triton.jit

@@ -18,6 +18,9 @@ HIGHEST = tl.constexpr(2**31 - 1)
 # Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an outlier
 # that stretches the range, ties) is finished on their bit patterns, in at most 21 further steps.
 FLOAT_STEPS = tl.constexpr(12)
+# Of what the plan of a batch says to programs, to each of a row's kv heads the same: the row, which part of it, of how
+# many, the slot of the first, the row's length and top_k, and two for alignment.
+ENTRY = tl.constexpr(8)
 
 
 @triton.jit
@@ -329,8 +332,7 @@ def rank_kernel(
 
 @triton.jit(do_not_specialize=["count", "early"])
 def attend_kernel(
-    q, k_cache, v_cache, landmarks, table, length, top_k, out, rows, partial, stats, ready, counters, plan,
-    count, early,
+    q, k_cache, v_cache, landmarks, table, out, rows, partial, stats, ready, counters, plan, count, early,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_out_row, stride_out_head, stride_rows,
     scale_log2, v_scale,
@@ -349,7 +351,7 @@ def attend_kernel(
     if PDL and FUSED and early == 0:
         tl.extra.cuda.gdc_wait()
     work = tl.program_id(0)
-    entry = plan + work // K * 4
+    entry = plan + work // K * ENTRY
     b = tl.load(entry)
     if b < count:
         part = tl.load(entry + 1)
@@ -358,8 +360,8 @@ def attend_kernel(
         at = b.to(tl.int64)
         head = (work % K).to(tl.int64)
         item = at * K + head
-        tokens_in_row = tl.load(length + b)
-        pages, ranked, budget, tokens = _plan(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
+        tokens_in_row = tl.load(entry + 4)
+        pages, ranked, budget, tokens = _plan(tokens_in_row, tl.load(entry + 5), P, SINK, RECENT)
         q += at * stride_q_row + head * G * stride_q_head
         q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
         k_cache += head * stride_head

@@ -56,7 +56,7 @@ class DecodeWorkspace:
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
-        self.plan = torch.empty(parts // kv_heads, 4, dtype=torch.int32, device=device)
+        self.plan = torch.empty(parts // kv_heads, kernels.ENTRY.value, dtype=torch.int32, device=device)
         # Programs that have arrived at an item, for ranking and for attention; every launch leaves zeros.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
@@ -177,8 +177,8 @@ class DecodeStep:
         """Attention over the kept pages, which a fused launch ranks itself."""
         w, c = self.workspace, self.config
         kernels.attend_kernel[(self.items + c.shares,)](
-            self.q, *self.caches, self.landmarks, self.table, *self.rows_B, self.out, w.rows, w.partial, w.stats,
-            *w.counters, w.plan, len(self.table), self.early, *self.q.stride()[:2], *self.kv_strides,
+            self.q, *self.caches, self.landmarks, self.table, self.out, w.rows, w.partial, w.stats, *w.counters, w.plan,
+            len(self.table), self.early, *self.q.stride()[:2], *self.kv_strides,
             *self.landmarks.stride()[:3], self.table.stride(0), *self.out.stride()[:2], w.rows.stride(0), *self.scales,
             **self.shape, TILE=c.attend_tokens, FUSED=c.fused, FP8=self.caches[0].dtype == torch.float8_e4m3fn,
             PDL=self.overlap, launch_pdl=self.overlap,
