@@ -2,7 +2,7 @@
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
-    accelerate launch --num_processes 2 [--use_fsdp --fsdp_version 2] benchmarks/grpo_step.py --variant sparse --out ...
+    accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2] benchmarks/grpo_step.py --variant sparse --out ...
 
 Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient checkpointing), and the new
@@ -159,7 +159,8 @@ def start(variant: str, folder: str, schedule: SparsitySchedule, responses: int,
     """vLLM for the model in ``folder``."""
     options: dict[str, Any] = dict(
         load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest + 256,
-        max_num_seqs=responses, gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
+        max_num_seqs=-(-responses // 8) * 8,  # others would have batches without a CUDA graph
+        gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
         enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )  # fmt: skip

@@ -18,7 +18,8 @@ to end and compares that with its own estimate.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
 is there already. What is there is random normal data, page means included, written once to all of the memory, so the
-pages the actor picks are scattered. Both variants run with it, and with vLLM's own compilation and CUDA graphs.
+pages the actor picks are scattered. Both variants run with it, with ``torch.compile``
+as vLLM does by default, and with full CUDA graphs for decode.
 """
 
 from __future__ import annotations
@@ -123,6 +124,7 @@ class Bench:
             load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CONTEXT,
             max_num_seqs=self.slots, gpu_memory_utilization=memory, enable_prefix_caching=False,
             enable_sleep_mode=False, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
+            compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"},
             kv_transfer_config={
                 "kv_connector": "Connector", "kv_connector_module_path": "rollout", "kv_role": "kv_both"
             },
@@ -221,13 +223,12 @@ def measure(arguments: argparse.Namespace) -> None:
         blocks, block = bench.vllm_config.cache_config.num_gpu_blocks, bench.vllm_config.cache_config.block_size
         import vllm
 
-        compilation = bench.vllm_config.compilation_config
         save(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
             variant=arguments.variant, slots=slots, kv_tokens=blocks * block,
             settings={
                 "max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory,
-                "compilation_mode": str(compilation.mode), "cudagraph_mode": str(compilation.cudagraph_mode),
+                "compilation_mode": int(bench.vllm_config.compilation_config.mode),
             },
         )  # fmt: skip
         for prefilled in (1, 8):  # compiles what is left to compile

@@ -30,14 +30,16 @@ def equalities() -> str:
 
 
 def scaling() -> str:
-    """The scaled sparse step on one GPU and on two."""
-    names = {"one": "one GPU", "ddp": "two, DDP"}
-    runs = {name: load(f"grpo_step_{run}")["seconds"] for run, name in names.items()}
-    one = runs["one GPU"]
+    """The scaled sparse step on one GPU, on two and on four."""
+    names = {
+        "sparse": "one GPU", "ddp": "two, DDP", "fsdp2": "two, FSDP2", "ddp4": "four, DDP", "fsdp2_4": "four, FSDP2",
+    }  # fmt: skip
+    one = load("grpo_step_sparse")["seconds"]
     rows = []
-    for name, run in runs.items():
+    for name, found in ((name, load(f"grpo_step_{run}")) for run, name in names.items()):
+        run, n = found["seconds"], found["gpus"]
         pairs = [*((one[phase], run[phase]) for phase in PHASES), (sum(one.values()), sum(run.values()))]
-        rows.append([name, *(f"{b:.1f}" + f" ({a / 2 / b:.0%})" * (run is not one) for a, b in pairs)])
+        rows.append([name, *(f"{b:.1f}" + f" ({a / n / b:.0%})" * (n > 1) for a, b in pairs)])
     return table(["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows)
 
 
@@ -56,7 +58,7 @@ def training() -> str:
 def same_run() -> str:
     names = {
         "one": "one GPU", "again": "one GPU, other batches", "seed": "one GPU, other seed",
-        "ddp": "two GPUs, DDP", "fsdp2": "two GPUs, FSDP2",
+        "ddp": "two GPUs, DDP", "fsdp2": "two GPUs, FSDP2", "ddp4": "four GPUs, DDP", "fsdp2_4": "four GPUs, FSDP2",
     }  # fmt: skip
     formats = {"reward": ".3f", "entropy": ".4f", "p5_mean": ".4f", "acceptance": ".5f", "kl": ".1e"}
     runs = {run: found["steps"] for run, found in load("same_run").items() if run in names}
@@ -74,11 +76,12 @@ def same_run() -> str:
 def failures() -> str:
     """Runs that lost a process or their server."""
     found = load("same_run")
-    stopped, resumed, server = found["killed"]["stopped"], found["killed"]["resumed"], found["server"]
+    ddp, fsdp2, server = found["killed"], found["killed_fsdp2"], found["server"]
     rows = [
         [name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after]
         for name, run, after in (
-            ("a process under DDP", stopped, len(resumed["steps"])),
+            ("a process under DDP", ddp["stopped"], len(ddp["resumed"]["steps"])),
+            ("a process under FSDP2", fsdp2["stopped"], len(fsdp2["resumed"]["steps"])),
             ("the vLLM server", server, ""),
         )
     ]

@@ -142,7 +142,7 @@ KERNELS = {
     "landmarks": r"landmark_kernel",
     "matrix products": r"nvjet|cublas|gemm|splitK",
     "sampling and log-probs": r"topk|TopK|gumbel|_ranks|softmax|ArgMax|bitonicSort",
-    "norms, rotary, activation, cache writes": r"rms_norm|rotary|act_and_mul|reshape_and_cache|store_kernel",
+    "norms, rotary, activation, cache writes": r"rms_norm|rotary|act_and_mul|reshape_and_cache|store_kernel|^triton_",
 }
 """What a kernel's name says it does."""
 
