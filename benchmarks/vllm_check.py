@@ -184,6 +184,8 @@ def equal(arguments: argparse.Namespace) -> None:
             if label != "preemption":  # after one, generated tokens are prefilled: no truth to compare with
                 judge(label, rollouts, SMALL)
             engine.close()
+        if arguments.tensor_parallel > 1:
+            llm.llm_engine.engine_core.shutdown()  # else its workers are waited for
 
 
 def environment(arguments: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The plugin's parts on their own; only what is marked so needs vLLM itself."""
 
 import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sparrow import SparsitySchedule
-from sparrow.engines.vllm import client, config, engine, v024, v026, v032, versions
+from sparrow.engines.vllm import client, config, control, engine, v024, v026, v032, versions
 from sparrow.engines.vllm.runtime import Runtime, find
 from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
@@ -141,6 +142,31 @@ def test_counters_add_up_over_any_steps(steps, bin_pages):
     assert counts["rows"] == len(every)
     assert counts["tokens_held"] == 4 * every.sum()
     assert counts["tokens_read"] == 2 * every.sum() + 2 * sum(schedule.tokens_read(int(n)) for n in every)
+
+
+@pytest.mark.parametrize(
+    "mode, most, said",
+    [
+        ("FULL_DECODE_ONLY", 60, "Steps of 57 to 60 sequences .* set max_num_seqs to 56 or 64"),
+        ("FULL_AND_PIECEWISE", 3, "Steps of 3 to 3 sequences .* set max_num_seqs to 2 or 4"),
+        ("FULL_DECODE_ONLY", 64, ""),
+        ("FULL_DECODE_ONLY", 1000, ""),  # above all sizes that vLLM captures, as its default is
+        ("FULL", 60, ""),
+        ("NONE", 60, ""),
+    ],
+)
+def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monkeypatch):
+    vllm = pytest.importorskip("vllm.config")
+    warnings = []
+    logger = SimpleNamespace(info=lambda *said: None, warning=lambda text, *values: warnings.append(text % values))
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+    monkeypatch.setattr(config, "requested", lambda of: SCHEDULE)
+    compilation = SimpleNamespace(
+        cudagraph_mode=vllm.CUDAGraphMode[mode], cudagraph_capture_sizes=[1, 2, 4, *range(8, 121, 8)],
+        static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=runtime()))},
+    )  # fmt: skip
+    control.check(SimpleNamespace(compilation_config=compilation, scheduler_config=SimpleNamespace(max_num_seqs=most)))
+    assert len(warnings) == bool(said) and re.match(said, "".join(warnings))
 
 
 def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):

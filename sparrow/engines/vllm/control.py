@@ -62,6 +62,18 @@ def _runtime(worker: Any) -> Runtime:
     return runtime
 
 
+def between_graphs(vllm_config: Any) -> tuple[int, int]:
+    """The captured batch sizes around ``max_num_seqs``, if vLLM captures decode steps for themselves, else that twice.
+
+    It captures none above: a step of more sequences than the lower runs without a CUDA graph.
+    """
+    mode, most = vllm_config.compilation_config.cudagraph_mode, vllm_config.scheduler_config.max_num_seqs
+    sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
+    if mode is None or not mode.separate_routine() or not any(size >= most for size in sizes):
+        return most, most
+    return max((size for size in sizes if size <= most), default=0), min(size for size in sizes if size >= most)
+
+
 def check(vllm_config: Any) -> None:
     """Make sure that an engine which was asked for a schedule follows it in every layer, and say so in the log.
 
@@ -84,11 +96,19 @@ def check(vllm_config: Any) -> None:
     if runtime is not None:
         schedule = runtime.schedule
         # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
-        init_logger("vllm.sparrow").info(
+        logger = init_logger("vllm.sparrow")
+        logger.info(
             "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s",
             runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,
             schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"],
         )  # fmt: skip
+        below, above = between_graphs(vllm_config)
+        if below < above:
+            most = vllm_config.scheduler_config.max_num_seqs
+            logger.warning(
+                "Steps of %d to %d sequences will run without a CUDA graph, which can take several times as long: "
+                "set max_num_seqs to %d or %d, the batches that vLLM captures", below + 1, most, below, above,
+            )  # fmt: skip
 
 
 def install() -> None:
