@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "log-prob cost": speed.logprob_cost,
     "attention": speed.attention,
     "uneven attention": speed.uneven_attention,
+    "other shapes": speed.shapes,
     "capacity": speed.capacity,
     "validation": speed.validation,
     "profile": speed.profile,

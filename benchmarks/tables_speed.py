@@ -136,6 +136,17 @@ def uneven_attention() -> str:
     return table(["shape", "sequences", "tokens in all", "read limit, us", "sparse, us", "of limit"], rows)
 
 
+def shapes() -> str:
+    """The decode kernels alone: other head dims, dtypes and page sizes."""
+    rows = []
+    for case in load("kernels")["shapes"]:
+        us, limit, dense = case["step"]["us"], case["limit_us"], case["dense"]["us"]
+        cells = [f"{limit:.0f}", f"{us:.0f}", f"{limit / us:.0%}", f"{case['dense_limit_us'] / dense:.0%}"]
+        rows.append([case["D"], case["dtype"].removeprefix("torch."), case["P"], *cells, f"{dense / us:.2f}x"])
+    head = ["head dim", "cache", "tokens a page", "read limit, us", "sparse, us", "of limit", "dense, of its limit"]
+    return table([*head, "speed-up"], rows)
+
+
 KERNELS = {
     "attention of sparse layers": r"rank_kernel|attend_kernel|^attend$",
     "attention of dense layers": r"flash::",
