@@ -34,10 +34,8 @@ import triton.language as tl
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import PageLayout
-from sparrow.attention.cuda import CudaConfig, refusal
-from sparrow.attention.cuda.launch import CudaStep, are_few
-from sparrow.attention.triton import DecodeWorkspace, LaunchConfig, update_landmarks
-from sparrow.attention.triton.launch import DecodeStep
+from sparrow.attention.cuda import CudaConfig, CudaStep, refusal
+from sparrow.attention.triton import DecodeStep, DecodeWorkspace, LaunchConfig, update_landmarks
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 Config = LaunchConfig | CudaConfig | None
@@ -148,9 +146,8 @@ class Case:
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> DecodeStep:
         """What is shipped, unless given a configuration."""
         pool = self.pool
-        by_triton = isinstance(config, LaunchConfig) or (config is None and (self.triton or are_few(self.q, pool.k[0])))
-        kind: Any = DecodeStep if by_triton else CudaStep
-        step: DecodeStep = kind(
+        by_triton = isinstance(config, LaunchConfig) or (config is None and self.triton)
+        step = (DecodeStep if by_triton else CudaStep)(
             self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
             self.top_k if top_k is None else top_k, pool.layout, pool.D**-0.5, 1.0, 1.0,
             self.out, self.workspace, config,
@@ -245,7 +242,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         case = Case(pool, B, L, G, k)
         everything = torch.full_like(case.top_k, ALL_PAGES)
         step = case.step(None, 0)
-        config = step.cuda if isinstance(step, CudaStep) else step.config
+        config: Any = getattr(step, "cuda", None) or step.config
         row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(config))
         row["step"] = case.time(None, "step")
         if not step.config.fused:

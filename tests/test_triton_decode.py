@@ -152,8 +152,10 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     return workspace
 
 
-def operation(config: Config):
-    return cuda.paged_decode if isinstance(config, cuda.CudaConfig) else sparrow_triton.paged_decode
+def decode(config: Config, *arguments, planned: bool = False) -> torch.Tensor:
+    """The step that ``config`` is for."""
+    step = cuda.CudaStep if isinstance(config, cuda.CudaConfig) else sparrow_triton.DecodeStep
+    return step(*arguments, config, planned).run()
 
 
 def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
@@ -162,7 +164,7 @@ def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) ->
     B, H, D = case.q.shape
     wide = torch.full((B, H + 1, D), float("nan"), dtype=case.q.dtype, device=DEVICE)
     out = wide[:, :H]
-    result = operation(config)(*case.inputs(), case.layout, D**-0.5, case.k_scale, case.v_scale, out, workspace, config)
+    result = decode(config, *case.inputs(), case.layout, D**-0.5, case.k_scale, case.v_scale, out, workspace)
     assert result is out
     assert wide[:, H:].isnan().all()
     assert not workspace.counters.any()
@@ -436,14 +438,14 @@ def test_decoding_reads_what_was_stored_just_before(config):
     last = case.length.long() - 1
     blocks, places = case.table[torch.arange(5, device=DEVICE), last // 16].long(), last % 16
     newest = [cache[blocks, :, places].clone() for cache in (case.k_cache, case.v_cache)]
-    arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace, config)
-    operation(config)(*arguments)
+    arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace)
+    decode(config, *arguments)
     for _ in range(3):
         out.fill_(float("nan"))
         case.k_cache[blocks, :, places] = float("nan")
         case.v_cache[blocks, :, places] = float("nan")
         sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places)
-        operation(config)(*arguments, planned=True)
+        decode(config, *arguments, planned=True)
         assert torch.equal(out, expected)
 
 
@@ -478,6 +480,15 @@ def check_shipped_cuda(one_row: Case) -> None:
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
+def test_a_few_rows_asked_of_the_cuda_kernel_are_tritons(monkeypatch):
+    monkeypatch.setattr(cuda.launch, "refusal", lambda *of: "")
+    case = make_case([333, 48], [4, 1], K=4)
+    out = torch.empty_like(case.q)
+    paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
+    assert torch.equal(out, run(case, None))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
 def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field of its argument."""
     launched = []
@@ -494,7 +505,7 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     arguments = (*case.inputs(), case.layout, 0.125, 2.0, 3.0, out, workspace)
     for planned in (False, True):
         workspace.plan.fill_(-1)
-        assert cuda.paged_decode(*arguments, planned=planned) is out
+        assert cuda.CudaStep(*arguments, planned=planned).run() is out
         assert bool((workspace.plan[:20, 0] >= 0).all()) is not planned
     (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
     config = cuda.launch.choose(80, 64, 32, H200)
@@ -554,14 +565,14 @@ def test_a_captured_graph_follows_lengths_budgets_and_queries():
     case = make_case([700, 333, 48], [5, 4, 1])
     for config in (FUSED, SPLIT, CUDA):
         workspace, out = make_workspace(case), torch.empty_like(case.q)
-        arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace, config)
-        operation(config)(*arguments)
+        arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace)
+        decode(config, *arguments)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        operation(config)(*arguments)
+        decode(config, *arguments)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            operation(config)(*arguments)
+            decode(config, *arguments)
         for lengths, top_k in (([700, 333, 48], [5, 4, 1]), ([0, 200, 33], [7, ALL_PAGES, 0])):
             case.length[:] = torch.tensor(lengths)
             case.top_k[:] = torch.tensor(top_k)

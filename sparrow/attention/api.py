@@ -119,10 +119,10 @@ def paged_decode(
     if implementation == "cuda":
         from sparrow.attention import cuda
 
-        return cuda.paged_decode(*arguments, planned=planned)
+        return cuda.CudaStep(*arguments, planned=planned).run()
     from sparrow.attention import triton
 
-    return triton.paged_decode(*arguments, planned=planned)
+    return triton.DecodeStep(*arguments, planned=planned).run()
 
 
 def update_landmarks(

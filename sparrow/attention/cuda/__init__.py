@@ -1,5 +1,5 @@
 """A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled where it runs."""
 
-from sparrow.attention.cuda.launch import CudaConfig, paged_decode, refusal
+from sparrow.attention.cuda.launch import CudaConfig, CudaStep, refusal
 
-__all__ = ["CudaConfig", "paged_decode", "refusal"]
+__all__ = ["CudaConfig", "CudaStep", "refusal"]

@@ -81,7 +81,7 @@ def _bindings() -> tuple[Any, Any]:
     except ImportError as error:
         raise ConfigError(
             "CUDA kernels are compiled with cuda-bindings and NVRTC, which torch's CUDA builds bring along; "
-            "pip install 'cuda-bindings' nvidia-cuda-nvrtc, or take implementation='triton'"
+            "pip install cuda-bindings nvidia-cuda-nvrtc, or take implementation='triton'"
         ) from error
     return driver, nvrtc
 

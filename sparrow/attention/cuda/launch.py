@@ -12,12 +12,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparrow.attention.cuda.compile import Kernel
-from sparrow.attention.pages import PageLayout
-from sparrow.attention.triton.launch import QUERY_DTYPES, DecodeStep, DecodeWorkspace
-from sparrow.attention.triton.tuning import DeviceLimits, LaunchConfig, device_limits
+from sparrow.attention.triton.launch import QUERY_DTYPES, DecodeStep
+from sparrow.attention.triton.tuning import DeviceLimits, LaunchConfig
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 FEW = 0.3  # items per multiprocessor
@@ -70,16 +68,40 @@ class _Arguments(ctypes.Structure):
 
 
 class CudaStep(DecodeStep):
-    """A checked decode step; takes what ``paged_decode`` takes."""
+    """A decode step by the CUDA kernel.
 
-    def configure(self, config: CudaConfig | None, kv_heads: int, head_dim: int, head_bytes: int) -> LaunchConfig:
+    A few rows leave most multiprocessors idle unless several programs rank one, which Triton's launches do: they are
+    taken then, unless a ``config`` is given.
+
+    Raises ValueError: what the kernel cannot serve.
+    """
+
+    cuda: CudaConfig | None
+
+    def configure(self, config: Any) -> LaunchConfig:
         """What the plan of the batch is to know of ``config``, or of the shipped one."""
+        self._check()
+        given: CudaConfig | None = config
+        if given is None and self.items <= FEW * self.limits.multiprocessors:
+            self.cuda = None
+            return super().configure(None)
         self.capacity = -(-self.pages // 32) * 32
-        self.cuda = config or choose(self.items, head_dim, self.capacity, self.limits)
-        return _division(self.cuda, self.items, kv_heads, self.limits.multiprocessors)
+        self.cuda = given or choose(self.items, self.shape["D"], self.capacity, self.limits)
+        return _division(self.cuda, self.items, self.shape["K"], self.limits.multiprocessors)
+
+    def _check(self) -> None:
+        shape, (keys, values) = self.shape, self.caches
+        if why_not := refusal(shape["P"], shape["D"], shape["G"], keys.dtype, self.q.device):
+            raise ValueError(why_not)
+        tensors = (("keys", keys), ("values", values), ("landmarks", self.landmarks), ("queries", self.q))
+        for name, x in tensors:
+            if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
+                raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")
 
     def attend(self) -> None:
-        """Ranks and attends, in one launch."""
+        """Ranks and attends, in one launch; a few rows are ranked before."""
+        if self.cuda is None:
+            return super().attend()
         w, shape, c = self.workspace, self.shape, self.cuda
         defines = {name: shape[name] for name in ("D", "G", "K", "PER_BLOCK", "SINK", "RECENT")}
         defines |= dict(
@@ -99,41 +121,6 @@ class CudaStep(DecodeStep):
             *(x.data_ptr() for x in tensors), *strides, *self.scales, len(self.table), self.early, self.capacity
         )
         kernel(self.items + self.config.shares, 32 * c.warps, arguments)
-
-
-def paged_decode(
-    q_BHD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    landmark_cache: Tensor,
-    block_table_BM: Tensor,
-    length_B: Tensor,
-    top_k_B: Tensor,
-    layout: PageLayout,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    out_BHD: Tensor,
-    workspace: DecodeWorkspace,
-    config: CudaConfig | None = None,
-    planned: bool = False,
-) -> Tensor:
-    """One sparse decode step over a paged cache; see ``sparrow.attention.triton.paged_decode``.
-
-    A few rows leave most multiprocessors idle unless several programs rank one, which Triton's launches do.
-    """
-    _check(q_BHD, k_cache, v_cache, landmark_cache, layout)
-    kind: Any = DecodeStep if config is None and are_few(q_BHD, k_cache) else CudaStep
-    step: DecodeStep = kind(
-        q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
-        out_BHD, workspace, config, planned,
-    )  # fmt: skip
-    return step.run()
-
-
-def are_few(q_BHD: Tensor, k_cache: Tensor) -> bool:
-    """Whether the batch is one of those few rows."""
-    return len(q_BHD) * k_cache.shape[1] <= FEW * device_limits(q_BHD.device).multiprocessors
 
 
 @cache
@@ -166,12 +153,3 @@ def refusal(page_size: int, head_dim: int, group: int, dtype: torch.dtype, devic
             f"caches, got pages of {page_size}, head dim {head_dim}, group {group} and {dtype}; take Triton's"
         )
     return ""
-
-
-def _check(q_BHD: Tensor, k_cache: Tensor, v_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    group = q_BHD.shape[1] // k_cache.shape[1]
-    if why_not := refusal(layout.page_size, q_BHD.shape[2], group, k_cache.dtype, q_BHD.device):
-        raise ValueError(why_not)
-    for name, x in (("keys", k_cache), ("values", v_cache), ("landmarks", landmark_cache), ("queries", q_BHD)):
-        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
-            raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")

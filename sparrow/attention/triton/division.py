@@ -27,7 +27,9 @@ def plan_kernel(
     others; what is left gets row ``count``.
     """
     r = tl.arange(0, ROWS)
-    tokens_R, ranking_R = _work(length, top_k, r, count, P, SINK, RECENT, FUSED)
+    length_R = tl.load(length + r, mask=r < count, other=0)
+    top_k_R = tl.load(top_k + r, mask=r < count, other=0)
+    tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, FUSED)
     total = tl.sum(tokens_R)
     smallest = MIN_PART
     if FUSED:
@@ -46,14 +48,14 @@ def plan_kernel(
     further_place_R = tl.zeros((ROWS,), tl.int32)
     for begin in range(0, count, SIZES):
         s = begin + tl.arange(0, SIZES)
-        tokens_S, ranking_S = _work(length, top_k, s, count, P, SINK, RECENT, FUSED)
+        length_S = tl.load(length + s, mask=s < count, other=0)
+        top_k_S = tl.load(top_k + s, mask=s < count, other=0)
+        tokens_S, ranking_S = _work(length_S, top_k_S, P, SINK, RECENT, FUSED)
         more_S = tl.maximum(tokens_S - 1, 0) // size
         first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
         first_S = tl.where(s < count, first_S, -1)
         place_R += _count_before(first_R, first_S, further_S, more_S)
         further_place_R += _count_before(further_R, first_S, further_S, more_S)
-    length_R = tl.load(length + r, mask=r < count, other=0)
-    top_k_R = tl.load(top_k + r, mask=r < count, other=0)
     for part in range(tl.max(more_R) + 1):
         entry_R = plan + tl.where(part == 0, place_R, further_place_R + part - 1) * ENTRY
         mine = (r < count) & (part <= more_R)
@@ -68,12 +70,9 @@ def plan_kernel(
 
 
 @triton.jit
-def _work(length, top_k, r, count, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKED: tl.constexpr):
+def _work(length_R, top_k_R, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKED: tl.constexpr):
     """A row's kept tokens, and how many of these take as long to read as the landmarks that its first part ranks."""
-    length_R = tl.load(length + r, mask=r < count, other=0)
-    _pages, ranked, budget, tokens_R = _plan(
-        length_R, tl.load(top_k + r, mask=r < count, other=0), P, SINK, RECENT
-    )  # fmt: skip
+    _pages, ranked, budget, tokens_R = _plan(length_R, top_k_R, P, SINK, RECENT)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKED, ranked // 2, 0)
 
 

@@ -15,15 +15,7 @@ size, N pages, C positions in a chunk, W = 32-page words. An item is one sequenc
 import triton
 import triton.language as tl
 
-from sparrow.attention.triton.kernels import _plan, _split
-
-
-@triton.jit
-def _load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of ``D`` elements, zeros up to ``DP``."""
-    d = tl.arange(0, DP)
-    places = base + offset_T[:, None] + d[None, :]
-    return tl.load(places) if D == DP else tl.load(places, mask=(d < D)[None, :], other=0.0)
+from sparrow.attention.triton.kernels import _load_rows, _plan, _split
 
 
 @triton.jit

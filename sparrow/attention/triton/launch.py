@@ -14,7 +14,7 @@ import triton
 from torch import Tensor
 
 from sparrow.attention.pages import PageLayout
-from sparrow.attention.triton import kernels
+from sparrow.attention.triton import cache, kernels
 from sparrow.attention.triton.division import plan_kernel
 from sparrow.attention.triton.tuning import LaunchConfig, choose, device_limits
 
@@ -26,7 +26,7 @@ MAX_PAGES = 16384
 
 
 class DecodeWorkspace:
-    """Scratch memory of ``paged_decode``, allocated once and shared by all layers; one stream at a time may use it.
+    """Scratch memory of decode steps, allocated once and shared by all layers; one stream at a time may use it.
 
     Args:
         max_batch: most sequences in a call (B).
@@ -66,40 +66,17 @@ class DecodeWorkspace:
         return sum(x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters))
 
 
-def paged_decode(
-    q_BHD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    landmark_cache: Tensor,
-    block_table_BM: Tensor,
-    length_B: Tensor,
-    top_k_B: Tensor,
-    layout: PageLayout,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-    out_BHD: Tensor,
-    workspace: DecodeWorkspace,
-    config: LaunchConfig | None = None,
-    planned: bool = False,
-) -> Tensor:
-    """One sparse decode step over a paged cache; see ``sparrow.attention.paged_decode``.
+class DecodeStep:
+    """One sparse decode step over a paged cache, checked, and its launches; see ``sparrow.attention.paged_decode``.
 
     Args:
         config: tiles to use in place of the table's; for benchmarks.
         planned: the call before had the same lengths, budgets and config: divide the work as it did. If the launch just
             before overlaps with its successor, as only ``store_tokens`` here does, nothing but the newest tokens may
             depend on it.
+
+    Raises ValueError: what the kernels cannot serve.
     """
-    step = DecodeStep(
-        q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B, layout, scale, k_scale, v_scale,
-        out_BHD, workspace, config, planned,
-    )  # fmt: skip
-    return step.run()
-
-
-class DecodeStep:
-    """A checked decode step and its launches; takes what ``paged_decode`` takes."""
 
     def __init__(
         self,
@@ -116,7 +93,7 @@ class DecodeStep:
         v_scale: float,
         out_BHD: Tensor,
         workspace: DecodeWorkspace,
-        config: Any,
+        config: Any = None,
         planned: bool = False,
     ) -> None:
         B, H, D = q_BHD.shape
@@ -126,7 +103,6 @@ class DecodeStep:
         _check_decode(q_BHD, k_cache, v_cache, block_table_BM, length_B, top_k_B, out_BHD, workspace, pages)
         padded = triton.next_power_of_2(D)
         self.items, self.pages, self.limits = B * K, pages, device_limits(q_BHD.device)
-        self.config = self.configure(config, K, D, padded * k_cache.element_size())
         # Launches begin while the one before ends, and wait for it on the device; before Hopper they cannot.
         self.overlap = _can_overlap(q_BHD)
         self.early = int(planned)
@@ -137,13 +113,15 @@ class DecodeStep:
         self.shape = dict(
             K=K, G=H // K, GP=16, D=D, DP=padded, P=layout.page_size, PER_BLOCK=per_block,
             SINK=layout.sink_pages, RECENT=layout.recent_pages, BLOCK=max(16, triton.next_power_of_2(pages)),
-            SCORE_TILE=self.config.score_pages, SCORE_STAGES=self.config.score_stages + 1,
         )  # fmt: skip
+        self.config = self.configure(config)
+        self.shape |= dict(SCORE_TILE=self.config.score_pages, SCORE_STAGES=self.config.score_stages + 1)
 
-    def configure(self, config: Any, kv_heads: int, head_dim: int, head_bytes: int) -> LaunchConfig:
+    def configure(self, config: Any) -> LaunchConfig:
         """How the batch is cut: as ``config`` says, or the table."""
+        head_bytes = self.shape["DP"] * self.caches[0].element_size()
         given: LaunchConfig | None = config
-        return given or choose(self.items, kv_heads, head_bytes, self.limits)
+        return given or choose(self.items, self.shape["K"], head_bytes, self.limits)
 
     def run(self) -> Tensor:
         """Everything that is to be launched; returns what ``out`` was."""
@@ -195,21 +173,21 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
     if T == 0:
         return
     slots = layout.page_size  # of prefill, where about one page is completed in so many slots
-    kernels.landmark_kernel[(triton.cdiv(T, slots), K)](
+    cache.landmark_kernel[(triton.cdiv(T, slots), K)](
         k_cache, landmark_cache, slot_mapping_T, T, *k_cache.stride()[:3], *landmark_cache.stride()[:3],
         D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=per_block, SLOTS=slots, num_warps=1,
     )  # fmt: skip
 
 
 def store_tokens(key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Stores keys and values in the slots of tokens, -1 for none; caches as for ``paged_decode``.
+    """Stores keys and values in the slots of tokens, -1 for none; caches as for ``DecodeStep``.
 
-    ``paged_decode(..., planned=True)``, if it comes next on the stream, ranks pages meanwhile.
+    A step that is ``planned``, if it comes next on the stream, ranks pages meanwhile.
     """
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:
         return
-    kernels.store_kernel[(T,)](
+    cache.store_kernel[(T,)](
         key_TKD, value_TKD, k_cache, v_cache, slot_mapping_T, *key_TKD.stride()[:2], *value_TKD.stride()[:2],
         *k_cache.stride()[:3], K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
         TOKENS=k_cache.shape[2], PDL=overlap, launch_pdl=overlap, num_warps=4,

@@ -1,0 +1,78 @@
+"""Triton kernels that keep a paged cache up to date: the newest tokens, and the landmarks of the pages they fill.
+
+Shapes: K kv heads, D head dim (padded to DP), P page size; PER_BLOCK pages make a block of the cache.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["count"])
+def landmark_kernel(
+    k_cache, landmarks, slots, count,
+    stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots."""
+    head = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    slot = tl.load(slots + i, mask=i < count, other=-1).to(tl.int64)
+    pending = tl.where((slot >= 0) & (slot % P == P - 1), slot // P, -1)
+    page = tl.max(pending, 0)
+    while page >= 0:
+        block = page // PER_BLOCK
+        _write_mean(
+            k_cache + block * stride_block + head * stride_head,
+            landmarks + block * stride_mark_block + page % PER_BLOCK * stride_mark_page + head * stride_mark_head,
+            page % PER_BLOCK, stride_token, D, DP, P,
+        )  # fmt: skip
+        pending = tl.where(pending == page, -1, pending)
+        page = tl.max(pending, 0)
+
+
+@triton.jit
+def store_kernel(
+    key, value, k_cache, v_cache, slots,
+    stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
+    K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Stores the keys and values of one token, in the block and place that its slot says, if it has one."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    t = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + t).to(tl.int64)
+    if slot >= 0:
+        h = tl.arange(0, KP)[:, None]
+        d = tl.arange(0, DP)[None, :]
+        mask = (h < K) & (d < D)
+        place = slot // TOKENS * stride_block + slot % TOKENS * stride_token + h * stride_head + d
+        key_KD = tl.load(key + t * stride_key_row + h * stride_key_head + d, mask=mask)
+        value_KD = tl.load(value + t * stride_value_row + h * stride_value_head + d, mask=mask)
+        tl.store(k_cache + place, key_KD, mask=mask)
+        tl.store(v_cache + place, value_KD, mask=mask)
+
+
+@triton.jit
+def complete_page(
+    k, mark, table, length, stride_block, stride_token, stride_mark_block, stride_mark_page,
+    D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes the landmark of a row's last page if the newest token filled it; nobody ranks that page in this step."""
+    if (length > 0) & (length % P == 0):
+        page = length // P - 1
+        block = tl.load(table + page // PER_BLOCK).to(tl.int64)
+        _write_mean(
+            k + block * stride_block, mark + block * stride_mark_block + page % PER_BLOCK * stride_mark_page,
+            page % PER_BLOCK, stride_token, D, DP, P,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
+    """Stores the mean key of one page of a block."""
+    token = page * P + tl.arange(0, P)
+    d = tl.arange(0, DP)
+    k_PD = tl.load(k + token[:, None] * stride_token + d[None, :], mask=(d < D)[None, :], other=0.0)
+    mean = tl.sum(k_PD.to(tl.float32), 0) / P
+    tl.store(mark + d, mean.to(mark.dtype.element_ty), mask=d < D)
