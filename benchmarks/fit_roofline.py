@@ -48,7 +48,7 @@ class Point:
 def measured() -> dict[str, Any]:
     """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that ``rollout.py`` measured."""
     found = json.loads(MEASURED.read_text(encoding="utf-8")) | {"ragged": []}
-    found["rollouts"] = [json.loads((RESULTS / f"grpo_step_{run}.json").read_text()) for run in ("sparse", "ddp")]
+    found["rollouts"] = [json.loads((RESULTS / f"grpo_step_{run}.json").read_text()) for run in ("sparse", "ddp2")]
     for path in sorted(RESULTS.glob("rollout_*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}

@@ -18,8 +18,8 @@ to end and compares that with its own estimate.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
 is there already. What is there is random normal data, page means included, written once to all of the memory, so the
-pages the actor picks are scattered. Both variants run with it, with ``torch.compile``
-as vLLM does by default, and with full CUDA graphs for decode.
+pages the actor picks are scattered. Both variants run with it, with ``torch.compile`` as vLLM does by default, and with
+full CUDA graphs for decode.
 """
 
 from __future__ import annotations

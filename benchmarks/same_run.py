@@ -95,10 +95,10 @@ class Bench:
         return self.ended(name, self.train(name, gpus, launcher, more))
 
     def killed(self) -> dict[str, Any]:
-        return self.loses_a_process("killed", [*LAUNCH, "2"], "0", [])
+        return self.loses_a_process("killed", RUNS["ddp"][1], "0", [])
 
     def killed_fsdp2(self) -> dict[str, Any]:
-        return self.loses_a_process("killed_fsdp2", [*LAUNCH, "2", *SHARD], "0,1", [*LAUNCH, "2", *SHARD])
+        return self.loses_a_process("killed_fsdp2", RUNS["fsdp2"][1], "0,1", RUNS["fsdp2"][1])
 
     def loses_a_process(self, name: str, first: list[str], gpus: str, then: list[str]) -> dict[str, Any]:
         launcher = self.train(name, "0,1", first)

@@ -83,8 +83,10 @@ def ragged() -> str:
 def planned() -> str:
     """What ``sparrow.cluster`` says of the measured steps."""
     names = {
-        "stock": "dense, stock vLLM", "sparse": "sparse", "ddp": "sparse, two GPUs, DDP",
-        "fsdp2": "sparse, two GPUs, FSDP2", "ddp4": "sparse, four GPUs, DDP", "fsdp2_4": "sparse, four GPUs, FSDP2",
+        "stock": "dense, stock vLLM", "sparse": "sparse", "one": "sparse, earlier",
+        "ddp": "sparse, two GPUs, DDP, earlier",
+        "ddp2": "sparse, two GPUs, DDP", "fsdp2": "sparse, two GPUs, FSDP2", "ddp4": "sparse, four GPUs, DDP",
+        "fsdp2_4": "sparse, four GPUs, FSDP2",
     }  # fmt: skip
     rows = []
     for variant, name in names.items():

@@ -30,16 +30,18 @@ def equalities() -> str:
 
 
 def scaling() -> str:
-    """The scaled sparse step on one GPU, on two and on four."""
+    """The scaled sparse step on one GPU, on two and on four, and the one that it is compared with."""
     names = {
-        "sparse": "one GPU", "ddp": "two, DDP", "fsdp2": "two, FSDP2", "ddp4": "four, DDP", "fsdp2_4": "four, FSDP2",
+        "one": ("earlier, one GPU", "one"), "ddp": ("earlier, two, DDP", "one"), "sparse": ("one GPU", "sparse"),
+        "ddp2": ("two, DDP", "sparse"), "fsdp2": ("two, FSDP2", "sparse"), "ddp4": ("four, DDP", "sparse"),
+        "fsdp2_4": ("four, FSDP2", "sparse"),
     }  # fmt: skip
-    one = load("grpo_step_sparse")["seconds"]
     rows = []
-    for name, found in ((name, load(f"grpo_step_{run}")) for run, name in names.items()):
+    for name, (title, reference) in names.items():
+        found, one = load(f"grpo_step_{name}"), load(f"grpo_step_{reference}")["seconds"]
         run, n = found["seconds"], found["gpus"]
         pairs = [*((one[phase], run[phase]) for phase in PHASES), (sum(one.values()), sum(run.values()))]
-        rows.append([name, *(f"{b:.1f}" + f" ({a / n / b:.0%})" * (n > 1) for a, b in pairs)])
+        rows.append([title, *(f"{b:.1f}" + f" ({a / n / b:.0%})" * (n > 1) for a, b in pairs)])
     return table(["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows)
 
 

@@ -33,6 +33,7 @@ LAYER_BYTES = 34  # of a token and unit of width while a layer is computed; 2 mo
 LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # of one GPU to another host
 HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as vLLM's sleep and wake took it
+GATHER_S = 1.4e-6  # of a response's token, given to all processes after the rollout and with its log-probs, as measured
 ALL_REDUCE_S = 15e-6  # one of the two a layer needs in every decode step of a tensor-parallel engine
 
 
@@ -155,10 +156,11 @@ def plan(
     shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
     score, update = train_seconds(shape, cluster, prompt + lengths, token_budget)
     sync = sync_seconds(shape, cluster, colocated)
+    gather = GATHER_S * int(lengths.sum()) if cluster.gpus > 1 else 0.0
 
     def step(kind: SparsitySchedule | None) -> Step:
         runs = [simulate_rollout(shape, machine, share, kind, prompt, max_batch, overheads) for share in shares]
-        return Step(max(r.seconds for r in runs), score, update, sync, _imbalance(runs))
+        return Step(max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs))
 
     return Plan(memory, step(None), step(schedule))
 

@@ -158,7 +158,7 @@ def test_counters_add_up_over_any_steps(steps, bin_pages):
 def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monkeypatch):
     vllm = pytest.importorskip("vllm.config")
     warnings = []
-    logger = SimpleNamespace(info=lambda *said: None, warning=lambda text, *values: warnings.append(text % values))
+    logger = SimpleNamespace(info=lambda *_: None, warning=lambda text, *values: warnings.append(text % values))
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
     monkeypatch.setattr(config, "requested", lambda of: SCHEDULE)
     compilation = SimpleNamespace(
