@@ -35,8 +35,8 @@ from sparrow.attention.pages import PageLayout, select_pages
 from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.mismatch import weighted_percentile
+from sparrow.model.scoring import Batch, micro_batches
 from sparrow.schedule import ALL_PAGES
-from sparrow.scoring import Batch, micro_batches
 from sparrow.tasks import Trace
 
 RESAMPLES = 400

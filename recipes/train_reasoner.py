@@ -33,8 +33,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.hf import HFEngine, teacher_forced
+from sparrow.model.scoring import Batch
 from sparrow.schedule import SparsitySchedule
-from sparrow.scoring import Batch
 from sparrow.tasks import build_tokenizer
 from sparrow.tasks.base import TASKS
 

@@ -11,10 +11,10 @@ from conftest import tiny_model
 from safetensors.torch import load_file, save_file
 from test_trainer import EarlyWords, metrics_of
 
-from sparrow.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BinMismatch
+from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train import distill

@@ -23,7 +23,6 @@ ALLOWED = {
     "cluster": ["cost", "schedule"],
     "evaluate": [],
     "mismatch": [],
-    "scoring": [],
     "rewards": [],
     "tasks": [],
     "attention": ["attention.api", "attention.pages"],
@@ -34,19 +33,21 @@ ALLOWED = {
     "attention.triton": ["attention.pages"],
     "engines": [],
     "engines.base": ["schedule"],
-    "actor": ["attention", "attention.api", "attention.pages", "schedule"],
-    "engines.hf": ["actor", "engines.base", "schedule", "scoring"],
+    "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
+    "model.scoring": [],
+    "actor": ["model"],  # the old place of model.actor
+    "engines.hf": ["engines.base", "model", "model.scoring", "schedule"],
     "engines.vllm": [
         "attention", "attention.api", "attention.cuda", "attention.pages", "attention.triton", "engines.base",
-        "schedule", "scoring",
+        "schedule",
     ],
     "measure": ["calibrate", "engines.base", "mismatch", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "tasks"],
     "report": ["mismatch", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
-    "train": ["engines.base", "measure", "mismatch", "rewards", "schedule", "scoring", "tasks", "train.distill"],
-    "train.distill": ["actor", "measure", "mismatch", "schedule", "scoring", "train"],
+    "train": ["engines.base", "measure", "mismatch", "model.scoring", "rewards", "schedule", "tasks", "train.distill"],
+    "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],
     "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "tasks"],
     "cli": EVERYTHING,
@@ -199,3 +200,16 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
 """
     assert fresh(code) == []
+
+
+def test_the_old_place_of_the_actor_names_the_new_one():
+    code = """
+import json, warnings
+with warnings.catch_warnings(record=True) as seen:
+    warnings.simplefilter("always")
+    from sparrow.actor import set_schedule, teacher_forced
+from sparrow.model import actor
+assert set_schedule is actor.set_schedule and teacher_forced is actor.teacher_forced
+print(json.dumps([str(w.message) for w in seen if w.category is DeprecationWarning and "sparrow" in str(w.message)]))
+"""
+    assert fresh(code) == ["sparrow.actor has moved; import from sparrow.model.actor"]

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparrow.actor import ScheduleTable
 from sparrow.errors import ConfigError
+from sparrow.model.actor import ScheduleTable
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 # fmt: off

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from sparrow.errors import UnsupportedModel
-from sparrow.scoring import Batch, TokenScorer, micro_batches
+from sparrow.model.scoring import Batch, TokenScorer, micro_batches
 
 SPANS = [(1, 9), (7, 1), (12, 5), (3, 17)]  # prompt and response length of each row
 TOP = 5

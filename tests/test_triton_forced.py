@@ -29,11 +29,11 @@ import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 from conftest import tiny_model  # noqa: E402
 
-from sparrow import actor  # noqa: E402
 from sparrow.attention import PageLayout, reference, teacher_forced  # noqa: E402
 from sparrow.attention.pages import landmarks, page_scores, select_pages  # noqa: E402
 from sparrow.attention.triton import forced, forced_kernels  # noqa: E402
 from sparrow.attention.triton.forced import Call, Tiles  # noqa: E402
+from sparrow.model import actor  # noqa: E402
 from sparrow.schedule import ALL_PAGES, SparsitySchedule  # noqa: E402
 
 

@@ -21,11 +21,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sparrow.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.engines.base import Counters, Engine, Rollout, Sampling, Scores, split
 from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
+from sparrow.model.scoring import Batch, TokenScorer, micro_batches
 from sparrow.schedule import SparsitySchedule
-from sparrow.scoring import Batch, TokenScorer, micro_batches
 
 
 class HFEngine(Engine):

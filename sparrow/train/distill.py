@@ -29,12 +29,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparrow.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.errors import ConfigError
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import BinMismatch
+from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
+from sparrow.model.scoring import TokenScorer
 from sparrow.schedule import SparsitySchedule
-from sparrow.scoring import TokenScorer
 from sparrow.train.config import DistillConfig, TrainConfig
 from sparrow.train.controller import MIN_SEQUENCES
 from sparrow.train.experience import Assessment, Experience, pad

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparrow.engines.base import Rollout
 from sparrow.errors import RewardError
-from sparrow.scoring import Batch
+from sparrow.model.scoring import Batch
 from sparrow.tasks import Problem
 
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from sparrow.errors import ConfigError, ProcessLost, SparrowError
-from sparrow.scoring import micro_batches
+from sparrow.model.scoring import micro_batches
 
 T = TypeVar("T")
 

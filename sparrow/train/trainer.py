@@ -35,8 +35,8 @@ from sparrow.engines.base import Counters, Engine, derived_seed, split, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
+from sparrow.model.scoring import TokenScorer
 from sparrow.schedule import SparsitySchedule
-from sparrow.scoring import TokenScorer
 from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.collect import Collector
