@@ -228,7 +228,9 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
     with MathVerifier(workers=1, limit_s=20) as verifier:
         assert verifier.equal("x+x", "2x")
         with monkeypatch.context() as patch:
-            patch.setattr("sparrow.rewards.child.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(
+                "sparrow.rewards.sandbox.child.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 verifier.equal("x+x", "2x")
         assert not verifier.equal("x+x", "3x")

@@ -29,9 +29,16 @@ from functools import cache
 from reprlib import Repr
 from typing import Any, Literal
 
-from sparrow.rewards.child import ChildEndedError, ChildTimeoutError
-from sparrow.rewards.sandbox import Isolation, Limits, Sandbox, choose_isolation
-from sparrow.rewards.sandbox_runner import pack, unpack
+from sparrow.rewards.sandbox import (
+    ChildEndedError,
+    ChildTimeoutError,
+    Isolation,
+    Limits,
+    Sandbox,
+    choose_isolation,
+    pack,
+    unpack,
+)
 
 Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]

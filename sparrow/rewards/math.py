@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from sparrow.errors import RewardError
-from sparrow.rewards.child import Child, ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
 """Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""

@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparrow.errors import RewardError
-from sparrow.rewards import CodeVerifier, Limits, sandbox, sandbox_runner
-from sparrow.rewards.child import ChildEndedError, ChildTimeoutError
-from sparrow.rewards.sandbox import Sandbox, choose_isolation
-from sparrow.rewards.sandbox_runner import pack, unpack
-from sparrow.rewards.seccomp import program_filter
+from sparrow.rewards import CodeVerifier, Limits
+from sparrow.rewards.sandbox import ChildEndedError, ChildTimeoutError, Sandbox, box, choose_isolation, pack, unpack
+from sparrow.rewards.sandbox.inside import programs
+from sparrow.rewards.sandbox.seccomp import program_filter
 
 LIMITS = Limits(cpu_s=1, wall_s=1.0, program_s=20, memory_bytes=256 << 20, output_bytes=1 << 20, files_bytes=8 << 20)
 DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
@@ -132,8 +131,8 @@ CONFINED = {
     "writes outside": "open('OUTSIDE/new', 'w').write('x')",
     "writes into the system": "open('/usr/new', 'w').write('x')",
     "writes into Python": "import json; open(json.__file__, 'a').write('raise SystemExit')",
-    "overwrites the harness": "open('/runner.py', 'w').write('')",
-    "removes the harness": "import os; os.remove('/runner.py')",
+    "overwrites the harness": "open('/sandbox/inside/main.py', 'w').write('')",
+    "removes the harness": "import os; os.remove('/sandbox/inside/main.py')",
     "replaces a folder above": "import os; os.rename('/usr', '/usr2')",
     "fills the memory behind /dev/shm": "open('/dev/shm/x', 'wb').write(b'x')",
     "fills /tmp": "for i in range(99): open(f'/tmp/{i}', 'wb').write(b'x' * (1 << 20))",
@@ -145,14 +144,14 @@ CONFINED = {
 
 @pytest.fixture(params=MODES)
 def mode(request):
-    if request.param == "bwrap" and sandbox._fault("bwrap"):
-        pytest.skip(f"bubblewrap does not work here: {sandbox._fault('bwrap')}")
+    if request.param == "bwrap" and box._fault("bwrap"):
+        pytest.skip(f"bubblewrap does not work here: {box._fault('bwrap')}")
     return request.param
 
 
 @pytest.fixture
 def bwrap():
-    if fault := sandbox._fault("bwrap"):
+    if fault := box._fault("bwrap"):
         pytest.skip(f"bubblewrap does not work here: {fault}")
 
 
@@ -160,7 +159,7 @@ def bwrap():
 def marked(monkeypatch):
     """A function that waits until no sandboxed process of this test is left, and fails if one stays."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    monkeypatch.setitem(sandbox._ENVIRONMENT, "MARK", mark)
+    monkeypatch.setitem(box._ENVIRONMENT, "MARK", mark)
 
     def left():
         found = []
@@ -243,14 +242,14 @@ from sparrow.rewards import CodeVerifier
 verifier = CodeVerifier(isolation="bwrap")
 print(verifier.judge({program!r}, {{"inputs": [""], "outputs": ["['venv'] False"]}}))
 """
-    path = os.pathsep.join([str(Path(sandbox.__file__).parents[2]), *filter(None, sys.path)])
+    path = os.pathsep.join([str(Path(box.__file__).parents[3]), *filter(None, sys.path)])
     python = tmp_path / "venv" / "bin" / "python"
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
     assert "verdicts=('pass',)" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_session_leaves_no_folder_behind(marked, monkeypatch, tmp_path):
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(box.tempfile, "tempdir", str(tmp_path))
     program = "import os\nfor i in range(9): os.makedirs(f'{i}/a'); os.symlink('/etc', f'{i}/b')\nprint(42)"
     assert CodeVerifier(LIMITS, "session").judge(program, {"inputs": [""], "outputs": ["42"]}).passed
     assert list(tmp_path.iterdir()) == [] and Path("/etc/passwd").exists()
@@ -305,19 +304,20 @@ def test_hash_order_is_the_same_in_every_run(mode):
 def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
     with Sandbox(
         {"mode": "stdio", "prelude": "", "code": program}, Limits(wall_s=60, cpu_s=60), choose_isolation(mode)
-    ) as box:
-        box.send({"stdin": ""}, time.monotonic() + 60)
+    ) as held:
+        held.send({"stdin": ""}, time.monotonic() + 60)
         with pytest.raises(ChildTimeoutError):
-            box.receive(time.monotonic() + (0.3 if "close" not in program else 0))
+            held.receive(time.monotonic() + (0.3 if "close" not in program else 0))
     assert marked()
 
 
 def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     program = f"""
         import os, tempfile, threading, time
-        from sparrow.rewards import CodeVerifier, Limits, sandbox, sandbox_runner
+        from sparrow.rewards import CodeVerifier, Limits
+        from sparrow.rewards.sandbox import box
         tempfile.tempdir = {str(tmp_path)!r}
-        sandbox._ENVIRONMENT["MARK"] = {sandbox._ENVIRONMENT["MARK"]!r}
+        box._ENVIRONMENT["MARK"] = {box._ENVIRONMENT["MARK"]!r}
         verifier = CodeVerifier(Limits(wall_s=60), {mode!r})
         tests = {{"inputs": [""], "outputs": [""]}}
         threading.Thread(target=verifier.judge, args=("import time; time.sleep(99)", tests), daemon=True).start()
@@ -337,11 +337,11 @@ def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch):
         time.sleep(0.3)  # the alarm rings meanwhile
         return found
 
-    monkeypatch.setattr(sandbox_runner.os, "wait4", slowly)
+    monkeypatch.setattr(programs.os, "wait4", slowly)
     if (pid := os.fork()) == 0:
         os._exit(0)
     before = signal.getsignal(signal.SIGALRM)
-    reply = sandbox_runner.wait(pid, {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30})
+    reply = programs.wait(pid, {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30})
     signal.signal(signal.SIGALRM, before)
     assert reply == {"outcome": "ok", "detail": ""}
 
@@ -360,9 +360,9 @@ def test_files_and_processes_do_not_pile_up(mode, marked):
 
 
 def test_without_bubblewrap_the_warning_is_loud_and_can_be_made_a_refusal(monkeypatch, caplog):
-    monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
-    sandbox._fault.cache_clear()
-    sandbox._warn.cache_clear()
+    monkeypatch.setattr(box.shutil, "which", lambda name: None)
+    box._fault.cache_clear()
+    box._warn.cache_clear()
     try:
         with pytest.raises(
             RewardError, match=r"must run in bubblewrap, .* bubblewrap is not installed; install the package"
@@ -375,8 +375,8 @@ def test_without_bubblewrap_the_warning_is_loud_and_can_be_made_a_refusal(monkey
         CodeVerifier(LIMITS, "auto").judge(GOOD, DOUBLE)
         assert len(caplog.records) == 1
     finally:
-        sandbox._fault.cache_clear()
-        sandbox._warn.cache_clear()
+        box._fault.cache_clear()
+        box._warn.cache_clear()
 
 
 def test_bubblewrap_that_is_installed_and_fails_is_not_used(monkeypatch, tmp_path, caplog):
@@ -384,13 +384,13 @@ def test_bubblewrap_that_is_installed_and_fails_is_not_used(monkeypatch, tmp_pat
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    sandbox._fault.cache_clear()
+    box._fault.cache_clear()
     try:
         with pytest.raises(RewardError, match="No permissions to create new namespace"):
             choose_isolation("bwrap")
         assert choose_isolation("auto") == "session"
     finally:
-        sandbox._fault.cache_clear()
+        box._fault.cache_clear()
 
 
 def test_a_sandbox_that_sends_nonsense(monkeypatch):
@@ -402,14 +402,14 @@ def test_a_sandbox_that_sends_nonsense(monkeypatch):
         (b"[" * 900 + b"\n", "not JSON"),
         (b"{}", "ended with status"),
     ):
-        box = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, LIMITS, "session")
+        held = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, LIMITS, "session")
         read, write = os.pipe()
         os.write(write, reply)
         os.close(write)
-        box._output = read
+        held._output = read
         with pytest.raises(ChildEndedError, match=message):
-            box.receive(time.monotonic() + 5, 1000)
-        box.close()
+            held.receive(time.monotonic() + 5, 1000)
+        held.close()
         os.close(read)
 
 

@@ -34,12 +34,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sparrow.errors import RewardError
-from sparrow.rewards.child import Child, ChildEndedError, ChildTimeoutError
-from sparrow.rewards.seccomp import program_filter
+from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox.seccomp import program_filter
 
 Isolation = Literal["auto", "bwrap", "session"]
 
-_RUNNER = Path(__file__).with_name("sandbox_runner.py")
+_INSIDE = Path(__file__).with_name("inside")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
                 "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
 _START_S = 60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
@@ -83,8 +83,14 @@ def _bwrap_command(limits: Limits) -> list[str]:
             command += ["--ro-bind", link, link]
     command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
     command += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
-    command += ["--ro-bind", str(_RUNNER), "/runner.py", "--dev", "/dev", "--remount-ro", "/dev"]
-    return [*command, "--remount-ro", "/", "--", sys.executable, "-s", "-P", "/runner.py"]
+    command += ["--ro-bind", str(_INSIDE), "/sandbox/inside", "--dev", "/dev", "--remount-ro", "/dev"]
+    return [*command, "--remount-ro", "/", "--", *_python("/sandbox")]
+
+
+def _python(folder: str) -> list[str]:
+    """Python running the package ``inside`` of a folder, of which programs then find nothing on their path."""
+    start = f"import sys; sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
+    return [sys.executable, "-s", "-P", "-c", start]
 
 
 @cache
@@ -141,7 +147,7 @@ class Sandbox(Child):
     """One sandboxed process; leaves nothing behind when closed.
 
     Args:
-        request: what to run, see ``sandbox_runner``.
+        request: what to run, see ``inside.main``.
         limits: what it may use.
         isolation: how it is held, from ``choose_isolation``.
 
@@ -157,7 +163,7 @@ class Sandbox(Child):
                 command, folder, inherited = _bwrap_command(limits), "/", [writer]
                 command[1:1] = ["--json-status-fd", str(writer)]
             else:
-                command, inherited = [sys.executable, "-s", "-P", str(_RUNNER)], []
+                command, inherited = _python(str(_INSIDE.parent)), []
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparrow-", ignore_cleanup_errors=True))
             try:
                 super().__init__(command, cwd=folder, env=_ENVIRONMENT, pass_fds=inherited)

@@ -1,0 +1,5 @@
+"""A place for untrusted programs, which it bounds in what they can reach, spend and say."""
+
+from sparrow.rewards.sandbox.box import Isolation, Limits, Sandbox, choose_isolation
+from sparrow.rewards.sandbox.child import ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox.inside.wire import pack, unpack
