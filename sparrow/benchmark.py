@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.engines.base import Engine, Sampling
+from sparrow.engines.base import Engine, Sampling, derived_seed
 from sparrow.evaluate import Score, majority_at_k, mean_at_k, pass_at_k
 from sparrow.rewards import extract_answer
 from sparrow.tasks import Problem
@@ -41,42 +46,79 @@ def run_benchmark(
     folder: Path,
     benchmark: str,
     schedule: str,
+    source: Mapping[str, Any],
 ) -> BenchmarkResult:
     """Evaluate the engine under the schedule it has; samples are in ``folder`` as JSON lines, and are not made twice.
 
-    A problem's samples are seeded by its place in the benchmark, so an interrupted evaluation ends with the
-    same table as one that was not.
+    A file of samples belongs to all that they depend on, written beside it: ``source``, benchmark, temperature, longest
+    response and seed. Within it a sample belongs to its problem's place and prompt, which seed it. So fewer problems or
+    responses take some of what is there, more add to it, and an interrupted evaluation goes on.
+
+    Args:
+        engine, tokenizer, problems, sampling, k: ``k`` responses to every problem.
+        folder: where samples are kept.
+        benchmark, schedule: what the table calls them.
+        source: what the samples come from, in JSON's types: model, weights (``weights_digest``), engine, schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{benchmark}-{schedule}-k{k}-s{sampling.seed}")
-    path = folder / f"{slug}.jsonl"
-    rows = _complete_rows(path, k, len(problems))
-    for begin in range(len(rows) // k, len(problems), CHUNK):
-        some = problems[begin : begin + CHUNK]
-        prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in some for _ in range(k)]
-        rollouts = engine.generate(prompts, replace(sampling, seed=sampling.seed * 1_000_003 + begin))
-        texts = [str(tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
-        new = [
-            {
-                "problem": some[i // k].id,
-                "response": text,
-                "reward": some[i // k].verify(text),
-                "answer": extract_answer(text, last_number=True),
-                "tokens": len(rollout),
-                "finish_reason": rollout.finish_reason,
-            }
-            for i, (rollout, text) in enumerate(zip(rollouts, texts, strict=True))
-        ]
+    key = {
+        **source, "benchmark": benchmark, "temperature": sampling.temperature,
+        "max_new_tokens": sampling.max_new_tokens, "seed": sampling.seed,
+    }  # fmt: skip
+    slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{benchmark}-{schedule}")[:80]
+    path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"
+    path.with_suffix(".json").write_text(json.dumps(key, indent=1), encoding="utf-8")
+    found = _read_samples(path)
+    names = [(i, p.id, _digest(p.prompt)) for i, p in enumerate(problems)]
+    missing = [i for i, name in enumerate(names) if not all((*name, n) in found for n in range(k))]
+    for begin in range(0, len(missing), CHUNK):
+        asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
+        prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
+        seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
+        rollouts = engine.generate(prompts, replace(sampling, seeds=seeds))
+        new = []
+        for (i, n), rollout in zip(asked, rollouts, strict=True):
+            text = str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
+            new.append(
+                {
+                    "index": i,
+                    "problem": problems[i].id,
+                    "prompt": names[i][2],
+                    "sample": n,
+                    "response": text,
+                    "reward": problems[i].verify(text),
+                    "answer": extract_answer(text, last_number=True),
+                    "tokens": len(rollout),
+                    "finish_reason": rollout.finish_reason,
+                }
+            )
         with open(path, "a", encoding="utf-8") as file:
             file.write("".join(json.dumps(row) + "\n" for row in new))
             file.flush()
             os.fsync(file.fileno())
-        rows += new
-    groups = [rows[i : i + k] for i in range(0, len(problems) * k, k)]
+        found |= {_name_of(row): row for row in new}
+    groups = [[found[(*name, n)] for n in range(k)] for name in names]
     rewards = [[row["reward"] for row in group] for group in groups]
     majority = majority_at_k(rewards, [[row["answer"] for row in group] for group in groups])
     scores = mean_at_k(rewards), pass_at_k(rewards, k), majority
-    return BenchmarkResult(benchmark, schedule, len(groups), k, *scores, sum(row["tokens"] for row in rows) / len(rows))
+    tokens = [row["tokens"] for group in groups for row in group]
+    return BenchmarkResult(benchmark, schedule, len(groups), k, *scores, sum(tokens) / len(tokens))
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> str:
+    """16 hex digits that change with any value of a parameter: its bits, read as whole numbers, are summed up."""
+    whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = [
+        (
+            name,
+            list(p.shape),
+            str(p.dtype),
+            int(p.detach().view(whole_numbers[p.element_size()]).sum(dtype=torch.int64)),
+        )
+        for name, p in model.named_parameters()
+    ]
+    return _digest(json.dumps(sums))
 
 
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:
@@ -91,17 +133,25 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _complete_rows(path: Path, k: int, problems: int) -> list[dict]:
-    """Rows of the whole chunks that were written; a half-written one is cut off and will be made again."""
+def _read_samples(path: Path) -> dict[tuple, dict]:
+    """Samples by place, problem, prompt and number. What a kill left half-written is skipped and will be made again."""
     if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    whole = len(rows) if len(rows) == problems * k else len(rows) // (CHUNK * k) * (CHUNK * k)
-    rows = rows[:whole]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return rows
+        return {}
+    text = path.read_text(encoding="utf-8")
+    if text and not text.endswith("\n"):
+        with open(path, "a", encoding="utf-8") as file:
+            file.write("\n")
+    found = {}
+    for line in text.splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            row = json.loads(line)
+            found[_name_of(row)] = row
+    return found
+
+
+def _name_of(row: Mapping[str, Any]) -> tuple:
+    return row["index"], row["problem"], row["prompt"], row["sample"]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

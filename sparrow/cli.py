@@ -285,7 +285,7 @@ def calibrate(command: Calibrate) -> None:
 
 
 def evaluate(command: Eval) -> None:
-    from sparrow.benchmark import markdown_table, run_benchmark
+    from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
     from sparrow.engines.base import Sampling
     from sparrow.loading import load_benchmark, load_engine, load_model
     from sparrow.terminal import say, status
@@ -296,18 +296,24 @@ def evaluate(command: Eval) -> None:
     model, tokenizer = load_model(command.model, command.precision)
     engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
     sampling = Sampling(command.max_new_tokens, command.temperature, top_n=0, seed=command.seed)
-    results = []
+    made_by = {
+        "model": command.model, "weights": weights_digest(model), "engine": command.engine,
+        "precision": command.precision,
+    }  # fmt: skip
+    results, folder = [], Path(command.out)
     with status("starting") as shown:
         for name in command.benchmark:
             problems = load_benchmark(name, command.limit, tokenizer)
             for label, schedule in schedules.items():
                 shown.update(f"{name}, {label}")
                 engine.set_schedule(schedule)
-                found = run_benchmark(engine, tokenizer, problems, sampling, command.k, Path(command.out), name, label)
-                results.append(found)
+                source = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
+                results.append(
+                    run_benchmark(engine, tokenizer, problems, sampling, command.k, folder, name, label, source)
+                )
     engine.close()
     table = markdown_table(results)
-    Path(command.out, "results.md").write_text(table, encoding="utf-8")
+    (folder / "results.md").write_text(table, encoding="utf-8")
     say(table)
 
 
