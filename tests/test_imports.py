@@ -44,9 +44,12 @@ ALLOWED = {
     "measure": ["calibrate", "engines.base", "mismatch", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "tasks"],
-    "report": ["mismatch", "schedule"],
+    "run": ["mismatch", "schedule"],
+    "report": ["mismatch", "run", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
-    "train": ["engines.base", "measure", "mismatch", "model.scoring", "rewards", "schedule", "tasks", "train.distill"],
+    "train": [
+        "engines.base", "measure", "mismatch", "model.scoring", "rewards", "run", "schedule", "tasks", "train.distill",
+    ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],
     "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "tasks"],
@@ -59,6 +62,7 @@ PURE = [
     "cluster",
     "evaluate",
     "mismatch",
+    "run",
 ]  # of other people's packages only numpy and scipy
 ONLY_IN = {"triton": "attention.triton", "vllm": "engines.vllm"}
 

@@ -24,6 +24,7 @@ from sparrow.mismatch import BetaTail, BinMismatch, mismatch_report
 from sparrow.report import RunLog, figures, page, summary_rows, theme, write_report
 from sparrow.report.summary import bin_name, describe_schedule, result_rows, setup_rows
 from sparrow.report.theme import LEVEL_COLORS, LEVEL_INKS, LEVELS
+from sparrow.run import LoggedResponse
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -79,6 +80,7 @@ def write_run(path, rows, rollouts=(), **train):
 def log_of(*rows, rollouts=(), schedules=None) -> RunLog:
     """A log in memory; ``rows`` are metrics."""
     train = {"tau": 0.86, "steps": 9}
+    rollouts = tuple(LoggedResponse(**row) for row in rollouts)
     return RunLog(Path("run"), train, rows, rollouts, schedules or tuple(SCHEDULE for _ in rows))
 
 
@@ -192,7 +194,7 @@ def test_a_bin_that_a_step_did_not_reach_is_nan():
 
 
 def test_only_the_first_and_the_last_step_keep_their_rollouts(run):
-    assert [row["step"] for row in RunLog.load(run).rollouts] == [1, 1, 8, 8]
+    assert [row.step for row in RunLog.load(run).rollouts] == [1, 1, 8, 8]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
@@ -203,7 +205,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path, name):
     for kept in (whole[:-40], whole + '{"step": 3, "rew', whole + "{"):
         (path / name).write_text(kept)
         log = RunLog.load(path)
-        found = log.steps.tolist() if name == "metrics.jsonl" else [row["step"] for row in log.rollouts]
+        found = log.steps.tolist() if name == "metrics.jsonl" else [row.step for row in log.rollouts]
         assert found == ([1] if kept == whole[:-40] else [1, 2])
     (path / name).write_text(whole[:-1])
     assert len(RunLog.load(path).metrics) == 2, "a last line that only lacks its end of line is whole"

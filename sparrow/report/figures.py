@@ -14,8 +14,8 @@ from scipy import special
 
 from sparrow.mismatch import BetaTail
 from sparrow.report import theme
-from sparrow.report.log import FloatArray, RunLog
 from sparrow.report.summary import bin_name
+from sparrow.run.log import FloatArray, RunLog
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

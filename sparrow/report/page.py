@@ -14,8 +14,9 @@ import numpy as np
 from sparrow.mismatch import BinMismatch
 from sparrow.report import theme
 from sparrow.report.figures import plots, render
-from sparrow.report.log import Row, RunLog, nan_mean
 from sparrow.report.summary import bin_name, number, result_rows, setup_rows
+from sparrow.run.directory import LoggedResponse
+from sparrow.run.log import RunLog, nan_mean
 
 MOST_TOKENS = 40_000  # more tokens than this make a page slow to open; longer responses then lose their middle
 
@@ -47,7 +48,7 @@ def html_page(log: RunLog, figures: Mapping[str, bytes]) -> str:
     loader = jinja2.PackageLoader("sparrow.report", ".")
     pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
     most = max(MOST_TOKENS // max(len(log.rollouts), 1), 2)
-    by_step = groupby(log.rollouts, key=lambda row: row["step"])
+    by_step = groupby(log.rollouts, key=lambda response: response.step)
     return pages.get_template("page.html").render(
         theme=theme,
         name=log.run_dir.resolve().name,
@@ -66,19 +67,19 @@ def _tail_row(b: BinMismatch, tau: float) -> tuple[str, ...]:
     return bin_name(b.start, b.end), *counts, number(b.lower_bound), interval, number(b.upper_bound), b.verdict(tau)
 
 
-def _response(row: Row, most: int) -> tuple[str, list[str], str, list[Span]]:
+def _response(row: LoggedResponse, most: int) -> tuple[str, list[str], str, list[Span]]:
     """Problem, facts, prompt and tokens of one response."""
-    accepted = np.array(row["acceptance"], dtype=float)
+    accepted = np.array(row.acceptance, dtype=float)
     lowest = min(accepted[np.isfinite(accepted)], default=nan)
-    spans = [_span(text, rate) for text, rate in zip(row["tokens"], accepted, strict=True)]
+    spans = [_span(text, rate) for text, rate in zip(row.tokens, accepted, strict=True)]
     left_out = len(spans) - most
     if left_out > 0:
         spans[most // 2 : most // 2 + left_out] = [("gap", "", f"{left_out:,} tokens are not shown")]
     facts = [
-        f"reward {row['reward']:.3g}", f"{len(accepted):,} tokens", f"ended by {row['finish_reason']}",
+        f"reward {row.reward:.3g}", f"{len(accepted):,} tokens", f"ended by {row.finish_reason}",
         f"mean acceptance {number(nan_mean(accepted))}", f"lowest {number(lowest)}",
     ]  # fmt: skip
-    return row["problem"], facts, row["prompt"], spans
+    return row.problem, facts, row.prompt, spans
 
 
 def _span(text: str, rate: float) -> Span:

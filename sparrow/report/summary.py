@@ -6,7 +6,7 @@ from math import isfinite
 from pathlib import Path
 
 from sparrow.mismatch import BinMismatch
-from sparrow.report.log import FloatArray, RunLog
+from sparrow.run.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]

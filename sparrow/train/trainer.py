@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import logging
 import signal
 import threading
@@ -36,6 +35,7 @@ from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverg
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
 from sparrow.model.scoring import TokenScorer
+from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
@@ -47,7 +47,6 @@ from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks, reshard, sharding, whole
 from sparrow.train.reward import reward_metrics
-from sparrow.train.run_dir import METRICS, ROLLOUTS, RunDir
 
 if TYPE_CHECKING:
     from sparrow.train.distill import Distiller
@@ -124,7 +123,7 @@ class Trainer:
         if config.resume:
             self._load()
         if self.ranks.is_main:
-            self.run_dir.write_config({"train": asdict(config), "schedule": schedule.to_dict()})
+            RunConfig(asdict(config), schedule).save(self.run_dir.path)
         self.accelerator.init_trackers("sparrow", config=_flatten(asdict(config)))
 
     def train(self) -> None:
@@ -360,26 +359,23 @@ class Trainer:
         return [order[i::count] for i in range(count)]
 
     def _log(self, metrics: Metrics, experience: Experience, assessment: Assessment) -> None:
-        self.run_dir.append(METRICS, [metrics])
         self.accelerator.log(_flatten(metrics), step=self.step)
         # One response per prompt as far as they go, so that the token view shows different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
-        self.run_dir.append(
-            ROLLOUTS,
-            [
-                {
-                    "step": self.step,
-                    "problem": experience.problems[i].id,
-                    "prompt": experience.problems[i].prompt,
-                    "tokens": [self.tokenizer.decode([t]) for t in experience.rollouts[i].response_ids],
-                    "acceptance": np.round(assessment.accepted[i], 4).tolist(),
-                    "reward": float(experience.rewards[i]),
-                    "finish_reason": experience.rollouts[i].finish_reason,
-                }
-                for i in order[: self.config.logged_rollouts]
-            ],
-        )
+        responses = [
+            LoggedResponse(
+                self.step,
+                experience.problems[i].id,
+                experience.problems[i].prompt,
+                tokens=[str(self.tokenizer.decode([t])) for t in experience.rollouts[i].response_ids],
+                acceptance=np.round(assessment.accepted[i], 4).tolist(),
+                reward=float(experience.rewards[i]),
+                finish_reason=experience.rollouts[i].finish_reason,
+            )
+            for i in order[: self.config.logged_rollouts]
+        ]
+        self.run_dir.append_step(metrics, responses)
 
     def _save(self) -> None:
         def write() -> None:
@@ -388,13 +384,7 @@ class Trainer:
             except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
                 raise OSError(str(error).splitlines()[0]) from error
             if self.ranks.is_main:
-                state = {
-                    "step": self.step,
-                    "cursor": self.cursor,
-                    "schedule": self.schedule.to_dict(),
-                    "steering": self.steering.state(),
-                }
-                (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+                TrainerState(self.step, self.cursor, self.schedule, self.steering.state()).save(folder)
 
         keep, name = self.config.keep_checkpoints, "checkpoint"
         with _uninterrupted(), self.run_dir.checkpoint_errors(self.step):
@@ -408,10 +398,10 @@ class Trainer:
         self.step, folder = found
         with self.distiller.everything_trains() if self.distiller else contextlib.nullcontext():
             self.accelerator.load_state(str(folder))
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        self.cursor = state["cursor"]
-        self._set_schedule(SparsitySchedule.from_dict(state["schedule"]))
-        self.steering.load(state["steering"])
+        state = TrainerState.load(folder)
+        self.cursor = state.cursor
+        self._set_schedule(state.schedule)
+        self.steering.load(state.steering)
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
 
 

@@ -8,8 +8,7 @@ Shapes: S steps, N length bins, counted from length 0 (a bin that no response of
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import nan
 from pathlib import Path
@@ -21,12 +20,8 @@ from numpy.typing import NDArray
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, Histogram
 from sparrow.mismatch.tail import FloatArray
+from sparrow.run.directory import METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
 from sparrow.schedule import SparsitySchedule
-
-Row = Mapping[str, Any]
-
-CONFIG, METRICS, ROLLOUTS = "config.json", "metrics.jsonl", "rollouts.jsonl"
-RECORDED = {"reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # of every step
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class RunLog:
     run_dir: Path  # where it was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
-    rollouts: tuple[Row, ...]  # the sampled responses of the first and of the last step that logged any
+    rollouts: tuple[LoggedResponse, ...]  # the sampled responses of the first and of the last step that logged any
     schedules: tuple[SparsitySchedule, ...]  # what the rollouts of each step were decoded under, [S]
 
     @classmethod
@@ -46,22 +41,19 @@ class RunLog:
         Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
         """
         path = Path(run_dir)
-        if not (path / CONFIG).is_file():
-            raise ConfigError(f"{path} holds no {CONFIG}, so it is no run directory; give the run_dir of a run")
-        config = _parse((path / CONFIG).read_bytes(), str(path / CONFIG))
-        if missing := {"train", "schedule"} - set(config):
-            raise ConfigError(f"{path / CONFIG} has no {min(missing)!r}, so sparrow train did not write it")
-        metrics = tuple(_rows(path / METRICS))
+        config = RunConfig.load(path)
+        metrics = tuple(row for row, _ in read_rows(path / METRICS))
         if not metrics:
             raise ConfigError(f"{path} holds no finished step ({METRICS} is missing or empty); try again after step 1")
         for row in metrics:
             if missing := RECORDED - set(row):
                 raise ConfigError(f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line")
-        start = SparsitySchedule.from_dict(config["schedule"])
-        tables = (SparsitySchedule.from_dict({**config["schedule"], **row["schedule"]}) for row in metrics)
+        start = config.schedule
+        tables = (SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics)
         # A table that did not move keeps the name it started with.
         schedules = tuple(start if table == start else table.replace(provenance={}) for table in tables)
-        return cls(path, config["train"], metrics, _first_and_last(_rows(path / ROLLOUTS)), schedules)
+        responses = (LoggedResponse.from_row(*found) for found in read_rows(path / ROLLOUTS))
+        return cls(path, config.train, metrics, _first_and_last(responses), schedules)
 
     @property
     def tau(self) -> float:
@@ -135,42 +127,14 @@ def nan_mean(values: FloatArray) -> float:
     return float(finite.mean()) if finite.size else nan
 
 
-def _first_and_last(rows: Iterator[Row]) -> tuple[Row, ...]:
+def _first_and_last(responses: Iterable[LoggedResponse]) -> tuple[LoggedResponse, ...]:
     """Those of the first and of the last step; the rest may be many gigabytes and is dropped while reading."""
-    kept: dict[int, list[Row]] = {}
-    for row in rows:
-        if row["step"] not in kept and len(kept) == 2:
+    kept: dict[int, list[LoggedResponse]] = {}
+    for response in responses:
+        if response.step not in kept and len(kept) == 2:
             kept.popitem()
-        kept.setdefault(row["step"], []).append(row)
-    return tuple(row for some in kept.values() for row in some)
-
-
-def _rows(path: Path) -> Iterator[Row]:
-    """The JSON objects of a file, one a line, each with a step."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            where = f"line {number} of {path}"
-            try:
-                row = _parse(line, where)
-            except ConfigError:
-                if line.endswith(b"\n"):
-                    raise
-                return  # the last line, being written or cut off by a kill
-            if not isinstance(row.get("step"), int):
-                raise ConfigError(f"{where} names no step; every line needs one, so remove the line")
-            yield row
-
-
-def _parse(text: bytes, where: str) -> Row:
-    try:
-        found = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} is not valid JSON ({error}); restore it from a copy or remove it") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a {type(found).__name__}, expected a JSON object; restore it or remove it")
-    return found
+        kept.setdefault(response.step, []).append(response)
+    return tuple(response for some in kept.values() for response in some)
 
 
 def _get(row: Any, keys: tuple[str, ...]) -> Any:

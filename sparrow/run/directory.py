@@ -1,0 +1,228 @@
+"""The run directory: its files and what stands in them, written so that a kill loses nothing, and read back.
+
+config.json             ``RunConfig``
+metrics.jsonl           an object per step, with at least the keys ``RECORDED``; docs/run-directory.md lists all
+rollouts.jsonl          a ``LoggedResponse`` per line
+checkpoints/step-N/     everything needed to go on after step N; in ``state.json`` a ``TrainerState``
+model/, adapter/        the trained model and its tokenizer, and the actor's LoRA, once the run has ended
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from sparrow.errors import CheckpointError, ConfigError
+from sparrow.schedule import SparsitySchedule
+
+CONFIG, METRICS, ROLLOUTS, STATE = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json"
+RECORDED = {"step", "reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # of every step
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What ``config.json`` says of a run."""
+
+    train: Row  # the resolved settings
+    schedule: SparsitySchedule  # what the run started with
+
+    def save(self, run_dir: Path) -> None:
+        plain = {"train": self.train, "schedule": self.schedule.to_dict()}
+        _write_atomically(run_dir / CONFIG, json.dumps(plain, indent=1))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> RunConfig:
+        """Raises ConfigError: not a run directory, or a damaged file."""
+        path = run_dir / CONFIG
+        if not path.is_file():
+            raise ConfigError(f"{run_dir} holds no {CONFIG}, so it is no run directory; give the run_dir of a run")
+        plain = parse(path.read_bytes(), str(path))
+        if missing := {"train", "schedule"} - set(plain):
+            raise ConfigError(f"{path} has no {min(missing)!r}, so sparrow train did not write it")
+        return cls(plain["train"], SparsitySchedule.from_dict(plain["schedule"]))
+
+
+@dataclass(frozen=True)
+class LoggedResponse:
+    """One of the few responses of a step that are kept, token by token."""
+
+    step: int
+    problem: str  # its id
+    prompt: str
+    tokens: Sequence[str]  # decoded one by one
+    acceptance: Sequence[float | None]  # lower bound on the acceptance rate of each token
+    reward: float
+    finish_reason: str
+
+    @classmethod
+    def from_row(cls, row: Row, where: str) -> LoggedResponse:
+        """Raises ConfigError: a field is missing."""
+        names = [field.name for field in fields(cls)]
+        if missing := [name for name in names if name not in row]:
+            raise ConfigError(f"{where} has no {missing[0]!r}; restore the line from a copy or remove it")
+        return cls(**{name: row[name] for name in names})
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint holds beside weights, optimiser and random states."""
+
+    step: int  # finished steps
+    cursor: int  # index of the next problem
+    schedule: SparsitySchedule  # of the next rollouts
+    steering: Row  # the memory of what moves the schedule
+
+    def save(self, folder: Path) -> None:
+        plain = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
+        (folder / STATE).write_text(json.dumps({**plain, "steering": self.steering}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, folder: Path) -> TrainerState:
+        plain = parse((folder / STATE).read_bytes(), str(folder / STATE))
+        return cls(plain["step"], plain["cursor"], SparsitySchedule.from_dict(plain["schedule"]), plain["steering"])
+
+
+class RunDir:
+    """One run's files.
+
+    Raises ConfigError: a directory that already holds a run, unless ``resume``; or nothing to resume.
+    """
+
+    def __init__(self, path: str | Path, resume: bool) -> None:
+        self.path = Path(path)
+        exists = (self.path / METRICS).exists() or self.last_checkpoint() is not None
+        if exists and not resume:
+            raise ConfigError(f"{self.path} already holds a run; resume it (--resume) or choose another run_dir")
+        if resume and self.last_checkpoint() is None:
+            raise ConfigError(f"{self.path} has no checkpoint to resume from; start it without --resume")
+        (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+
+    def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
+        """Log a step: its line of ``metrics.jsonl`` and those of ``rollouts.jsonl``; on disk before this returns.
+
+        Raises CheckpointError: they could not be written.
+        """
+        assert set(metrics) >= RECORDED, f"step {metrics.get('step')} lacks {RECORDED - set(metrics)}"
+        self._append(METRICS, [metrics])
+        self._append(ROLLOUTS, [asdict(response) for response in responses])
+
+    def _append(self, name: str, rows: Sequence[Row]) -> None:
+        try:
+            with open(self.path / name, "a", encoding="utf-8") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise CheckpointError(f"could not write to {self.path / name} ({error}); {self._remedy()}") from error
+
+    def truncate(self, step: int) -> None:
+        """Drop what was logged after ``step``, a half-written last line included."""
+        for name in (METRICS, ROLLOUTS):
+            path = self.path / name
+            if path.exists():
+                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
+                _write_atomically(path, "".join(line + "\n" for line in kept))
+
+    def last_checkpoint(self) -> tuple[int, Path] | None:
+        """Step and folder of the newest complete checkpoint."""
+        found = [(int(p.name[5:]), p) for p in (self.path / "checkpoints").glob("step-*")]
+        return max(found, default=None)
+
+    def begin_checkpoint(self, step: int) -> Path:
+        """An empty folder for the checkpoint of ``step``; ``finish_checkpoint`` makes it one once it is filled."""
+        partial = self._partial(step)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        return partial
+
+    def finish_checkpoint(self, step: int, keep: int) -> None:
+        """Rename the filled folder to ``checkpoints/step-N``, and delete all but the newest ``keep``."""
+        partial, target = self._partial(step), self.path / "checkpoints" / f"step-{step}"
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(partial, target)
+        older = sorted((self.path / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))[:-keep]
+        for path in older:
+            shutil.rmtree(path, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def checkpoint_errors(self, step: int) -> Iterator[None]:
+        """Around the writing of a checkpoint.
+
+        Raises CheckpointError: an OSError happened; earlier checkpoints are untouched.
+        """
+        try:
+            yield
+        except OSError as error:
+            shutil.rmtree(self._partial(step), ignore_errors=True)
+            raise CheckpointError(
+                f"could not write the checkpoint of step {step} under {self.path} ({error}); {self._remedy()}"
+            ) from error
+
+    def _partial(self, step: int) -> Path:
+        return self.path / "checkpoints" / f"partial-{step}"
+
+    def _remedy(self) -> str:
+        last = self.last_checkpoint()
+        return f"the run can be resumed from step {last[0]}" if last else "no earlier checkpoint exists"
+
+
+def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
+    """The objects of a file of JSON lines, each with a step; and where each stands, for messages.
+
+    A last line that is being written, or was cut off by a kill, is left out.
+
+    Raises ConfigError: a line that is damaged, or names no step.
+    """
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            where = f"line {number} of {path}"
+            try:
+                row = parse(line, where)
+            except ConfigError:
+                if line.endswith(b"\n"):
+                    raise
+                return
+            if not isinstance(row.get("step"), int):
+                raise ConfigError(f"{where} names no step; every line needs one, so remove the line")
+            yield row, where
+
+
+def parse(text: bytes, where: str) -> Row:
+    """A JSON object. Raises ConfigError: anything else."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not valid JSON ({error}); restore it from a copy or remove it") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{where} holds a {type(found).__name__}, expected a JSON object; restore it or remove it")
+    return found
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
