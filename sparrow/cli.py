@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
+from pydantic import Field
 
 from sparrow.errors import ConfigError, SparrowError
 from sparrow.schedule import SparsitySchedule
+from sparrow.settings import Count, CountOrZero, NotNegative, Positive, Probability, Seed, Settings, Share
 from sparrow.train.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -45,25 +47,24 @@ class Train(TrainConfig):
 
 
 @dataclass(frozen=True)
-class Demo:
+class Demo(Settings):
     """Train the bundled reasoner on a CPU in about five minutes: sparse rollouts, dense policy, rising reward."""
 
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
-    seed: int = 0  # Seeds the problems and the samples.
-    steps: int = 12  # Training steps.
+    seed: Seed = 0  # Seeds the problems and the samples.
+    steps: Count = 12  # Training steps.
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampled:
+class Sampled(Settings):
     """What measuring, calibrating and evaluating have in common: a model and responses sampled from it."""
 
     model: str = "reasoner"  # A Hugging Face causal language model, by name or path.
-    max_new_tokens: int = 1024  # Responses are cut at this many tokens.
-    temperature: float = 1.0  # Sampling temperature.
+    max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     precision: Literal["fp32", "bf16"] = "fp32"  # Weights are loaded, and forward passes run, in this precision.
     # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port.
     engine: str = "hf"
-    seed: int = 0  # Seeds the samples.
+    seed: Seed = 0  # Seeds the samples.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,9 @@ class FromPrompts(Sampled):
     # Prompts to sample from: a .jsonl file with a "prompt" field, or a text file with one prompt a line.
     prompts: str | None = None
     task: str | None = None  # Take the prompts from a synthetic task instead, such as trace:lines=24.
-    count: int = 64  # Responses to sample; prompts are repeated as needed.
+    # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
+    temperature: Positive = 1.0
+    count: Count = 64  # Responses to sample; prompts are repeated as needed.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Measure(FromPrompts):
     """Measure how far a model's sparse actor is from its dense policy, with error bars."""
 
     schedule: str  # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
-    tau: float = 0.86  # The 5th percentile to compare with.
+    tau: Probability = 0.86  # The 5th percentile to compare with.
     out: str | None = None  # Write the whole report to this JSON file.
 
 
@@ -91,12 +94,13 @@ class Calibrate(FromPrompts):
 
     # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call goes on from it.
     out: str
-    target: float = 0.86  # What the lower end of p5's 95 % interval must reach.
+    target: Probability = 0.86  # What the lower end of p5's 95 % interval must reach.
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest.
-    budgets: tuple[int, ...] = (5, 13, 29, 61, 125, 253, 509)
-    refine: int = 3  # Passes after those, at most: each tries the next budget of every length bin that is not settled.
+    budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (5, 13, 29, 61, 125, 253, 509)
+    # Passes after those, at most: each tries the next budget of every length bin that is not settled.
+    refine: CountOrZero = 3
     # Rounds that sample under the schedule found so far and search again; only the last takes all prompts.
-    on_policy: int = 2
+    on_policy: CountOrZero = 2
     # A schedule to take page size, bin width and dense layers from; if it is sparse, the first responses' too.
     layout: str = "dense"
 
@@ -105,35 +109,37 @@ class Calibrate(FromPrompts):
 class Eval(Sampled):
     """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by side."""
 
-    benchmark: tuple[str, ...]  # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
+    # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
+    benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
     out: str  # Folder for the samples; a second call goes on from those it finds there.
     schedule: str | None = None  # Evaluate the sparse actor under this schedule too, beside the dense model.
-    k: int = 16  # Responses per problem.
-    limit: int = 64  # Problems per benchmark; a task has as many as are asked for.
+    temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
+    k: Count = 16  # Responses per problem.
+    limit: Count = 64  # Problems per benchmark; a task has as many as are asked for.
 
 
 @dataclass(frozen=True)
-class Cost:
+class Cost(Settings):
     """Predict what a schedule buys: rollout and step time, dense against sparse, on a named GPU."""
 
     model: str  # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b; or a model by hub name, or its config.json.
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The machine.
-    gpus: int = 1  # How many of them; more than one are planned as a whole: memory, and a step split into its phases.
-    tensor_parallel: int = 1  # GPUs of one engine.
-    responses: int = 240  # Responses of a rollout, over all GPUs.
-    samples: int = 8  # Responses to one prompt.
-    examples: int | None = None  # Prompts of the whole run, to tell its hours on several GPUs.
-    median: float = 14000  # Median response length in tokens; lengths are log-normal.
-    cutoff: int = 32768  # Longest response in tokens.
-    prompt: int = 256  # Prompt length in tokens.
-    max_batch: int = 256  # Sequences decoded together at most.
+    gpus: Count = 1  # How many of them; more than one are planned as a whole: memory, and a step split into its phases.
+    tensor_parallel: Count = 1  # GPUs of one engine.
+    responses: Count = 240  # Responses of a rollout, over all GPUs.
+    samples: Count = 8  # Responses to one prompt.
+    examples: Count | None = None  # Prompts of the whole run, to tell its hours on several GPUs.
+    median: Positive = 14000  # Median response length in tokens; lengths are log-normal.
+    cutoff: Count = 32768  # Longest response in tokens.
+    prompt: Count = 256  # Prompt length in tokens.
+    max_batch: Count = 256  # Sequences decoded together at most.
     # Share of a dense step's time that is rollout, where it is known; unset: training is priced by its FLOPs.
-    rollout_share: float | None = None
+    rollout_share: Share | None = None
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Settings):
     """Draw a run as figures and one self-contained HTML page, or a calibrated schedule as a figure."""
 
     path: Annotated[Path, tyro.conf.Positional]  # A run directory, or a schedule from sparrow calibrate.

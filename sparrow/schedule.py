@@ -8,7 +8,7 @@ current token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from sparrow.errors import ConfigError
 
 ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
+LARGEST_PAGE = 2**16
 
 
 @dataclass(frozen=True)
@@ -43,15 +44,13 @@ class SparsitySchedule:
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "top_k", tuple(index(k) for k in self.top_k))
-        object.__setattr__(self, "dense_layers", tuple(index(i) for i in self.dense_layers))
+        for name in ("top_k", "dense_layers"):
+            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
         for name in ("bin_tokens", "page_size", "sink_pages", "recent_pages"):
-            object.__setattr__(self, name, index(getattr(self, name)))
+            object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
         for i, k in enumerate(self.top_k):
-            if not 0 <= k <= ALL_PAGES:
-                raise ConfigError(f"top_k must lie in 0..{ALL_PAGES}, got {k} in bin {i}")
             if i and k < self.top_k[i - 1]:
                 raise ConfigError(
                     f"a schedule must not shrink with length, but top_k falls from {self.top_k[i - 1]} in bin {i - 1} "
@@ -59,13 +58,12 @@ class SparsitySchedule:
                 )
         if self.page_size < 1 or self.bin_tokens < self.page_size:
             raise ConfigError(f"need 1 <= page_size <= bin_tokens, got {self.page_size} and {self.bin_tokens}")
-        if self.sink_pages < 0 or self.recent_pages < 1:
+        if self.page_size > LARGEST_PAGE:  # so that no count of tokens overflows 64 bits
+            raise ConfigError(f"page_size must be at most {LARGEST_PAGE} tokens, got {self.page_size}")
+        if self.recent_pages < 1:
             raise ConfigError(
-                "need sink_pages >= 0 and recent_pages >= 1 (the page being written is always read), "
-                f"got {self.sink_pages} and {self.recent_pages}"
+                f"recent_pages must be at least 1, since the page being written is always read, got {self.recent_pages}"
             )
-        if any(i < 0 for i in self.dense_layers):
-            raise ConfigError(f"dense_layers must be layer indices from 0, got {self.dense_layers}")
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
         """Top-k pages at ``length`` tokens (any shape), without the sink and recent pages."""
@@ -138,18 +136,24 @@ class SparsitySchedule:
             return cls.from_json(text)
         if text == "dense":
             return cls.dense()
-        if text.startswith("fixed:") and text[6:].isdecimal():
+        if text.startswith("fixed:") and text[6:].isdecimal() and len(text) < 32:
             return cls.fixed(int(text[6:]))
         if text.lower() in _published()["top_k"]:
             model, _, target = text.rpartition("-")
             return cls.preset(model, float(target))
-        if not (path := Path(text)).is_file():
-            known = ", ".join(sorted(_published()["top_k"]))
-            raise ConfigError(f"no schedule {text!r}: expected 'dense', 'fixed:PAGES', a JSON file, or one of {known}")
         try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
+            return cls.from_json(Path(text).read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{text} is not a schedule: it is not UTF-8 text ({error})") from error
         except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            raise ConfigError(f"{text}: {error}") from error
+        except (OSError, ValueError) as error:
+            if text.endswith(".json") or Path(text).name != text:
+                reason = getattr(error, "strerror", None) or error
+                raise ConfigError(f"cannot read the schedule file {text}: {reason}; check the path") from error
+            known = ", ".join(sorted(_published()["top_k"]))
+            expected = f"expected 'dense', 'fixed:PAGES', a JSON file, or one of {known}"
+            raise ConfigError(f"no schedule {text!r}: {expected}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``from_dict`` gives the schedule back."""
@@ -166,10 +170,13 @@ class SparsitySchedule:
         unknown = sorted(set(plain) - known)
         if unknown or "top_k" not in plain:
             raise ConfigError(f"a schedule has the fields {sorted(known)}; got unknown {unknown}, top_k is required")
-        try:
-            return cls(**{**plain, "top_k": tuple(ALL_PAGES if k == "all" else k for k in plain["top_k"])})
-        except TypeError as error:
-            raise ConfigError(f"a schedule field has the wrong type: {error}") from error
+        top_k = plain["top_k"]
+        if isinstance(top_k, list | tuple):
+            top_k = tuple(ALL_PAGES if isinstance(k, str) and k == "all" else k for k in top_k)
+        provenance = plain.get("provenance") or {}
+        if not isinstance(provenance, Mapping):
+            raise ConfigError(f"a schedule's provenance is a JSON object, got {provenance!r}")
+        return cls(**{**plain, "top_k": top_k, "provenance": provenance})
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1)
@@ -178,12 +185,37 @@ class SparsitySchedule:
     def from_json(cls, text: str) -> SparsitySchedule:
         """The inverse of ``to_json``. Raises ConfigError: not JSON, or not a schedule."""
         try:
-            plain = json.loads(text)
-        except json.JSONDecodeError as error:
+            plain = json.loads(text, object_pairs_hook=_without_duplicates)
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"the schedule is not valid JSON: {error}") from error
         if not isinstance(plain, dict):
             raise ConfigError(f"a schedule is a JSON object with a top_k table, got {type(plain).__name__}")
         return cls.from_dict(plain)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; the standard library would keep the last of equal keys without a word."""
+    plain = dict(pairs)
+    if len(plain) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return plain
+
+
+def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ConfigError(f"a schedule's {name} is a list of whole numbers, got {values!r}")
+    return tuple(_whole_number(f"{name}[{i}]", value) for i, value in enumerate(values))
+
+
+def _whole_number(name: str, value: Any) -> int:
+    try:
+        number = index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not 0 <= number <= ALL_PAGES:
+        raise ConfigError(f"a schedule's {name} is a whole number in 0..{ALL_PAGES}, got {value!r}")
+    return number
 
 
 @cache

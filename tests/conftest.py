@@ -37,3 +37,25 @@ def tiny_model(name: str = "qwen3-gqa", seed: int = 0, **changes) -> PreTrainedM
 @pytest.fixture(params=list(ARCHITECTURES))
 def architecture(request) -> str:
     return request.param
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory) -> str:
+    """The folder of a tiny random model that reads and writes the bundled tasks."""
+    from sparrow.tasks import build_tokenizer
+
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = build_tokenizer()
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def fails(capsys, *argv: str, code: int = 1) -> str:
+    """What a command prints on stderr as it ends with ``code``, in one line."""
+    from sparrow.cli import main
+
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == code
+    return " ".join(capsys.readouterr().err.split())

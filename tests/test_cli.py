@@ -6,28 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import tiny_model
+from conftest import fails
 
 from sparrow.cli import main
 from sparrow.loading import parse_spec
-from sparrow.tasks import build_tokenizer
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> str:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = build_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def fails(capsys, *argv: str, code: int = 1) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == code
-    return " ".join(capsys.readouterr().err.split())
-
 
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 
@@ -102,7 +84,7 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     assert "--config needs a TOML file" in fails(capsys, "train", "--config")
     config.write_text("[correction]\ncap = -1\n")
     refused = fails(capsys, "train", "--config", str(config), code=2)
-    assert refused.endswith("correction.cap is -1.0, but must be a positive finite number; change correction.cap.")
+    assert refused.endswith("correction.cap is -1.0, but must be greater than 0; change correction.cap.")
     config.write_text("[loss]\nnormalization = 'mean'\n")
     assert "invalid choice 'mean'" in fails(capsys, "train", "--config", str(config), code=2)
     config.write_text(
@@ -110,7 +92,7 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     )
     assert "no dataset file" in fails(capsys, "train", "--config", str(config))
     assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (
-        "sparrow: rollout.temperature is -1.0, but must be a positive finite number; change rollout.temperature."
+        "sparrow: rollout.temperature is -1.0, but must be greater than 0; change rollout.temperature."
     )
     assert "no such file" in fails(capsys, "measure", "--schedule", "dense", "--prompts", "/nowhere.txt").lower()
 

@@ -19,6 +19,7 @@ EVERYTHING = "everything"
 ALLOWED = {
     "errors": [],
     "schedule": [],
+    "settings": [],
     "cost": ["schedule"],
     "cluster": ["cost", "schedule"],
     "evaluate": [],
@@ -48,7 +49,8 @@ ALLOWED = {
     "report": ["mismatch", "run", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
     "train": [
-        "engines.base", "measure", "mismatch", "model.scoring", "rewards", "run", "schedule", "tasks", "train.distill",
+        "engines.base", "measure", "mismatch", "model.scoring", "rewards", "run", "schedule", "settings", "tasks",
+        "train.distill",
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],

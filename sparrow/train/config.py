@@ -3,12 +3,25 @@
 The comment beside or above a field is its help text on the command line. A value out of range raises ConfigError.
 """
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Annotated, Any, Final, Literal
+from __future__ import annotations
 
-from sparrow.errors import ConfigError
+from dataclasses import dataclass
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
+
+from sparrow.settings import (
+    Count,
+    CountOrZero,
+    Finite,
+    NotNegative,
+    Positive,
+    Probability,
+    Seed,
+    Settings,
+    Share,
+    require,
+)  # fmt: skip
 
 AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "remax"]
 CorrectionKind = Literal["none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
@@ -17,39 +30,10 @@ OverlongKind = Literal["keep", "mask", "penalty"]
 
 ICEPOP_BAND: Final = (0.5, 5.0)
 SPARSE_RL_BAND: Final = (0.5, 1.5)
+AtMostOne = Annotated[Finite, Field(ge=0, le=1)]
+AtLeastOne = Annotated[Finite, Field(ge=1)]
+BelowOne = Annotated[Finite, Field(ge=0, lt=1)]
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-@dataclass(frozen=True)
-class Range:
-    """The values that a setting may have, and how its error message says so."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-
-
-Positive = Annotated[float, Range(lambda x: 0 < x < math.inf, "a positive finite number")]
-NotNegative = Annotated[float, Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0")]
-Share = Annotated[float, Range(lambda x: 0 < x <= 1, "above 0 and at most 1")]
-Count = Annotated[int, Range(lambda n: n >= 1, "at least 1")]
-CountOrZero = Annotated[int, Range(lambda n: n >= 0, "at least 0")]
-
-
-class Settings:
-    """A base of dataclasses whose fields may be annotated with a Range."""
-
-    def __post_init__(self) -> None:
-        for setting in fields(self):  # type: ignore[arg-type]
-            for bounds in getattr(setting.type, "__metadata__", ()):
-                _require(self, setting.name, bounds.holds(getattr(self, setting.name)), bounds.expected)
-
-
-def _require(config: object, name: str, holds: bool, expected: str) -> None:
-    """Refuse a setting by its name on the command line."""
-    if not holds:
-        section = type(config).__name__.removesuffix("Config").lower()
-        setting = name if section == "train" else f"{section}.{name}"
-        raise ConfigError(f"{setting} is {getattr(config, name)!r}, but must be {expected}; change {setting}.")
 
 
 @dataclass(frozen=True)
@@ -62,12 +46,9 @@ class CorrectionConfig(Settings):
     kind: CorrectionKind = "token_tis"
     cap: Positive = 2.0  # Largest weight C (token_tis, sequence_tis, geometric_tis, obrs).
     # Smallest and largest ratio p/q of a kept token; unset: 0.5 5 for icepop, 0.5 1.5 for sparse_rl.
-    band: Annotated[
-        tuple[float, float] | None,
-        Range(lambda b: b is None or 0 <= b[0] <= 1 <= b[1] < math.inf, "low high with 0 <= low <= 1 <= high"),
-    ] = None
+    band: tuple[AtMostOne, AtLeastOne] | None = None
     # A sequence with any ratio p/q below this is dropped (sparse_rl).
-    reject_below: Annotated[float, Range(lambda x: 0 <= x < 1, "at least 0 and below 1")] = 1e-4
+    reject_below: BelowOne = 1e-4
     # A token is accepted with probability min(1, p / (lambda q)); larger values reject more (obrs).
     obrs_lambda: Positive = 1.0
     m2_bound: Positive = 0.04  # Largest mean of (log p/q)^2 over the kept tokens of the batch (m2po).
@@ -108,7 +89,7 @@ class RewardConfig(Settings):
     # response loses up to 1, linearly over the last overlong_window tokens (DAPO).
     overlong: OverlongKind = "keep"
     # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens.
-    overlong_window: Annotated[int | None, Range(lambda n: n is None or n >= 1, "at least 1")] = None
+    overlong_window: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -118,7 +99,7 @@ class OptimizerConfig(Settings):
     learning_rate: Positive = 1e-6  # Peak learning rate, constant after the warm-up.
     warmup_steps: CountOrZero = 0  # Steps over which the learning rate rises linearly.
     weight_decay: NotNegative = 0.0  # Decoupled weight decay.
-    max_grad_norm: Annotated[float, Range(lambda x: x > 0, "above 0")] = 1.0  # Gradients are scaled down to this norm.
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # Gradients are scaled down to this norm.
     minibatches: Count = 1  # Optimiser steps per rollout batch.
     # Padded tokens of one forward and backward pass; gradients are accumulated over as many as needed.
     token_budget: Count = 32768
@@ -134,7 +115,7 @@ class DistillConfig(Settings):
     enabled: bool = False  # Train and wear the adapter.
     rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
     # Linear layers that get an adapter, by the last part of their name.
-    target_modules: Annotated[tuple[str, ...], Range(bool, "at least one layer name")] = PROJECTIONS
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
     learning_rate: Positive = 1e-4  # Learning rate of the adapter, constant.
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
     # Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone.
@@ -150,7 +131,7 @@ class DistillConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss")
+        require(self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss")
 
 
 @dataclass(frozen=True)
@@ -160,7 +141,7 @@ class GuardConfig(Settings):
     # warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
     # p5 is too low below this, in a length bin that enough responses reach; unset: 0.02 below tau.
-    threshold: Annotated[float | None, Range(lambda x: x is None or 0 <= x < 1, "at least 0 and below 1")] = None
+    threshold: BelowOne | None = None
     patience: Count = 3  # Steps in a row before it acts.
 
 
@@ -170,13 +151,13 @@ class TrainConfig(Settings):
 
     run_dir: str = "runs/latest"  # Where metrics, checkpoints and the trained model go.
     steps: Count = 100  # Training steps, counted from the start of the run.
-    seed: int = 0  # Seeds the order of the problems and every sample.
+    seed: Seed = 0  # Seeds the order of the problems and every sample.
     resume: bool = False  # Go on from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
     keep_checkpoints: Count = 2  # Checkpoints kept; older ones are deleted once a newer one is complete.
     # The 5th percentile of acceptance that every length bin should hold.
-    tau: Annotated[float, Range(lambda x: 0 < x < 1, "above 0 and below 1")] = 0.86
-    bin_tokens: int | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
+    tau: Probability = 0.86
+    bin_tokens: Count | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # Also log to these through accelerate.
     # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others. remax: reward of the greedy response.
@@ -193,12 +174,15 @@ class TrainConfig(Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         guarded = self.guard.action != "raise" or not self.distill.step_down
-        _require(self.guard, "action", guarded, "warn or stop where distill.step_down moves the schedule")
+        require(self.guard, "action", guarded, "warn or stop where distill.step_down moves the schedule")
         rollout, window = self.rollout, self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
-        _require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")
+        require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")
         learns = not (rollout.resample and self.advantage == "remax")
-        _require(rollout, "resample", learns, "0 with remax, which learns from equal rewards too")
+        require(rollout, "resample", learns, "0 with remax, which learns from equal rewards too")
         batch = rollout.prompts * rollout.samples
+        compares = rollout.samples > 1 or self.advantage == "remax"
+        alone = f"at least 2 with {self.advantage}, which compares the responses to a prompt (remax takes 1)"
+        require(rollout, "samples", compares, alone)
         enough = self.optimizer.minibatches <= batch
-        _require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")
+        require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")

@@ -1,0 +1,59 @@
+"""Settings are frozen dataclasses; pydantic checks every field's type, strictly, and the range it is annotated with.
+
+Imports no torch, so ``--help`` is instant.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from sparrow.errors import ConfigError
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Positive = Annotated[Finite, Field(gt=0)]
+NotNegative = Annotated[Finite, Field(ge=0)]
+Share = Annotated[Finite, Field(gt=0, le=1)]  # a part of the whole, never none of it
+Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither never nor always
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what numpy's global generator takes
+
+
+class Settings:
+    """A base of dataclasses: every field holds a value of its type, within the range that the type is annotated with.
+
+    A module may spell its annotations as it likes, as strings too. Raises ConfigError: the first field that does not.
+    """
+
+    def __post_init__(self) -> None:
+        settings: type = type(self)
+        adapters = _adapters(settings)
+        for setting in fields(self):  # type: ignore[arg-type]
+            try:
+                adapters[setting.name].validate_python(getattr(self, setting.name), strict=True)
+            except ValidationError as error:
+                reason = re.sub(r"^[A-Z]\w* should ", "must ", error.errors()[0]["msg"])
+                raise _refused(self, setting.name, reason) from None
+
+
+@cache
+def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
+    return {name: TypeAdapter(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+
+
+def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
+    """Refuse a field for a reason that another field gives. Raises ConfigError: it does not hold."""
+    if not holds:
+        raise _refused(settings, name, f"must be {expected}")
+
+
+def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
+    """By its name on the command line."""
+    section, is_section, _ = type(settings).__name__.rpartition("Config")
+    setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
+    return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}; change {setting}.")
