@@ -44,7 +44,8 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
 
 from sparrow import SparsitySchedule
-from sparrow.engines.vllm import VLLMEngine, config
+from sparrow.engines.vllm import VLLMEngine
+from sparrow.vllm import config
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16

@@ -20,6 +20,7 @@ ALLOWED = {
     "errors": [],
     "schedule": [],
     "settings": [],
+    "mode": ["schedule"],
     "cost": ["schedule"],
     "cluster": ["cost", "schedule"],
     "evaluate": [],
@@ -38,10 +39,8 @@ ALLOWED = {
     "model.scoring": [],
     "actor": ["model"],  # the old place of model.actor
     "engines.hf": ["engines.base", "model", "model.scoring", "schedule"],
-    "engines.vllm": [
-        "attention", "attention.api", "attention.cuda", "attention.pages", "attention.triton", "engines.base",
-        "schedule",
-    ],
+    "vllm": ["attention", "attention.api", "attention.cuda", "attention.pages", "attention.triton", "mode", "schedule"],
+    "engines.vllm": ["engines.base", "mode", "schedule", "vllm"],
     "measure": ["calibrate", "engines.base", "mismatch", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "tasks"],
@@ -53,20 +52,21 @@ ALLOWED = {
         "train.distill",
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
-    "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "schedule"],
+    "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "mode", "schedule", "vllm"],
     "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "tasks"],
     "cli": EVERYTHING,
 }  # fmt: skip
 PURE = [
     "errors",
     "schedule",
+    "mode",
     "cost",
     "cluster",
     "evaluate",
     "mismatch",
     "run",
 ]  # of other people's packages only numpy and scipy
-ONLY_IN = {"triton": "attention.triton", "vllm": "engines.vllm"}
+ONLY_IN = {"triton": ("attention.triton",), "vllm": ("vllm", "engines.vllm")}
 
 
 def modules() -> dict[str, Path]:
@@ -143,7 +143,7 @@ def test_claims_need_numpy_and_scipy_only_and_engines_keep_their_libraries_to_th
         for name in imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py"):
             top = name.partition(".")[0]
             foreign = top != "sparrow" and top not in sys.stdlib_module_names
-            if foreign and ((part in PURE and top not in ("numpy", "scipy")) or ONLY_IN.get(top, part) != part):
+            if foreign and ((part in PURE and top not in ("numpy", "scipy")) or part not in ONLY_IN.get(top, (part,))):
                 wrong.add(f"sparrow.{module} imports {name}")
     assert not wrong, "\n".join(sorted(wrong))
 
@@ -219,3 +219,20 @@ assert set_schedule is actor.set_schedule and teacher_forced is actor.teacher_fo
 print(json.dumps([str(w.message) for w in seen if w.category is DeprecationWarning and "sparrow" in str(w.message)]))
 """
     assert fresh(code) == ["sparrow.actor has moved; import from sparrow.model.actor"]
+
+
+def test_the_plugin_loads_no_client_and_no_trainer():
+    code = """
+import importlib, json, sys
+import torch, vllm, vllm.plugins, vllm.model_executor.layers.attention, vllm.v1.attention.backends.cpu_attn
+before = set(sys.modules)
+for name in ("backend", "config", "control", "cpu", "patches", "plugin", "runtime", "versions"):
+    importlib.import_module(f"sparrow.vllm.{name}")
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+ours = {".".join(name.split(".")[:2]) for name in sys.modules if name.startswith("sparrow.")}
+print(json.dumps([sorted(new & {"httpx", "accelerate", "peft", "datasets", "trl", "matplotlib"}), sorted(ours)]))
+"""
+    pytest.importorskip("vllm.version")
+    foreign, ours = fresh(code)
+    assert foreign == []
+    assert set(ours) <= {"sparrow.attention", "sparrow.errors", "sparrow.mode", "sparrow.schedule", "sparrow.vllm"}

@@ -21,12 +21,12 @@ from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
 from sparrow.engines.base import Rollout
-from sparrow.engines.vllm import config as vllm_config
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics, read_fraction
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
     Trainer = Any  # TRL declares narrower types than it keeps to

@@ -32,13 +32,14 @@ from torch import Tensor
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
-from sparrow.engines.vllm import config as vllm_config
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics
 from sparrow.integrations.probe import probe
 from sparrow.measure import pool
 from sparrow.mismatch import MismatchReport, sampled_acceptance, tail_floor_by_bin
+from sparrow.mode import Decoding
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
     Trainer = Any
@@ -126,13 +127,13 @@ def requested(config: Mapping[str, Any]) -> SparsitySchedule:
         )
     additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("additional_config") or {}
     given = additional.get(vllm_config.KEY)
-    schedule = vllm_config.from_environment() if given is None else SparsitySchedule.load(given)
-    if schedule is None:
+    decoding = vllm_config.from_environment() if given is None else Decoding.load(given)
+    if decoding is None:
         raise ConfigError(
             "no schedule; set +actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} and "
             f"+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or {vllm_config.ENVIRONMENT}"
         )
-    return schedule
+    return decoding.schedule
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:

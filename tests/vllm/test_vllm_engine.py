@@ -80,7 +80,7 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
     wider = SMALL.replace(top_k=(5, 9))
     reference = HFEngine(model, SMALL, eos_ids=[])
     with engine(folder) as sparrow:
-        assert sparrow.describe()["backend"] == "sparrow.engines.vllm.cpu.CpuImpl"
+        assert sparrow.describe()["backend"] == "sparrow.vllm.cpu.CpuImpl"
         assert sparrow.describe()["kernels"] == "reference"
         assert sparrow.describe()["sparse_layers"] == [1, 2, 3] and sparrow.describe()["dense_layers"] == [0]
         for schedule in (SMALL, wider, SparsitySchedule.dense(), SMALL):
@@ -298,7 +298,7 @@ def test_another_plugin_in_the_slot_is_noticed(folder):
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
-    from sparrow.engines.vllm import plugin
+    from sparrow.vllm import plugin
 
     slot = AttentionBackendEnum.CPU_ATTN
     register_backend(slot, "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")

@@ -1,5 +1,6 @@
 """The plugin's parts on their own; only what is marked so needs vLLM itself."""
 
+import inspect
 import json
 import re
 from types import SimpleNamespace
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from sparrow import SparsitySchedule
-from sparrow.engines.vllm import client, config, control, engine, v024, v026, v032, versions
-from sparrow.engines.vllm.runtime import Runtime, find
+from sparrow.engines.vllm import client, engine
 from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
+from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES
+from sparrow.vllm import config, control, v024, v026, v032, versions
+from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
@@ -42,7 +45,7 @@ def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | No
     [("0.24.0", "v024"), ("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("0.33.1", "v032")],
 )
 def test_each_version_has_one_adapter(version, name):
-    assert versions.adapter(version).__name__ == f"sparrow.engines.vllm.{name}"
+    assert versions.adapter(version).__name__ == f"sparrow.vllm.{name}"
 
 
 @pytest.mark.parametrize("version", ["0.23.1", "0.25.0", "0.34.0"])
@@ -160,7 +163,7 @@ def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monk
     warnings = []
     logger = SimpleNamespace(info=lambda *_: None, warning=lambda text, *values: warnings.append(text % values))
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
-    monkeypatch.setattr(config, "requested", lambda of: SCHEDULE)
+    monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
     compilation = SimpleNamespace(
         cudagraph_mode=vllm.CUDAGraphMode[mode], cudagraph_capture_sizes=[1, 2, 4, *range(8, 121, 8)],
         static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=runtime()))},
@@ -179,7 +182,7 @@ def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
     assert asked({}) == "cuda" and asked({"sparrow_kernels": "triton"}) == "triton"
     with pytest.raises(ConfigError, match="unknown sparrow_kernels 'flash'"):
         asked({"sparrow_kernels": "flash"})
-    from sparrow.engines.vllm.cpu import CpuImpl
+    from sparrow.vllm.cpu import CpuImpl
 
     arguments = (torch.float32, 16, torch.device("cpu"))
     assert CpuImpl.choose(None, None, *arguments) == "reference"
@@ -189,8 +192,10 @@ def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
 
 def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwise(monkeypatch, tmp_path):
     def asked(additional):
-        return config.requested(SimpleNamespace(additional_config=additional))
+        decoding = config.requested(SimpleNamespace(additional_config=additional))
+        return decoding and decoding.schedule
 
+    monkeypatch.delenv("SPARROW_MODE", raising=False)
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     assert asked({}) is None and asked(None) is None
     assert asked({"sparrow": SCHEDULE.to_dict()}) == SCHEDULE
@@ -322,7 +327,7 @@ def test_registering_twice_changes_nothing():
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
 
-    from sparrow.engines.vllm import plugin
+    from sparrow.vllm import plugin
 
     plugin.register()
     wrapped = WorkerWrapperBase.initialize_from_config
@@ -334,8 +339,46 @@ def test_registering_twice_changes_nothing():
 
 def test_a_bad_environment_stops_vllm_at_once(monkeypatch):
     pytest.importorskip("vllm.version")
-    from sparrow.engines.vllm import plugin
+    from sparrow.vllm import plugin
 
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:x")
     with pytest.raises(ConfigError, match="no schedule 'fixed:x'"):
         plugin.register()
+
+
+def test_every_name_that_is_patched_exists_with_the_parameters_relied_on():
+    vllm = pytest.importorskip("vllm")
+    from sparrow.vllm import patches
+
+    tables = [value for value in vars(patches).values() if isinstance(value, tuple) and value]
+    every = [patch for table in tables for patch in table if isinstance(patch, patches.Patch)]
+    assert len(every) >= 5
+    for patch in every:
+        assert len(patch.reason) > 20
+        if patch.applies_to(vllm.__version__):
+            _, _, stock = patch.find()
+            assert set(patch.parameters) <= set(inspect.signature(stock).parameters), patch.target
+
+
+def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    from sparrow.vllm import patches
+
+    def stock(a):
+        return a
+
+    monkeypatch.setattr(vllm, "sparrow_test", stock, raising=False)
+
+    def patch(target="vllm:sparrow_test", versions=">=0.1", parameters=("a",)):
+        return (patches.Patch(target, versions, "", lambda stock: lambda a: stock(a) + 1, parameters),)
+
+    patches.apply(patch(versions="<0.1"))
+    assert vllm.sparrow_test is stock
+    for _ in range(2):  # the second time changes nothing
+        patches.apply(patch())
+        assert vllm.sparrow_test(1) == 2
+    monkeypatch.setattr(vllm, "sparrow_test", stock)
+    with pytest.raises(AttributeError, match="vllm:sparrow_test has no parameter 'b'"):
+        patches.apply(patch(parameters=("b",)))
+    with pytest.raises(AttributeError, match="sparrow_gone"):
+        patches.apply(patch(target="vllm:sparrow_gone"))

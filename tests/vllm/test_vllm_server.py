@@ -69,7 +69,7 @@ def test_a_server_is_an_engine_too(served):
     model = tiny_model()
     scorer = HFEngine(model, SMALL, eos_ids=[])
     server = VLLMServer(url, SMALL)
-    assert server.describe()["backend"] == "sparrow.engines.vllm.cpu.CpuImpl"
+    assert server.describe()["backend"] == "sparrow.vllm.cpu.CpuImpl"
     rollouts = server.generate(RAGGED, SAMPLED)
     scores = scorer.score(rollouts, SMALL, SAMPLED.temperature)
     assert logprob_gap(rollouts, scores) < 1e-4

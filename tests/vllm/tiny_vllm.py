@@ -47,9 +47,7 @@ def discoverable(folder: Path) -> str:
         described = folder / "plugin" / "sparrow_rl-0.dist-info"
         described.mkdir(parents=True)
         (described / "METADATA").write_text("Metadata-Version: 2.1\nName: sparrow-rl\nVersion: 0\n")
-        (described / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nsparrow = sparrow.engines.vllm.plugin:register\n"
-        )
+        (described / "entry_points.txt").write_text("[vllm.general_plugins]\nsparrow = sparrow.vllm.plugin:register\n")
         path.append(str(described.parent))
     return os.pathsep.join(path)
 

@@ -1,4 +1,4 @@
-"""Sparrow in vLLM: a plugin for any program that runs vLLM, and engines for Sparrow's own trainer."""
+"""Engines that generate with vLLM: in this process (``VLLMEngine``) or behind HTTP (``VLLMServer``)."""
 
 from sparrow.engines.vllm.engine import VLLMEngine
 from sparrow.engines.vllm.server import VLLMServer

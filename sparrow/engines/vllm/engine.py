@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from sparrow.engines.base import Rollout, Sampling
-from sparrow.engines.vllm import config, plugin
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config, plugin
 
 
 class VLLMEngine(Client):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparrow.engines.vllm import config
+from sparrow.vllm import config
 
 GROUP, NAME = "vllm.general_plugins", "sparrow"  # the entry point, as the package declares it
-CUDA = "sparrow.engines.vllm.cuda.CudaBackend"
-CUDA_FLASH = "sparrow.engines.vllm.cuda.CudaFlashBackend"
-CPU = "sparrow.engines.vllm.cpu.CpuBackend"
+CUDA = "sparrow.vllm.cuda.CudaBackend"
+CUDA_FLASH = "sparrow.vllm.cuda.CudaFlashBackend"
+CPU = "sparrow.vllm.cpu.CpuBackend"
 
 
 def register() -> None:
@@ -22,7 +22,7 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from sparrow.engines.vllm import control, versions
+    from sparrow.vllm import patches, versions
 
     on_cpu = current_platform.is_cpu()
     everywhere = config.from_environment() is not None
@@ -34,7 +34,8 @@ def register() -> None:
         _claim(AttentionBackendEnum.CUSTOM, CUDA)
         if everywhere:
             _claim(AttentionBackendEnum.FLASH_ATTN, CUDA_FLASH)
-    control.install()
+    patches.add_controls()
+    patches.apply(patches.ALWAYS)
 
 
 def _claim(slot: Any, path: str) -> None:

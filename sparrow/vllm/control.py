@@ -1,7 +1,4 @@
-"""What Sparrow adds to every vLLM worker: a check at start, and methods to call with ``collective_rpc``.
-
-They are attached to vLLM's base class because trainers occupy ``worker_extension_cls`` with their own.
-"""
+"""What Sparrow adds to every vLLM worker: a check at start, and methods to call with ``collective_rpc``."""
 
 from __future__ import annotations
 
@@ -10,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from sparrow.engines.vllm import config
-from sparrow.engines.vllm.runtime import Runtime, find
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import config
+from sparrow.vllm.runtime import Runtime, find
 
 
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
@@ -53,6 +50,9 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         self.model_runner.model.load_weights(weights)
     except (KeyError, ValueError) as error:
         raise ConfigError(f"vLLM cannot take these weights: {error}; give them by Hugging Face name") from error
+
+
+METHODS = (sparrow_set_schedule, sparrow_counters, sparrow_describe, sparrow_load_weights)
 
 
 def _runtime(worker: Any) -> Runtime:
@@ -109,29 +109,3 @@ def check(vllm_config: Any) -> None:
                 "Steps of %d to %d sequences will run without a CUDA graph, which can take several times as long: "
                 "set max_num_seqs to %d or %d, the batches that vLLM captures", below + 1, most, below, above,
             )  # fmt: skip
-
-
-def install() -> None:
-    """Attach all of this to vLLM's workers, once."""
-    from vllm.platforms import current_platform
-    from vllm.v1.worker.worker_base import WorkerBase, WorkerWrapperBase
-
-    if hasattr(WorkerBase, "sparrow_describe"):
-        return
-    for method in (sparrow_set_schedule, sparrow_counters, sparrow_describe, sparrow_load_weights):
-        setattr(WorkerBase, method.__name__, method)
-    wrapper: Any = WorkerWrapperBase
-    init_device, initialize_from_config = wrapper.init_device, wrapper.initialize_from_config
-
-    def checked_init_device(self: Any, *args: Any, **kwargs: Any) -> None:
-        schedule = config.requested(self.vllm_config)
-        if schedule is not None:
-            config.check_supported(self.vllm_config, schedule, current_platform.is_cpu())
-        init_device(self, *args, **kwargs)
-
-    def checked_initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialize_from_config(self, *args, **kwargs)
-        check(self.vllm_config)
-
-    wrapper.init_device = checked_init_device
-    wrapper.initialize_from_config = checked_initialize_from_config

@@ -14,8 +14,7 @@ def adapter(version: str) -> ModuleType:
     """The adapter module for a version of vLLM.
 
     Every adapter has ``key_value(kv_cache)``: a layer's keys and values on CUDA as views
-    ``[blocks, kv heads, block tokens, head dim]``; and ``prepare()``, called once where the CUDA backend is
-    loaded. The newest also has what the CPU backend needs.
+    ``[blocks, kv heads, block tokens, head dim]``. The newest also has what the CPU backend needs.
 
     Raises ConfigError: a version none was written for.
     """
@@ -28,7 +27,7 @@ def adapter(version: str) -> ModuleType:
         name = "v032"
     else:
         raise ConfigError(f"no adapter for vLLM {version}; install vllm 0.24 or 0.26 to 0.33, or drop the schedule")
-    return import_module(f"sparrow.engines.vllm.{name}")
+    return import_module(f"sparrow.vllm.{name}")
 
 
 def installed(on_cpu: bool = False) -> ModuleType:

@@ -5,15 +5,13 @@ Shapes: N block tokens, K kv heads, D head dim.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from sparrow.engines.vllm.v026 import key_value, prepare
 from sparrow.errors import ConfigError
+from sparrow.vllm.v026 import key_value
 
-__all__ = ["cpu_key_value", "keep_cpu_weights", "key_value", "prepare"]
+__all__ = ["cpu_key_value", "key_value"]
 
 
 def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
@@ -28,17 +26,3 @@ def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
     keys = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, 1, N), offset)
     values = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, D, 1), offset + N * D)
     return keys, values
-
-
-def keep_cpu_weights() -> None:
-    """Have linear layers multiply with the weight they were loaded with.
-
-    vLLM packs weights for its CPU kernels and drops the original, so that a later update fails or, for an
-    output layer tied to the embedding, is lost without a word.
-    """
-    from vllm.model_executor.layers import utils
-
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch

@@ -7,27 +7,42 @@ from collections.abc import Mapping
 from typing import Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.mode import Decoding
 from sparrow.schedule import SparsitySchedule
 
-KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that holds a schedule
+KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, where not the best that can
-ENVIRONMENT = "SPARROW_SCHEDULE"  # the variable that holds one for frameworks that pass nothing to vLLM
+MODE_ENVIRONMENT = "SPARROW_MODE"  # the variables that say it for frameworks that pass nothing to vLLM
+ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # likewise for kernels
 KERNELS = ("cuda", "triton")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 """The model's own precision; a quantised cache would need landmarks and scales of its own."""
 
 
-def from_environment() -> SparsitySchedule | None:
-    """The schedule in ``SPARROW_SCHEDULE``, or None if it is unset or empty."""
-    text = os.environ.get(ENVIRONMENT, "").strip()
-    return SparsitySchedule.load(text) if text else None
+def from_environment() -> Decoding | None:
+    """What ``SPARROW_MODE`` and ``SPARROW_SCHEDULE`` ask for, or None if both are unset or empty.
+
+    A schedule alone means lossy; in lossless mode it is what drafts read. A mode with further settings is written as
+    JSON, as in ``additional_config``.
+
+    Raises ConfigError: nothing that ``Decoding.load`` can read.
+    """
+    mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
+    if not mode:
+        return Decoding.lossy(schedule) if schedule else None
+    if mode.startswith("{"):
+        if schedule:
+            raise ConfigError(f"{MODE_ENVIRONMENT}={mode!r} holds all settings; unset {ENVIRONMENT}={schedule!r}")
+        return Decoding.load(mode)
+    key = "draft_schedule" if mode == "lossless" else "schedule"
+    return Decoding.load({"mode": mode, **({key: schedule} if schedule else {})})
 
 
-def requested(vllm_config: Any) -> SparsitySchedule | None:
-    """The schedule an engine was asked to decode under: ``additional_config`` first, then the environment."""
-    value = _additional(vllm_config, KEY)
-    return from_environment() if value is None else SparsitySchedule.load(value)
+def requested(vllm_config: Any) -> Decoding | None:
+    """How an engine was asked to decode: ``additional_config`` first, then the environment; None: as stock vLLM."""
+    value = additional(vllm_config, KEY)
+    return from_environment() if value is None else Decoding.load(value)
 
 
 def kernels(vllm_config: Any) -> str | None:
@@ -35,13 +50,13 @@ def kernels(vllm_config: Any) -> str | None:
 
     Raises ConfigError: there are none of that name.
     """
-    name = _additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
+    name = additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
     if name and name not in KERNELS:
         raise ConfigError(f"unknown {KERNELS_KEY} {name!r}, expected one of {KERNELS}")
     return name or None
 
 
-def _additional(vllm_config: Any, key: str) -> Any:
+def additional(vllm_config: Any, key: str) -> Any:
     additional = getattr(vllm_config, "additional_config", None)
     return additional.get(key) if isinstance(additional, Mapping) else None
 

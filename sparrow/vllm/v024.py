@@ -18,14 +18,6 @@ def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     return keys, values
 
 
-def prepare() -> None:
-    """Have the model runner tell our builders which rows are in prefill, before they build."""
-    from vllm.v1.worker.gpu.model_states.default import DefaultModelState
-
-    state: Any = DefaultModelState
-    state.prepare_attn = with_prefill(state.prepare_attn)
-
-
 def with_prefill(prepare_attn: Callable[..., Any]) -> Callable[..., Any]:
     """``DefaultModelState.prepare_attn``, which knows the batch and its builders, but not what they need of it."""
 

@@ -12,7 +12,3 @@ def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
     """``[blocks, K, N, 2 D]``, in any order in memory, to two views ``[blocks, K, N, D]``."""
     keys, values = kv_cache.chunk(2, dim=-1)
     return keys, values
-
-
-def prepare() -> None:
-    """Nothing: this vLLM passes on what Sparrow needs."""

@@ -16,12 +16,12 @@ from vllm.v1.attention.backends.flash_attn import (
 from sparrow.attention.api import Implementation
 from sparrow.attention.cuda import refusal
 from sparrow.attention.triton import DecodeWorkspace, store_tokens
-from sparrow.engines.vllm.backend import SparseBuilder, SparseImpl, is_requested
-from sparrow.engines.vllm.versions import installed
 from sparrow.errors import ConfigError
+from sparrow.vllm import patches
+from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
+from sparrow.vllm.versions import installed
 
 _adapter = installed()
-_adapter.prepare()
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
@@ -67,6 +67,7 @@ class CudaBackend(FlashAttentionBackend):
                 "attention_backend='CUSTOM' is Sparrow's but no schedule was given; "
                 "pass additional_config={'sparrow': 'qwen3-4b-0.86'} or set SPARROW_SCHEDULE"
             )
+        patches.apply(patches.ATTENTION)
         return CudaImpl
 
     @staticmethod

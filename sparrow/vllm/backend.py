@@ -16,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from sparrow import attention
 from sparrow.attention.api import Implementation
-from sparrow.engines.vllm import config
-from sparrow.engines.vllm.runtime import Runtime, find
 from sparrow.errors import ConfigError
+from sparrow.vllm import config
+from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
     VLLMClass = Any  # the mixins below are combined with a class of vLLM's
@@ -189,8 +188,9 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
 
     Raises ConfigError: blocks that do not hold whole pages, or padded for another purpose.
     """
-    schedule = config.requested(vllm_config)
-    assert schedule is not None
+    decoding = config.requested(vllm_config)
+    assert decoding is not None
+    schedule = decoding.schedule
     if spec.block_size % schedule.page_size:
         raise ConfigError(
             f"vLLM's KV blocks hold {spec.block_size} tokens, not whole pages of {schedule.page_size}; "
@@ -221,24 +221,6 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     return replace(spec, page_size_padded=spec.page_size_bytes + marks)
 
 
-def install() -> None:
-    """Have every attention layer with a sparse implementation attached when vLLM asks what cache it needs.
-
-    vLLM 0.32 lets a backend customise the spec, but does not say for which layer of which engine.
-    """
-    layer_class: Any = Attention
-    stock = layer_class.get_kv_cache_spec
-
-    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-        spec = stock(self, vllm_config)
-        return attach(self, spec, vllm_config) if isinstance(self.impl, SparseImpl) else spec
-
-    layer_class.get_kv_cache_spec = get_kv_cache_spec
-
-
 def is_requested() -> bool:
-    """Whether the engine being built was asked for a schedule."""
+    """Whether the engine being built was asked to decode with Sparrow."""
     return config.requested(get_current_vllm_config()) is not None
-
-
-install()

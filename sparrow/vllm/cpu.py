@@ -13,10 +13,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from sparrow.attention.api import Implementation
-from sparrow.engines.vllm.backend import SparseBuilder, SparseImpl, is_requested
-from sparrow.engines.vllm.config import KERNELS_KEY
-from sparrow.engines.vllm.versions import installed
 from sparrow.errors import ConfigError
+from sparrow.vllm import patches
+from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
+from sparrow.vllm.config import KERNELS_KEY
+from sparrow.vllm.versions import installed
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
@@ -41,7 +42,7 @@ class CpuBackend(CPUAttentionBackend):
     def get_impl_cls() -> type:
         if not is_requested():
             return CPUAttentionBackendImpl
-        installed(on_cpu=True).keep_cpu_weights()
+        patches.apply(patches.ATTENTION + patches.CPU_WEIGHTS)
         return CpuImpl
 
     @staticmethod

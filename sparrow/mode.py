@@ -1,0 +1,108 @@
+"""How responses are decoded: ``dense``, ``lossless`` or ``lossy``, and what each of them needs to know."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from sparrow.errors import ConfigError
+from sparrow.schedule import SparsitySchedule
+
+Mode = Literal["dense", "lossless", "lossy"]
+"""``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step verifies, samples are the
+dense policy's. ``lossy``: decode steps read what a schedule says, samples are the sparse actor's."""
+
+DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
+"""What drafts read unless told otherwise: 64 pages of 16 tokens in every layer, at any length."""
+DRAFT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """A mode and its settings; anything that takes one takes what ``load`` takes."""
+
+    mode: Mode
+    schedule: SparsitySchedule  # lossy: what a step reads; lossless: what a draft reads; dense: everything
+    draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
+    # lossless: choose the number of drafts, 0 included, by the speed and acceptance measured; else always as many
+    adapt_draft_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise ConfigError(f"unknown mode {self.mode!r}, expected one of {get_args(Mode)}")
+        if isinstance(self.draft_tokens, bool) or not isinstance(self.draft_tokens, int) or self.draft_tokens < 1:
+            raise ConfigError(f"draft_tokens must be a whole number from 1 on, got {self.draft_tokens!r}")
+        if not isinstance(self.adapt_draft_tokens, bool):
+            raise ConfigError(f"adapt_draft_tokens must be true or false, got {self.adapt_draft_tokens!r}")
+
+    @classmethod
+    def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, **options: Any) -> Decoding:
+        """Lossless with these drafts; ``draft_schedule`` as ``SparsitySchedule.load`` takes it."""
+        return cls("lossless", _schedule(draft_schedule), **options)
+
+    @classmethod
+    def lossy(cls, schedule: Any) -> Decoding:
+        """Lossy under a schedule, or dense if that reads everything."""
+        loaded = _schedule(schedule)
+        return cls("dense" if loaded.is_dense else "lossy", loaded)
+
+    @classmethod
+    def load(cls, value: Any) -> Decoding:
+        """Read a setting.
+
+        Args:
+            value: ``"lossless"``; or anything that names a schedule (lossy; ``"dense"`` reads everything); or a
+                mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
+                ``draft_schedule``, ``draft_tokens`` and ``adapt_draft_tokens`` for lossless; or a ``Decoding``.
+
+        Raises ConfigError: an unknown mode or setting, or a schedule that cannot be read.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value.strip().startswith("{"):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"the sparrow setting {value!r} is not JSON: {error}") from error
+        if value == "lossless":
+            return cls.lossless()
+        if not isinstance(value, Mapping) or "mode" not in value:
+            return cls.lossy(value)
+        settings = dict(value)
+        mode = settings.pop("mode")
+        known = {
+            "dense": [],
+            "lossless": ["draft_schedule", "draft_tokens", "adapt_draft_tokens"],
+            "lossy": ["schedule"],
+        }
+        if mode not in known:
+            raise ConfigError(f"unknown mode {mode!r}, expected one of {get_args(Mode)}")
+        unknown = sorted(settings.keys() - set(known[mode]))
+        if unknown:
+            raise ConfigError(f"mode {mode!r} has no setting {unknown[0]!r}, expected {known[mode] or 'none'}")
+        if mode == "lossless":
+            return cls.lossless(**settings)
+        if mode == "lossy" and "schedule" not in settings:
+            raise ConfigError("mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'")
+        return cls.lossy(settings.get("schedule", "dense"))
+
+    def to_dict(self) -> dict[str, Any]:
+        """What ``load`` reads back, in plain types."""
+        if self.mode == "lossless":
+            return {
+                "mode": self.mode,
+                "draft_schedule": self.schedule.to_dict(),
+                "draft_tokens": self.draft_tokens,
+                "adapt_draft_tokens": self.adapt_draft_tokens,
+            }
+        return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
+
+    def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
+        """The same mode under another schedule; between dense and lossy the schedule decides."""
+        return replace(self, schedule=schedule) if self.mode == "lossless" else Decoding.lossy(schedule)
+
+
+def _schedule(value: Any) -> SparsitySchedule:
+    return value if isinstance(value, SparsitySchedule) else SparsitySchedule.load(value)

@@ -1,0 +1,157 @@
+"""Every private name of vLLM that Sparrow replaces: what, for which versions and why. No other module replaces any.
+
+vLLM offers no other way in at these places. ``apply`` makes the changes, each once for the life of a process; importing
+this module changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from sparrow.vllm import config, control
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One name of vLLM's, and what takes its place."""
+
+    target: str  # ``module:name`` or ``module:Class.name``
+    versions: str  # of vLLM that need it
+    reason: str
+    replace: Callable[[Any], Any]  # vLLM's own object -> what takes its place
+    parameters: tuple[str, ...] = ()  # of vLLM's function, that the replacement relies on
+
+    def find(self) -> tuple[Any, str, Any]:
+        """The owner of the name, the name, and what it stands for at present.
+
+        Raises ImportError, AttributeError: this vLLM has no such name.
+        """
+        module, _, path = self.target.partition(":")
+        owner: Any = import_module(module)
+        *outer, name = path.split(".")
+        for each in outer:
+            owner = getattr(owner, each)
+        return owner, name, getattr(owner, name)
+
+    def applies_to(self, version: str) -> bool:
+        return SpecifierSet(self.versions).contains(version, prereleases=True)
+
+
+def apply(patches: tuple[Patch, ...]) -> None:
+    """Make these changes to the vLLM of this process, unless they were made before."""
+    import vllm
+
+    for patch in patches:
+        if not patch.applies_to(vllm.__version__):
+            continue
+        owner, name, stock = patch.find()
+        if getattr(stock, "replaced_by_sparrow", False):
+            continue
+        missing = [each for each in patch.parameters if each not in inspect.signature(stock).parameters]
+        if missing:
+            raise AttributeError(f"vLLM {vllm.__version__}: {patch.target} has no parameter {missing[0]!r} any more")
+        replacement = patch.replace(stock)
+        replacement.replaced_by_sparrow = True
+        setattr(owner, name, replacement)
+
+
+def add_controls() -> None:
+    """Give vLLM's workers the methods of ``control``, for ``collective_rpc``.
+
+    They are added to the base class because trainers occupy ``worker_extension_cls`` with their own.
+    """
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    for method in control.METHODS:
+        setattr(WorkerBase, method.__name__, method)
+
+
+def _checked_init_device(stock: Any) -> Any:
+    @wraps(stock)
+    def init_device(self: Any, *args: Any, **kwargs: Any) -> None:
+        from vllm.platforms import current_platform
+
+        decoding = config.requested(self.vllm_config)
+        if decoding is not None:
+            config.check_supported(self.vllm_config, decoding.schedule, current_platform.is_cpu())
+        stock(self, *args, **kwargs)
+
+    return init_device
+
+
+def _checked_initialize_from_config(stock: Any) -> Any:
+    @wraps(stock)
+    def initialize_from_config(self: Any, *args: Any, **kwargs: Any) -> None:
+        stock(self, *args, **kwargs)
+        control.check(self.vllm_config)
+
+    return initialize_from_config
+
+
+def _with_landmarks(stock: Any) -> Any:
+    @wraps(stock)
+    def get_kv_cache_spec(self: Any, vllm_config: Any) -> Any:
+        from sparrow.vllm.backend import SparseImpl, attach
+
+        spec = stock(self, vllm_config)
+        return attach(self, spec, vllm_config) if isinstance(self.impl, SparseImpl) else spec
+
+    return get_kv_cache_spec
+
+
+def _with_prefill_flags(stock: Any) -> Any:
+    from sparrow.vllm.v024 import with_prefill
+
+    return with_prefill(stock)
+
+
+def _unpacked_linear(stock: Any) -> Any:
+    from torch.nn.functional import linear
+
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    return dispatch_cpu_unquantized_gemm
+
+
+ALWAYS = (
+    Patch(
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, what "
+        "would be decoded densely or wrongly; a backend sees single layers only", _checked_init_device,
+    ),
+    Patch(
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.24", "check that every layer got "
+        "Sparrow's backend and say in the log what decodes", _checked_initialize_from_config,
+    ),
+)  # fmt: skip
+"""Made wherever the plugin is loaded; without effect for an engine that did not ask for Sparrow."""
+
+ATTENTION = (
+    Patch(
+        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ">=0.24", "make room for landmarks in each "
+        "KV block; vLLM 0.32 lets a backend customise the spec, but does not say for which layer of which engine",
+        _with_landmarks, ("vllm_config",),
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn", "<0.25", "tell builders which rows "
+        "are in prefill, before they build; later versions do", _with_prefill_flags, ("input_batch", "attn_groups"),
+    ),
+)  # fmt: skip
+"""Made where a backend of Sparrow's is chosen for a model."""
+
+CPU_WEIGHTS = (
+    Patch(
+        "vllm.model_executor.layers.utils:dispatch_cpu_unquantized_gemm", ">=0.32", "vLLM packs weights for its CPU "
+        "kernels and drops the original, so that a later update fails or, for an output layer tied to the embedding, "
+        "is lost without a word; multiply with the weight that was loaded",
+        _unpacked_linear, ("layer", "remove_weight"),
+    ),
+)  # fmt: skip
+"""Made where Sparrow's CPU backend is chosen for a model."""

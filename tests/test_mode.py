@@ -1,0 +1,65 @@
+"""What users write to say how to decode."""
+
+import json
+
+import pytest
+
+from sparrow import SparsitySchedule
+from sparrow.errors import ConfigError
+from sparrow.mode import DRAFT_SCHEDULE, Decoding
+
+TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
+
+
+def test_one_word_is_enough():
+    lossless = Decoding.load("lossless")
+    assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == ("lossless", DRAFT_SCHEDULE, 8)
+    assert lossless.schedule.tokens_read(20_000) == 1024 and lossless.schedule.dense_layers == ()
+    assert Decoding.load("dense").mode == "dense" and Decoding.load("dense").schedule.is_dense
+    assert Decoding.load("qwen3-4b-0.86").mode == "lossy"
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("fixed:9", Decoding("lossy", SparsitySchedule.fixed(9))),
+        (TABLE.to_dict(), Decoding("lossy", TABLE)),
+        (TABLE.to_json(), Decoding("lossy", TABLE)),
+        ({"mode": "lossy", "schedule": "fixed:9"}, Decoding("lossy", SparsitySchedule.fixed(9))),
+        ({"mode": "dense"}, Decoding("dense", SparsitySchedule.dense())),
+        (
+            {"mode": "lossless", "draft_schedule": TABLE.to_dict(), "draft_tokens": 4, "adapt_draft_tokens": False},
+            Decoding("lossless", TABLE, 4, False),
+        ),
+        (' {"mode": "lossless", "draft_tokens": 2}', Decoding("lossless", DRAFT_SCHEDULE, 2)),
+    ],
+)
+def test_settings_are_read_and_written_back(value, expected):
+    assert Decoding.load(value) == expected
+    assert Decoding.load(expected) is expected
+    assert Decoding.load(expected.to_dict()) == Decoding.load(json.dumps(expected.to_dict())) == expected
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [
+        ({"mode": "fast"}, "unknown mode 'fast', expected one of"),
+        ({"mode": "lossy"}, "'lossy' needs a schedule"),
+        ({"mode": "lossless", "schedule": "fixed:9"}, "'lossless' has no setting 'schedule', expected"),
+        ({"mode": "dense", "draft_tokens": 2}, "'dense' has no setting 'draft_tokens', expected none"),
+        ({"mode": "lossless", "draft_tokens": 0}, "draft_tokens must be a whole number from 1 on, got 0"),
+        ({"mode": "lossless", "draft_tokens": True}, "draft_tokens must be .* got True"),
+        ({"mode": "lossless", "adapt_draft_tokens": 1}, "adapt_draft_tokens must be true or false, got 1"),
+        ('{"mode": ', "is not JSON"),
+        ("loseless", "no schedule 'loseless'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_by_name(value, message):
+    with pytest.raises(ConfigError, match=message):
+        Decoding.load(value)
+
+
+def test_another_schedule_keeps_lossless_and_decides_otherwise():
+    assert Decoding.load("lossless").with_schedule(TABLE) == Decoding("lossless", TABLE)
+    assert Decoding.load("dense").with_schedule(TABLE).mode == "lossy"
+    assert Decoding.load("fixed:9").with_schedule(SparsitySchedule.dense()).mode == "dense"
