@@ -1,0 +1,81 @@
+"""Tables of the language model of real text: acceptance of drafts and of the lossy actor (``studies/text``)."""
+
+from __future__ import annotations
+
+from page_tables import Row, load, table
+
+
+def text_model() -> str:
+    """One line: the model that the other tables are about."""
+    found = load("text_acceptance")
+    card, settings = found["model"], found["settings"]
+    return (
+        f"{card['parameters'] / 1e6:.0f} M parameters, {card['context']:,} tokens of context, trained for "
+        f"{card['training_s']:.0f} s on one {card['device']} ({card['tokens_seen'] / 1e6:.0f} M tokens, "
+        f"{card['tokens_distinct'] / 1e6:.0f} M of them distinct); held out {', '.join(card['held_out'])}: "
+        f"{card['held_out_loss']:.2f} nats a token. {settings['texts']} texts, {settings['cycles']} cycles of "
+        f"{max(settings['drafts'])} drafts in each.\n"
+    )
+
+
+def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
+    """Budget and dense layers -> row, by rising layers and budget."""
+    found = {
+        (row["budget"], ", ".join(map(str, row["dense_layers"])) or "none"): row
+        for row in load("text_acceptance")["rows"]
+        if row["mode"] == mode and row["reuse"] == reuse
+    }
+    return dict(sorted(found.items(), key=lambda item: (item[1]["dense_layers"], item[0][0])))
+
+
+def _interval(found: list[float], digits: int) -> str:
+    estimate, low, high = found
+    return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
+def text_acceptance() -> str:
+    lossy = _rows("lossy")
+    rows, counts = [], []
+    for (budget, dense), row in _rows("lossless").items():
+        other = lossy[budget, dense]
+        spans = [f"{_interval(r['mean'], 3)} | {_interval(r['p5'], 2)}" for r in (row, other)]
+        counts = list(row["tokens_a_cycle"])
+        rows.append(
+            [f"{budget:,}", dense, *spans, *("{:.2f} ({:.2f})".format(*row["tokens_a_cycle"][k]) for k in counts)]
+        )
+    head = ["tokens read", "dense layers", "drafts: mean", "p5", "lossy actor: mean", "p5"]
+    return table([*head, *(f"tokens a cycle, k = {k}" for k in counts)], rows)
+
+
+def text_lengths() -> str:
+    lossy = _rows("lossy")
+    rows, bins = [], []
+    for (budget, dense), row in _rows("lossless").items():
+        bins = [f"{b['start']:,} to {b['end']:,}" for b in row["bins"]]
+        cells = []
+        for mine, other in zip(row["bins"], lossy[budget, dense]["bins"], strict=True):
+            draft, actor = (f"{b['mean'][0]:.3f} / {b['p5'][0]:.2f}" for b in (mine, other))
+            cells.append(f"{draft}; {actor}")
+        rows.append([f"{budget:,}", dense, *cells])
+    return table(["tokens read", "dense layers", *bins], rows)
+
+
+def text_reuse() -> str:
+    reuses = sorted({row["reuse"] for row in load("text_acceptance")["rows"]})
+    by_reuse = {reuse: _rows("lossless", reuse) for reuse in reuses}
+    rows = []
+    for budget, dense in by_reuse[reuses[-1]]:
+        found = [by_reuse[reuse][budget, dense] for reuse in reuses]
+        most = [list(row["tokens_a_cycle"].items()) for row in found]
+        counts = (", ".join(f"{tokens[0]:.2f}" for _, tokens in per_k) for per_k in most)
+        cells = [f"{row['mean'][0]:.3f}; {tokens}" for row, tokens in zip(found, counts, strict=True)]
+        rows.append([f"{budget:,}", dense, *cells])
+    return table(["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows)
+
+
+TABLES = {
+    "text model": text_model,
+    "text acceptance": text_acceptance,
+    "text acceptance by length": text_lengths,
+    "text reuse": text_reuse,
+}

@@ -1,0 +1,172 @@
+"""Acceptance of drafts, and of the lossy actor, on held-out text at temperature 1, by budget and length.
+
+    python studies/text/acceptance.py CHECKPOINT --out benchmarks/results/text_acceptance.json
+
+*Lossless*: drafts of whole cycles over a dense cache (``drafts.py``), at positions spread over each text, all of them
+with the text's own tokens. *Lossy*: the same positions of the same texts, the actor's history its own from the prompt
+on (``sparrow.model.actor.teacher_forced``). Both against the dense policy there, in float32. The budget counts every
+token that a sparse layer reads, sink and recent pages included.
+
+Shapes: as in ``drafts.py``; S texts in all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import drafts
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from train import windows
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparrow.mismatch import sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.model import actor
+from sparrow.schedule import SparsitySchedule
+
+Floats = NDArray[np.float64]
+
+
+def schedule(budget: int, dense_layers: Sequence[int] = (), page_size: int = 16) -> SparsitySchedule:
+    """``budget`` tokens read at every length by all layers but ``dense_layers``."""
+    layout = SparsitySchedule.dense(page_size=page_size)
+    pages = budget // page_size - layout.sink_pages - layout.recent_pages
+    return SparsitySchedule.fixed(pages, page_size=page_size, dense_layers=tuple(dense_layers))
+
+
+def acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """``sparrow.mismatch.acceptance`` on the device, as 1 - total variation: exactly 1 where both are the same."""
+    return 1 - (p - q).clamp(min=0).sum(-1)
+
+
+def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
+    """First positions of cycles, an eighth of the context to its end, spread over all texts together; ``[S, R]``."""
+    share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
+    return context // 8 + (share * (context - drafted - context // 8)).long()
+
+
+Case = tuple[SparsitySchedule, int]  # and the steps for which a selection is used
+
+
+def lossless(
+    model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, cases: Sequence[Case]
+) -> tuple[Tensor, list[Tensor]]:
+    """The dense distributions ``[B, R, W, V]`` at the cycles' drafts, and each case's acceptance ``[B, R, W]``."""
+    dense = SparsitySchedule.dense(page_size=cases[0][0].page_size, dense_layers=())
+    make = partial(drafts.Cycles, drafts.DenseCache.of(model, ids, drafts.layout_of(dense)), start, drafted)
+    p = torch.stack(list(drafts.draft(model, ids, make(dense))), dim=2)
+    found = []
+    for case in cases:
+        steps = drafts.draft(model, ids, make(*case))
+        found.append(torch.stack([acceptance(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1))
+    return p, found
+
+
+@torch.no_grad()
+def lossy(
+    model: PreTrainedModel, ids: Tensor, start: Tensor, p: Tensor, prompt: int, kept: SparsitySchedule, **options: Any
+) -> Tensor:
+    """Acceptance ``[B, R, W]`` at the same drafts of an actor that wrote all but the first ``prompt`` tokens itself."""
+    with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    position = start[..., None] + torch.arange(p.shape[2], device=ids.device)
+    hidden = hidden[torch.arange(len(ids), device=ids.device)[:, None, None], position]
+    return acceptance(p, model.get_output_embeddings()(hidden).float().softmax(-1))
+
+
+def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
+    """Expected tokens of a cycle of ``k`` drafts: from consecutive drafts ``[..., W]``, and if all had their mean."""
+    mean = float(alpha.mean())
+    geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
+    return 1 + float(alpha[..., :k].cumprod(-1).sum(-1).mean()), geometric
+
+
+def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
+    """What is told of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by bins of length."""
+    text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
+
+    def of(where: NDArray[np.bool_]) -> dict[str, Any]:
+        chosen, cycles = alpha[where], alpha[where[..., 0]]
+        found: dict[str, Any] = {"n": len(chosen)}
+        for name, statistic in (("mean", weighted_mean), ("p5", weighted_percentile)):
+            interval = sequence_bootstrap(chosen, text[where], statistic)
+            found[name] = [round(x, 4) for x in interval[:3]]
+        found["tokens_a_cycle"] = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
+        return found
+
+    everywhere = of(np.ones(alpha.shape, bool))
+    bins = []
+    for low, high in pairwise(edges):
+        where = (position >= low) & (position < high)
+        if where[..., 0].any():
+            bins.append({"start": low, "end": high, **of(where)})
+    return {**everywhere, "by_step": alpha.mean((0, 1)).round(4).tolist(), "bins": bins}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 384, 512, 768, 1024, 1536, 2048, 3072])
+    parser.add_argument("--reuse", type=int, nargs="+", default=[2, 4, 8], help="besides 1")
+    parser.add_argument("--reuse-budgets", type=int, nargs="+", default=[512, 1024, 2048])
+    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1], help="measured with and without")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 12])
+    parser.add_argument("--texts", type=int, default=32)
+    parser.add_argument("--cycles", type=int, default=24, help="of each text")
+    parser.add_argument("--prompt", type=int, default=128, help="dense tokens before a lossy actor's own")
+    parser.add_argument("--batch", type=int, default=4, help="texts at a time")
+    parser.add_argument("--implementation", choices=("triton", "reference"), help="of the lossy actor's attention")
+    args = parser.parse_args(argv)
+
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    card = json.loads((args.checkpoint / "card.json").read_text())
+    context, drafted = card["context"], max(args.drafts)
+    load = partial(AutoModelForCausalLM.from_pretrained, args.checkpoint, dtype=torch.float32)
+    drafter, history = load(attn_implementation=drafts.NAME).to(device).eval(), load().to(device).eval()
+    actor.set_schedule(history, SparsitySchedule.dense(dense_layers=()))
+    ids = windows(np.load(args.checkpoint / "held_out.npy"), args.texts, context).to(device)
+    start = starts(args.texts, args.cycles, context, drafted).to(device)
+
+    layers = [(), tuple(args.dense_layers)] if args.dense_layers else [()]
+    budgets = [(budget, schedule(budget, dense)) for dense in layers for budget in args.budgets]
+    cases = [(b, kept, r) for r in (1, *args.reuse) for b, kept in budgets if r == 1 or b in args.reuse_budgets]
+    alpha: dict[Any, list[Tensor]] = {}
+    for i in range(0, args.texts, args.batch):
+        now = slice(i, i + args.batch)
+        p, found = lossless(drafter, ids[now], start[now], drafted, [case[1:] for case in cases])
+        for case, values in zip(cases, found, strict=True):
+            alpha.setdefault(("lossless", *case), []).append(values)
+        for budget, kept in budgets:
+            values = lossy(history, ids[now], start[now], p, args.prompt, kept, implementation=args.implementation)
+            alpha.setdefault(("lossy", budget, kept, 1), []).append(values)
+    position = (start[..., None] + torch.arange(drafted, device=device)).cpu().numpy()
+    edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
+    rows = []
+    for (mode, budget, kept, reuse), found in alpha.items():
+        values = torch.cat(found).double().clamp(0, 1).cpu().numpy()
+        measured = summary(values, position, edges, args.drafts if mode == "lossless" else ())
+        what = {"mode": mode, "budget": budget, "top_k": kept.top_k[0], "dense_layers": list(kept.dense_layers)}
+        rows.append({**what, "reuse": reuse, **measured})
+        print(f"{mode} {budget} dense layers {kept.dense_layers} reuse {reuse}: mean {measured['mean'][0]} "
+              f"p5 {measured['p5'][0]} tokens a cycle {measured['tokens_a_cycle']}", flush=True)  # fmt: skip
+    settings = {k: v for k, v in vars(args).items() if k not in ("checkpoint", "out")}
+    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    seconds = round(time.monotonic() - began, 1)
+    result = {"model": card, "device": machine, "seconds": seconds, "settings": settings, "rows": rows}
+    args.out.write_text(json.dumps(result) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Text to learn from: the sources of the installed Python packages, or any folder, cut into this model's own tokens."""
+
+from __future__ import annotations
+
+import os
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+HELD_OUT = ("networkx", "pandas", "sympy/physics", "asyncio")  # never trained on; a folder of this name, at any depth
+END = "<|endoftext|>"  # before every file; id 0
+SIZES = range(1_500, 400_000)  # bytes: shorter files say little, longer ones are mostly tables
+
+
+def package_roots() -> list[Path]:
+    """Where this Python keeps its library and the installed packages."""
+    return [Path(root) for root in sorted({sysconfig.get_paths()[name] for name in ("purelib", "platlib", "stdlib")})]
+
+
+def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
+    """The files of each folder that has some, each file once; folders in an order that the names alone decide."""
+    found: dict[str, list[Path]] = {}
+    for root in roots:
+        for folder, _, names in os.walk(root.resolve()):
+            paths = [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
+            if kept := [path for path in paths if path.is_file() and path.stat().st_size in SIZES]:
+                found[folder] = kept
+    ordered = [found[folder] for folder in sorted(found)]
+    random.Random(0).shuffle(ordered)
+    return ordered
+
+
+def split(folders: Sequence[list[Path]], held_out: Sequence[str]) -> tuple[list[list[Path]], list[list[Path]]]:
+    """Folders to train on, and those in a folder named in ``held_out``.
+
+    Raises ValueError: one of the two would be empty.
+    """
+    parts: tuple[list[list[Path]], list[list[Path]]] = ([], [])
+    for files in folders:
+        parts[any(f"/{name}/" in files[0].as_posix() for name in held_out)].append(files)
+    if not all(parts):
+        raise ValueError(
+            f"{len(folders)} folders with text, {len(parts[1])} of them held out by the names {', '.join(held_out)}: "
+            "need some of each; name others with --held-out"
+        )
+    return parts
+
+
+def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
+    """The files' contents, each headed by the end of its path; what is not UTF-8 or was ``seen`` is passed over."""
+    for files in folders:
+        for path in files:
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+            if (key := hash(text)) not in seen:
+                seen.add(key)
+                yield f"# file {'/'.join(path.parts[-3:])}\n{text}\n"
+
+
+def train_tokenizer(sample: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of ``vocab_size`` tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    options = {"vocab_size": vocab_size, "special_tokens": [END], "show_progress": False}
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(sample, trainers.BpeTrainer(initial_alphabet=alphabet, **options))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=END)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], most: int) -> np.ndarray:
+    """The first ``most`` tokens of ``texts``, uint16, ``END`` before each."""
+    pieces, total, texts = [], 0, iter(texts)
+    while total < most and (batch := list(beginning(texts, 2_000_000))):
+        for encoding in tokenizer.backend_tokenizer.encode_batch_fast(batch):
+            pieces.append(np.array([0, *encoding.ids], np.uint16))
+            total += len(pieces[-1])
+    return np.concatenate(pieces)[:most]
+
+
+def beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
+    """Texts until ``characters`` have come by."""
+    for text in texts:
+        yield text
+        characters -= len(text)
+        if characters <= 0:
+            return

@@ -1,0 +1,123 @@
+"""Drafting without a serving engine: many cycles at once, each a few sparse decode steps over a cache that is dense.
+
+A cycle starts at a position before which everything is the dense policy's: it decodes the text's own next tokens one by
+one, each sparsely, each with the keys and values that it and the drafts before it in the cycle left behind, as a
+drafting actor would. Pages, landmarks, scores and selection are ``sparrow.attention.pages``'.
+
+Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv heads, G = H / K, D
+head dim, P page size, N pages, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from sparrow.attention import PageLayout
+from sparrow.attention.pages import landmarks, page_scores, select_pages
+from sparrow.model.actor import ScheduleTable
+from sparrow.schedule import SparsitySchedule
+
+NAME = "cycles"
+
+
+@dataclass
+class DenseCache:
+    """Each layer's keys and values ``[B, K, T, D]`` and landmarks ``[B, K, N, D]`` of a dense forward pass."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    landmarks: list[Tensor]
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: PreTrainedModel, ids_BT: Tensor, layout: PageLayout) -> DenseCache:
+        """One text at a time: attention in float32 takes memory with the square of the length."""
+        texts = [model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers for row in ids_BT]
+        layers = list(zip(*texts, strict=True))
+        keys = [torch.cat([cache.keys for cache in layer]) for layer in layers]
+        values = [torch.cat([cache.values for cache in layer]) for layer in layers]
+        return cls(keys, values, [landmarks(k.unflatten(2, (-1, layout.page_size)), layout) for k in keys])
+
+
+@dataclass
+class Cycles:
+    """What the attention layers of one set of cycles share; travels as a keyword argument of the forward pass.
+
+    Pages are selected at a cycle's first step, then again every ``reuse`` steps; tokens drafted since are always read.
+
+    Raises ValueError: cycles so long that a page begun in one would be ranked in it.
+    """
+
+    cache: DenseCache
+    start_BR: Tensor  # first drafted position of each cycle
+    drafts: int  # W
+    schedule: SparsitySchedule
+    reuse: int = 1
+    step: int = 0
+    own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> keys and values [B, K, R, W, D]
+    kept: dict[int, Tensor] = field(default_factory=dict)  # layer -> pages that are read, bool [B, K, R, N]
+
+    def __post_init__(self) -> None:
+        self.layout, self.table = layout_of(self.schedule), ScheduleTable(self.schedule)
+        most = (self.layout.recent_pages - 1) * self.layout.page_size + 1
+        if self.drafts > most:
+            raise ValueError(f"cycles of {self.drafts} drafts outgrow the recent pages ({self.layout}); take {most}")
+
+    def attend(self, layer: int, q_BHRD: Tensor, k_BKRD: Tensor, v_BKRD: Tensor, scale: float) -> Tensor:
+        """Attention of every cycle's newest draft; ``[B, H, R, D]``."""
+        B, H, R, D = q_BHRD.shape
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        K, T = keys.shape[1:3]
+        if layer not in self.own:
+            self.own[layer] = keys.new_zeros(B, K, R, self.drafts, D), keys.new_zeros(B, K, R, self.drafts, D)
+        for own, new in zip(self.own[layer], (k_BKRD, v_BKRD), strict=True):
+            own[:, :, :, self.step] = new
+        own_k, own_v = (own[:, :, :, : self.step + 1] for own in self.own[layer])
+        read_BKRT = (torch.arange(T, device=keys.device) < self.start_BR[..., None])[:, None]
+        if layer not in self.schedule.dense_layers:
+            if self.step % self.reuse == 0:
+                length_BR = self.start_BR + self.step + 1
+                scores = page_scores(q_BHRD, self.cache.landmarks[layer], self.layout)
+                self.kept[layer] = select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout)
+            read_BKRT = read_BKRT & self.kept[layer].repeat_interleave(self.layout.page_size, dim=-1)
+        q_BKGRD = q_BHRD.view(B, K, H // K, R, D) * scale
+        before = torch.einsum("bkgrd,bktd->bkgrt", q_BKGRD, keys).masked_fill(~read_BKRT[:, :, None], float("-inf"))
+        since = torch.einsum("bkgrd,bkrwd->bkgrw", q_BKGRD, own_k)
+        weights = torch.cat([before, since], dim=-1).softmax(-1)
+        out = torch.einsum("bkgrt,bktd->bkgrd", weights[..., :T], values)
+        out = out + torch.einsum("bkgrw,bkrwd->bkgrd", weights[..., T:], own_v)
+        return out.reshape(B, H, R, D)
+
+
+def layout_of(schedule: SparsitySchedule) -> PageLayout:
+    return PageLayout(schedule.page_size, schedule.sink_pages, schedule.recent_pages)
+
+
+def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
+    cycles: Cycles | None = kwargs.pop("cycles", None)
+    if cycles is None:
+        return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+    return cycles.attend(module.layer_idx, q, k, v, module.scaling).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+@torch.no_grad()
+def draft(model: PreTrainedModel, ids_BT: Tensor, cycles: Cycles) -> Iterator[Tensor]:
+    """Probabilities ``[B, R, V]`` after each draft, step by step, of a model that attends by ``NAME``."""
+    for step in range(cycles.drafts):
+        cycles.step = step
+        position_BR = cycles.start_BR + step
+        ids = ids_BT.gather(1, position_BR)
+        hidden = model.get_decoder()(input_ids=ids, position_ids=position_BR, use_cache=False, cycles=cycles)
+        yield model.get_output_embeddings()(hidden.last_hidden_state).float().softmax(-1)

@@ -1,0 +1,245 @@
+"""The study of a language model of real text, small: corpus, training, checkpoint, acceptance of drafts, tables."""
+
+import importlib
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sparrow.model import actor
+from sparrow.schedule import SparsitySchedule
+
+ROOT = Path(__file__).parents[2]
+CONTEXT, PAGES = 512, 16
+
+
+@pytest.fixture(scope="module")
+def study():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        patch.syspath_prepend(str(ROOT / "studies" / "text"))
+        names = ("corpus", "train", "drafts", "acceptance", "tables_text")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def trained(study, tmp_path_factory):
+    """Folder, model and card of two layers trained for a second on this package, its attention held out."""
+    out = tmp_path_factory.mktemp("checkpoint")
+    options = ["--size", "tiny", "--context", str(CONTEXT), "--batch", "2", "--vocab", "600", "--seconds", "1"]
+    text = ["--text", str(ROOT / "sparrow"), "--held-out", "attention", "--tokens", "100000"]
+    return out, *study.train.main([str(out), *options, *text])
+
+
+@pytest.fixture(scope="module")
+def sharp(study):
+    """A model whose attention matters, one text batch for it, and two starts a text."""
+    model = tiny_model(max_position_embeddings=CONTEXT)
+    model.set_attn_implementation(study.drafts.NAME)
+    ids = torch.randint(VOCAB, (2, 256), generator=torch.Generator().manual_seed(1))
+    return model, ids, torch.tensor([[100, 201], [127, 240]])
+
+
+def actor_model():
+    model = tiny_model(max_position_embeddings=CONTEXT)
+    actor.set_schedule(model, SparsitySchedule.dense(dense_layers=()))
+    return model
+
+
+# --- corpus ---
+
+
+def write(folder: Path, name: str, text: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text * (2000 // len(text) + 1))
+
+
+def test_folders_are_held_out_by_name_at_any_depth(study, tmp_path):
+    write(tmp_path / "a" / "pandas" / "core", "x.py", "x = 1\n")
+    write(tmp_path / "a" / "mypandas", "y.py", "y = 2\n")
+    write(tmp_path / "sympy" / "physics", "z.py", "z = 3\n")
+    write(tmp_path / "sympy" / "physics", "short.txt", "no source")
+    train, held = study.corpus.split(study.corpus.folders([tmp_path], ".py"), study.corpus.HELD_OUT)
+    assert [[path.name for path in files] for files in train] == [["y.py"]]
+    assert sorted(path.name for files in held for path in files) == ["x.py", "z.py"]
+    with pytest.raises(ValueError, match=r"3 folders with text, 0 of them held out by the names numpy"):
+        study.corpus.split(study.corpus.folders([tmp_path], ".py"), ["numpy"])
+
+
+def test_a_copy_and_what_is_no_text_are_passed_over(study, tmp_path):
+    write(tmp_path / "a", "x.py", "x = 1\n")
+    write(tmp_path / "b", "copy.py", "x = 1\n")
+    (tmp_path / "b" / "latin.py").write_bytes(b"# \xe9" * 1000)
+    found = list(study.corpus.texts([[tmp_path / "a/x.py"], sorted((tmp_path / "b").iterdir())], set()))
+    assert [text.splitlines()[0] for text in found] == [f"# file {tmp_path.name}/a/x.py"]
+
+
+def test_tokens_begin_with_the_end_of_the_file_before_and_are_as_many_as_asked_for(study):
+    tokenizer = study.corpus.train_tokenizer(["def f(x):\n    return x\n"] * 5, 300)
+    tokens = study.corpus.encode(tokenizer, ["def f", "return"], 100)
+    assert tokens.dtype == np.uint16 and (tokens == 0).sum() == 2 and tokens[0] == 0
+    assert tokenizer.decode(tokens) == "<|endoftext|>def f<|endoftext|>return"
+    assert study.corpus.encode(tokenizer, ["def f", "return"], 2).tolist() == tokens[:2].tolist()
+
+
+# --- training ---
+
+
+def test_the_learning_rate_warms_up_by_steps_and_falls_by_the_clock(study):
+    found = [
+        study.train.learning_rate(step, share) for step, share in ((0, 0), (29, 0), (99, 0.3), (99, 0.65), (99, 1))
+    ]
+    assert found == pytest.approx([2e-3 / 60, 1e-3, 2e-3, 2e-3 * 0.525, 1e-4])
+
+
+def test_transformers_loads_the_very_model_that_was_trained(study, trained):
+    out, model, card = trained
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    held = np.load(out / "held_out.npy")
+    ids = study.train.windows(held, 2, CONTEXT)
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert loaded.config.model_type == "qwen3" and loaded.config.head_dim == 64
+    count = min(32, len(held) // CONTEXT)
+    assert card["held_out_loss"] == round(
+        study.train.held_out_loss(loaded, study.train.windows(held, count, CONTEXT)), 4
+    )
+    assert card["held_out_loss"] < 0.97 * math.log(600)  # an untrained one's is log(vocabulary) at best
+    assert json.loads((out / "card.json").read_text()) == card
+
+
+def test_transformers_loads_the_tokenizer(trained):
+    out, _, card = trained
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    held = np.load(out / "held_out.npy")
+    assert len(tokenizer) == 600 and tokenizer.eos_token_id == 0 and card["held_out_tokens"] == len(held)
+    text = tokenizer.decode(held[1:400])
+    assert text.startswith("# file sparrow/attention/")
+    assert tokenizer(text)["input_ids"][:390] == held[1:391].tolist()
+
+
+def test_windows_lie_apart_or_are_refused(study):
+    found = study.train.windows(np.arange(10, dtype=np.uint16), 3, 3)
+    assert found.tolist() == [[0, 1, 2], [3, 4, 5], [7, 8, 9]]
+    with pytest.raises(ValueError, match="10 tokens hold no 4 windows of 3"):
+        study.train.windows(np.arange(10, dtype=np.uint16), 4, 3)
+
+
+# --- drafts ---
+
+
+def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_are_always_accepted(study, sharp):
+    model, ids, start = sharp
+    everything = study.acceptance.schedule(256 + 12)
+    p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(everything, 1)])
+    position = start[..., None] + torch.arange(12)
+    with torch.no_grad():
+        direct = model(input_ids=ids).logits.softmax(-1)[torch.arange(2)[:, None, None], position]
+    torch.testing.assert_close(p, direct, atol=1e-5, rtol=0)
+    assert torch.equal(found, torch.ones(2, 2, 12))
+
+
+@pytest.mark.parametrize("dense_layers", [(), (0, 2)])
+def test_a_cycle_is_what_the_actor_decodes_from_its_start_on(study, sharp, dense_layers):
+    """Selected anew at every step (reuse 1), they are the package's teacher-forced actor with all before as prompt."""
+    model, ids, start = sharp
+    kept = study.acceptance.schedule(96, dense_layers)
+    p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(kept, 1)])
+    for text, cycle in np.ndindex(2, 2):
+        at = start[text, cycle][None, None]
+        one = p[text, cycle][None, None]
+        forced = study.acceptance.lossy(actor_model(), ids[text][None], at, one, int(at), kept)
+        torch.testing.assert_close(found[text, cycle], forced[0, 0], atol=1e-5, rtol=0)
+    assert found.min() < 0.9  # pages were left out
+
+
+def test_reused_pages_are_those_of_the_step_that_selected_them(study, sharp):
+    model, ids, start = sharp
+    kept = study.acceptance.schedule(96)
+    cache = study.drafts.DenseCache.of(model, ids, study.drafts.layout_of(kept))
+    runs = {reuse: study.drafts.Cycles(cache, start, 6, kept, reuse) for reuse in (1, 4)}
+    pages = {
+        reuse: [cycles.kept[3].clone() for _ in study.drafts.draft(model, ids, cycles)]
+        for reuse, cycles in runs.items()
+    }
+    assert torch.equal(pages[1][0], pages[4][0]) and not torch.equal(pages[1][1], pages[1][0])
+    assert all(torch.equal(pages[4][step], pages[4][0]) for step in (1, 2, 3))
+    assert not torch.equal(pages[4][4], pages[4][0]) and torch.equal(pages[4][5], pages[4][4])
+    assert pages[4][0].sum(-1).eq(6).all()
+
+
+def test_acceptance_rises_with_the_budget(study, sharp):
+    model, ids, start = sharp
+    cases = [(study.acceptance.schedule(budget), 1) for budget in (64, 128, 192, 512)]
+    _, found = study.acceptance.lossless(model, ids, start, 12, cases)
+    means = [values.mean().item() for values in found]
+    assert means[0] < means[1] - 0.02 and means[1] < means[2] - 0.02 and means[2] < means[3] == 1.0
+
+
+def test_cycles_that_outgrow_the_recent_pages_are_refused(study, sharp):
+    start = sharp[2]
+    cache = study.drafts.DenseCache([], [], [])
+    study.drafts.Cycles(cache, start, 17, study.acceptance.schedule(96))
+    with pytest.raises(ValueError, match=r"cycles of 18 drafts outgrow .*; take 17"):
+        study.drafts.Cycles(cache, start, 18, study.acceptance.schedule(96))
+
+
+# --- the statistics ---
+
+
+def test_tokens_a_cycle_by_hand(study):
+    alpha = np.array([[[0.5, 1.0, 0.0], [1.0, 0.5, 0.5]]])
+    measured, geometric = study.acceptance.tokens_a_cycle(alpha, 2)
+    mean = 3.5 / 6
+    assert measured == pytest.approx(1 + (0.5 + 0.5 + 1.0 + 0.5) / 2)
+    assert geometric == pytest.approx(1 + mean + mean**2)
+    assert study.acceptance.tokens_a_cycle(np.ones((1, 1, 4)), 4) == (5.0, 5.0)
+
+
+def test_starts_cover_the_context_differently_in_each_text(study):
+    start = study.acceptance.starts(texts=4, cycles=5, context=8192, drafted=12)
+    assert start.min() >= 1024 and start.max() + 12 <= 8192 and len(start.unique()) == 20
+    assert start.flatten().sort().values.diff().float().std() < 1
+
+
+def test_a_summary_splits_drafts_by_position_and_cycles_by_start(study):
+    alpha = np.array([[[1.0, 1.0], [0.5, 1.0]], [[0.8, 0.6], [0.2, 0.4]]])
+    position = np.array([[[10, 11], [19, 20]], [[12, 13], [25, 26]]])
+    found = study.acceptance.summary(alpha, position, [10, 20, 30], [2])
+    assert found["by_step"] == [0.625, 0.75] and found["n"] == 8 and found["mean"][0] == 0.6875
+    first, second = found["bins"]
+    assert (first["n"], second["n"]) == (5, 3)
+    assert first["mean"][0] == pytest.approx((1 + 1 + 0.5 + 0.8 + 0.6) / 5)
+    assert second["tokens_a_cycle"][2][0] == pytest.approx(1 + 0.2 + 0.08)
+
+
+def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path, monkeypatch):
+    out, _, card = trained
+    path = tmp_path / "text_acceptance.json"
+    counts = ["--texts", "3", "--cycles", "2", "--batch", "2", "--prompt", "64"]
+    budgets = ["--budgets", "64", "528", "--reuse-budgets", "64", "--reuse", "8", "--dense-layers", "0"]
+    study.acceptance.main([str(out), "--out", str(path), *counts, *budgets])
+    found = json.loads(path.read_text())
+    assert found["model"] == card
+    rows = {(row["mode"], row["budget"], tuple(row["dense_layers"]), row["reuse"]): row for row in found["rows"]}
+    assert len(rows) == 10
+    for (mode, budget, _, _), row in rows.items():
+        assert row["n"] == 3 * 2 * 12
+        if budget == 528:
+            assert row["mean"][0] == 1.0 and row["top_k"] == 30
+        else:
+            assert row["mean"][0] < 1.0 and row["top_k"] == 1
+        assert bool(row["tokens_a_cycle"]) == (mode == "lossless")
+
+    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
+    lines = study.tables_text.text_acceptance().splitlines()
+    assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
+    assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
+    assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
+    assert f"{card['held_out_loss']:.2f} nats" in study.tables_text.text_model()
