@@ -27,11 +27,11 @@ from scipy import stats
 
 from sparrow import SparsitySchedule
 from sparrow.cli import main as sparrow
-from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.loading import load_prompts
 from sparrow.measure import TokenAcceptance, Trajectories, flatten, measure, pool
 from sparrow.mismatch import BinMismatch, beta_tail_fit, percentile_by_bin_interval
+from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
 
@@ -91,7 +91,8 @@ def sampled_anew(schedule: SparsitySchedule, count: int, seed: int) -> list[Toke
     """What ``sparrow measure`` measures, token by token."""
     model, tokenizer = load_model(str(REASONER), "fp32", DEVICE)
     prompts = load_prompts(None, f"trace:lines={LINES}", count, seed, tokenizer)
-    return measure(HFEngine(model, schedule, eos_ids(model, tokenizer)), prompts, Sampling(480, seed=seed), schedule)
+    engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
+    return measure(engine, engine, prompts, Sampling(480, seed=seed), schedule)
 
 
 def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float) -> list[dict[str, Any]]:
@@ -148,7 +149,7 @@ def measured(arguments: argparse.Namespace) -> tuple[Callable[..., Trajectories]
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
         sampling = Sampling(14 * arguments.lines, top_n=vocabulary, seed=seed)
-        return Trajectories(engine, prompts, sampling, arguments.folder, behaviour)
+        return Trajectories(engine, engine, prompts, sampling, arguments.folder, behaviour)
 
     def clock() -> float:
         if DEVICE.type == "cuda":

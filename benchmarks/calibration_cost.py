@@ -28,8 +28,9 @@ from typing import Any
 import numpy as np
 
 from sparrow import SparsitySchedule
-from sparrow.engines.base import Rollout, Sampling, Scores
+from sparrow.engines.base import Engine, Scorer
 from sparrow.measure import PILOT, calibrate_engine
+from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,7 +74,7 @@ def steps(arguments: argparse.Namespace) -> None:
                 save("steps", found)
 
 
-class Told:
+class Told(Engine, Scorer):
     """An engine whose passes are real, on some of the sequences, and whose answers are made up."""
 
     def __init__(self, scorer: Any, rollouts: Sequence[Rollout], clock: Any) -> None:
@@ -151,7 +152,7 @@ def search(arguments: argparse.Namespace) -> None:
     prompts = ids(PILOT + 8, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
         found = calibrate_engine(
-            engine, prompts, Sampling(T, top_n=1), Path(folder), budgets=DEFAULT_BUDGETS, target=TARGET,
+            engine, engine, prompts, Sampling(T, top_n=1), Path(folder), budgets=DEFAULT_BUDGETS, target=TARGET,
             layout=SparsitySchedule.dense(), refine=REFINE, on_policy=ROUNDS, provenance={},
         )  # fmt: skip
     name = torch.cuda.get_device_name() if device == "cuda" else device

@@ -30,7 +30,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
 from sparrow.attention.triton.forced import Call, Selection
-from sparrow.engines.base import Rollout
+from sparrow.rollout import Rollout
 from sparrow.tasks import Problem
 from sparrow.train.config import DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.distill import Distiller

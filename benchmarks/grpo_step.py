@@ -41,9 +41,10 @@ from vllm import LLM, SamplingParams
 
 import sparrow
 from sparrow import SparsitySchedule
-from sparrow.engines.base import Counters, Rollout, Sampling
+from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.engines.vllm.engine import _rollout
+from sparrow.rollout import Rollout, Sampling
 from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.trainer import Trainer

@@ -32,10 +32,10 @@ from transformers.masking_utils import sdpa_mask
 
 from sparrow import SparsitySchedule
 from sparrow.attention.pages import PageLayout, select_pages
-from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.mismatch import weighted_percentile
 from sparrow.model.scoring import Batch, micro_batches
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
 

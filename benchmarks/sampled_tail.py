@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sparrow
 from sparrow import SparsitySchedule
-from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
 from sparrow.measure import flatten, token_acceptance
 from sparrow.mismatch import percentile_by_bin_interval, sampled_acceptance, tail_floor_by_bin
+from sparrow.rollout import Sampling
 from sparrow.tasks import load_task
 
 LAYOUT = {"bin_tokens": 1024, "page_size": 8, "dense_layers": (0,)}

@@ -31,9 +31,9 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
-from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
+from sparrow.rollout import Sampling
 
 VOCAB = 4096
 SMALL = SparsitySchedule(top_k=(4, 6, 8, 12, 16), bin_tokens=256, dense_layers=(0,))

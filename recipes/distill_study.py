@@ -99,7 +99,7 @@ class HeldOut:
     """Measures an engine on held-out problems: reward, and by length bin p5 and the share of tokens below 0.5."""
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
-        from sparrow.engines.base import Sampling
+        from sparrow.rollout import Sampling
 
         self._problems = [task.problem(i, HELD_OUT) for i in range(options.held_out)]
         self._prompts = [tokenizer(p.prompt).input_ids for p in self._problems]

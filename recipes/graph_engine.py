@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
-from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.hf import HFEngine
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 WINDOW = 16

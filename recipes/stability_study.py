@@ -202,9 +202,9 @@ def calibrate(options: Options, out: Path) -> None:
     device = use_gpu(0)
     from graph_engine import GraphEngine
 
-    from sparrow.engines.base import Sampling
     from sparrow.engines.hf import eos_ids
     from sparrow.measure import calibrate_engine
+    from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks.base import TASKS
 
@@ -218,8 +218,8 @@ def calibrate(options: Options, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for target in TARGETS:
             schedule = calibrate_engine(
-                engine, prompts, Sampling(response(lines, options.task)), Path(folder), target=target, layout=layout,
-                budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
+                engine, engine, prompts, Sampling(response(lines, options.task)), Path(folder), target=target,
+                layout=layout, budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
             ).schedule  # fmt: skip
             # Longer than measured is what only a failing response becomes: read as much as in the last bin.
             found[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
@@ -251,10 +251,10 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     """The run itself."""
     from graph_engine import GraphEngine
 
-    from sparrow.engines.base import Sampling
     from sparrow.engines.hf import eos_ids
     from sparrow.errors import TrainingDiverged
     from sparrow.mismatch import split_by_bin
+    from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks.base import TASKS
     from sparrow.train.config import (

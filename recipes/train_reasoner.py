@@ -31,9 +31,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.hf import HFEngine, teacher_forced
 from sparrow.model.scoring import Batch
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.tasks.base import TASKS

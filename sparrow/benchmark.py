@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.engines.base import Engine, Sampling, derived_seed
+from sparrow.engines.base import Engine
 from sparrow.evaluate import Score, majority_at_k, mean_at_k, pass_at_k
 from sparrow.rewards import extract_answer
+from sparrow.rollout import Sampling, derived_seed
 from sparrow.tasks import Problem
 
 CHUNK = 32  # problems sampled between writes

@@ -24,8 +24,7 @@ from sparrow.settings import Count, CountOrZero, NotNegative, Positive, Probabil
 from sparrow.train.config import TrainConfig
 
 if TYPE_CHECKING:
-    from sparrow.engines.base import Engine
-    from sparrow.measure import SampledElsewhere
+    from sparrow.engines.base import Engine, Scorer
 
 
 @dataclass(frozen=True)
@@ -244,14 +243,14 @@ def train(command: Train) -> None:
 
 
 def measure(command: Measure) -> None:
-    from sparrow.engines.base import Sampling
     from sparrow.measure import measure, pool
+    from sparrow.rollout import Sampling
     from sparrow.terminal import print_mismatch
 
     schedule = SparsitySchedule.load(command.schedule)
-    engine, prompts = _load_sampler(command, schedule)
+    engine, scorer, prompts = _load_sampler(command, schedule)
     sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
-    found = pool(measure(engine, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
+    found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
     engine.close()
     if command.out:
@@ -263,17 +262,18 @@ def calibrate(command: Calibrate) -> None:
     from datetime import date
 
     from sparrow import __version__
-    from sparrow.engines.base import Sampling
     from sparrow.measure import calibrate_engine
+    from sparrow.rollout import Sampling
     from sparrow.terminal import CalibrationProgress, print_calibration
 
     layout = SparsitySchedule.load(command.layout)
-    engine, prompts = _load_sampler(command, layout)
+    engine, scorer, prompts = _load_sampler(command, layout)
     out = Path(command.out)
     source = {"model": command.model, "prompts": command.prompts or command.task, "temperature": command.temperature}
     with CalibrationProgress() as progress:
         found = calibrate_engine(
             engine,
+            scorer,
             prompts,
             Sampling(command.max_new_tokens, command.temperature, seed=command.seed),
             out.with_name(out.name + ".work"),
@@ -292,8 +292,8 @@ def calibrate(command: Calibrate) -> None:
 
 def evaluate(command: Eval) -> None:
     from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
-    from sparrow.engines.base import Sampling
     from sparrow.loading import load_benchmark, load_engine, load_model
+    from sparrow.rollout import Sampling
     from sparrow.terminal import say, status
 
     schedules = {"dense": SparsitySchedule.dense()}
@@ -361,21 +361,17 @@ def report(command: Report) -> None:
     say(f"wrote {drawn}")
 
 
-def _load_sampler(
-    command: FromPrompts, schedule: SparsitySchedule
-) -> tuple[Engine | SampledElsewhere, list[list[int]]]:
-    """An engine that samples as the command says and scores with transformers; and the prompts, as token ids."""
-    from sparrow.loading import load_engine, load_model, load_prompts
-    from sparrow.measure import SampledElsewhere
+def _load_sampler(command: FromPrompts, schedule: SparsitySchedule) -> tuple[Engine, Scorer, list[list[int]]]:
+    """An engine that samples as the command says, transformers to score, and the prompts as token ids."""
+    from sparrow.loading import load_engine, load_model, load_prompts, load_scorer
 
     model, tokenizer = load_model(command.model, command.precision)
     prompts = load_prompts(command.prompts, command.task, command.count, command.seed, tokenizer)
 
-    def load(spec: str) -> Engine:
-        return load_engine(spec, command.model, model, tokenizer, schedule, command.precision)
-
-    scorer = load("hf")
-    return scorer if command.engine == "hf" else SampledElsewhere(load(command.engine), scorer), prompts
+    loaded = model, tokenizer, schedule, command.precision
+    scorer = load_scorer(*loaded)
+    engine = scorer if command.engine == "hf" else load_engine(command.engine, command.model, *loaded)
+    return engine, scorer, prompts
 
 
 COMMANDS: dict[type, Callable[[Any], None]] = {

@@ -171,5 +171,15 @@ def load_engine(
         return VLLMEngine(_model_path(name), schedule, dtype=dtype, **options)
     if kind != "hf" or options:
         raise ConfigError(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port")
+    return load_scorer(model, tokenizer, schedule, precision)
+
+
+def load_scorer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    schedule: SparsitySchedule,
+    precision: Literal["fp32", "bf16"],
+) -> hf.HFEngine:
+    """transformers on ``model``, which scores under any schedule, and samples under ``schedule``."""
     autocast = torch.bfloat16 if precision == "bf16" else None
     return hf.HFEngine(model, schedule, hf.eos_ids(model, tokenizer), autocast=autocast)

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparrow.calibrate import Acceptance, Calibration, calibrate
-from sparrow.engines.base import Engine, Rollout, Sampling, Scores, split
+from sparrow.engines.base import Engine, Scorer
 from sparrow.errors import ConfigError
 from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
+from sparrow.rollout import Rollout, Sampling, Scores, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PILOT = 24  # fewest responses that a round samples
@@ -65,46 +66,39 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 
 def measure(
-    engine: Engine | SampledElsewhere, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
+    engine: Engine,
+    scorer: Scorer,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    schedule: SparsitySchedule,
 ) -> list[TokenAcceptance]:
-    """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by token."""
-    engine.set_schedule(schedule)
-    rollouts = engine.generate(prompts, sampling)
-    policy = engine.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
+    """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by token.
+
+    Args:
+        engine, scorer: of the same weights; may be one object, as ``HFEngine`` is both.
+        prompts: token ids.
+        sampling: how responses are sampled; its lists of ``top_n`` tokens bound the acceptance rate.
+        schedule: what the actor may read.
+    """
+    rollouts = _sample(engine, prompts, sampling, schedule)
+    policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
     return [token_acceptance(r, p.top_logprobs, schedule) for r, p in zip(rollouts, policy, strict=True)]
 
 
-class SampledElsewhere:
-    """An ``Engine`` for measuring that samples with one and scores with another, of the same weights.
-
-    vLLM samples fast and cannot score under a schedule; it sleeps meanwhile, so both fit on one device.
-    """
-
-    def __init__(self, sampler: Engine, scorer: Engine) -> None:
-        self._sampler, self._scorer = sampler, scorer
-        self.counters, self.score = sampler.counters, scorer.score
-
-    def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``."""
-        self._sampler.wake()
-        self._sampler.set_schedule(schedule)
-
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``."""
-        self._sampler.wake()
-        rollouts = self._sampler.generate(prompts, sampling)
-        self._sampler.sleep()
-        return rollouts
-
-    def close(self) -> None:
-        """See ``Engine.close``."""
-        self._sampler.wake()
-        self._sampler.close()
-        self._scorer.close()
+def _sample(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
+) -> list[Rollout]:
+    """Rollouts under ``schedule``; the engine sleeps before and after, so that the scorer fits on its device."""
+    engine.wake()
+    engine.set_schedule(schedule)
+    rollouts = engine.generate(prompts, sampling)
+    engine.sleep()
+    return rollouts
 
 
 def calibrate_engine(
-    engine: Engine | SampledElsewhere,
+    engine: Engine,
+    scorer: Scorer,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     folder: Path,
@@ -117,14 +111,14 @@ def calibrate_engine(
     provenance: Mapping[str, Any],
     listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> Calibration:
-    """``sparrow.calibrate.calibrate`` on an engine's model, on trajectories sampled once.
+    """``sparrow.calibrate.calibrate`` on the model of an engine and a scorer, on trajectories sampled once.
 
     The actor writes other tokens than the dense model, and they are harder for it. So each of the ``on_policy`` rounds
     samples under the schedule found so far and searches again from there; only the last round takes all prompts, those
     before it a tenth. Of the schedule sampled under, the rollouts hold what a pass would compute.
 
     Args:
-        engine, prompts, sampling, folder: see ``Trajectories``.
+        engine, scorer, prompts, sampling, folder: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
         target, refine, provenance: see ``sparrow.calibrate.calibrate``.
         layout: gives page size, bins and dense layers. Sampled under first, but if it is dense and rounds follow, the
@@ -155,7 +149,7 @@ def calibrate_engine(
         again = replace(sampling, seed=sampling.seed + number)
         left, later = count(len(trials), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
-            trajectories = Trajectories(engine, some, again, folder, behaviour)
+            trajectories = Trajectories(engine, scorer, some, again, folder, behaviour)
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
@@ -182,7 +176,7 @@ class Trajectories:
     Everything is kept in ``folder``, so an interrupted calibration goes on where it stopped.
 
     Args:
-        engine: samples, and scores under any schedule.
+        engine, scorer: of the same weights.
         prompts, sampling: what is sampled.
         folder: where rollouts and scores go; those it already holds of the same prompts and sampling are used again.
         behaviour: the schedule to sample under; dense by default.
@@ -190,21 +184,21 @@ class Trajectories:
 
     def __init__(
         self,
-        engine: Engine | SampledElsewhere,
+        engine: Engine,
+        scorer: Scorer,
         prompts: Sequence[Sequence[int]],
         sampling: Sampling,
         folder: Path,
         behaviour: SparsitySchedule | None = None,
     ) -> None:
-        self._engine, self._temperature, self._folder = engine, sampling.temperature, folder
+        self._scorer, self._temperature, self._folder = scorer, sampling.temperature, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
         prompts = [list(map(int, prompt)) for prompt in prompts]
         self._name = _digest(prompts, asdict(sampling), behaviour.to_dict() | {"provenance": None})
         path = folder / f"rollouts-{self._name}.npz"
         if not path.exists():
-            engine.set_schedule(behaviour)
-            _save_rollouts(path, engine.generate(prompts, sampling))
+            _save_rollouts(path, _sample(engine, prompts, sampling, behaviour))
         self.rollouts = _load_rollouts(path)
         self._dense = self._top_logprobs(SparsitySchedule.dense())
 
@@ -217,7 +211,7 @@ class Trajectories:
     def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
         path = self._folder / f"scores-{_digest(self._name, schedule.to_dict())}.npy"
         if not path.exists():
-            scores: list[Scores] = self._engine.score(self.rollouts, schedule, self._temperature)
+            scores: list[Scores] = self._scorer.score(self.rollouts, schedule, self._temperature)
             partial = path.with_suffix(".partial.npy")
             np.save(partial, np.concatenate([s.top_logprobs for s in scores]))
             partial.replace(path)

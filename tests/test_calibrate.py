@@ -147,9 +147,9 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     import torch
     from conftest import VOCAB, tiny_model
 
-    from sparrow.engines.base import Sampling
     from sparrow.engines.hf import HFEngine
     from sparrow.measure import calibrate_engine, measure, pool
+    from sparrow.rollout import Sampling
 
     layout = SparsitySchedule.dense(bin_tokens=64, page_size=4, dense_layers=(0,))
     model = tiny_model(initializer_range=0.2)
@@ -160,13 +160,13 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     told: list[tuple[str, float]] = []
     options = dict(budgets=(2, 8, 32), target=0.8, layout=layout, refine=2, on_policy=1, provenance={"model": "tiny"})
     found = calibrate_engine(
-        engine, prompts, sampling, tmp_path / "work", listener=lambda *x: told.append(x), **options
+        engine, engine, prompts, sampling, tmp_path / "work", listener=lambda *x: told.append(x), **options
     )
     assert 0 < found.schedule.top_k[0] < 32 and found.schedule.top_k[-1] == ALL_PAGES
-    fresh = pool(measure(engine, prompts, Sampling(100, top_n=VOCAB, seed=9), found.schedule), 64)
+    fresh = pool(measure(engine, engine, prompts, Sampling(100, top_n=VOCAB, seed=9), found.schedule), 64)
     assert all(b.lower_bound > 0.8 - 0.03 for b in fresh.bins)
     sparser = found.schedule.replace(top_k=tuple(k // 3 for k in found.schedule.top_k[:-1]))
-    assert min(b.lower_bound for b in pool(measure(engine, prompts, sampling, sparser), 64).bins) < 0.8
+    assert min(b.lower_bound for b in pool(measure(engine, engine, prompts, sampling, sparser), 64).bins) < 0.8
     assert found.bins[0].n_sequences == 24 and found.schedule.provenance["sampled_under"] != ["all"]
     phases, left = zip(*told, strict=True)
     assert phases[:2] == ("round 0: sampling 24 responses", "round 0: scoring with 2 pages")
@@ -175,37 +175,37 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     # Every round has a dense pass more, and none for what it sampled under, in the first the largest budget.
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum("scoring" in phase for phase in phases)
     with pytest.raises(ConfigError, match="raise refine"):
-        calibrate_engine(engine, prompts, sampling, tmp_path, **dict(options, refine=0))
+        calibrate_engine(engine, engine, prompts, sampling, tmp_path, **dict(options, refine=0))
     # A second call finds everything on disk; other responses are not taken for those asked for.
     other = dict(options, budgets=(8,), refine=0, on_policy=0, target=0.5)
-    calibrate_engine(engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other)
+    calibrate_engine(engine, engine, prompts, Sampling(100, top_n=VOCAB, seed=3), tmp_path / "work", **other)
     assert len(list((tmp_path / "work").glob("rollouts-*.npz"))) == 3
     engine.score = engine.generate = None  # type: ignore[assignment, method-assign]
-    again = calibrate_engine(engine, prompts, sampling, tmp_path / "work", **options)
+    again = calibrate_engine(engine, engine, prompts, sampling, tmp_path / "work", **options)
     assert again.bins == found.bins
 
 
-def test_a_sampler_sleeps_while_another_engine_scores():
-    from sparrow.measure import SampledElsewhere
+def test_an_engine_sleeps_while_a_scorer_scores():
+    from sparrow.measure import measure
+    from sparrow.rollout import Rollout, Sampling, Scores
 
     calls = []
+    ids, logprobs = np.array([[3], [5]], np.int32), np.log(np.array([[0.5], [0.8]], np.float32))
+    rollout = Rollout([1, 2], np.array([3, 5]), logprobs[:, 0], ids, logprobs, "length")
 
-    class Stub:
-        def __init__(self, name):
-            self.name = name
-
+    class Sampler:
         def __getattr__(self, method):
-            return lambda *arguments: calls.append(f"{self.name}.{method}") or arguments
+            return lambda *arguments: calls.append(method) or [rollout]
 
-    engine = SampledElsewhere(Stub("vllm"), Stub("hf"))
-    engine.set_schedule("s")
-    assert engine.generate("p", 1) == ("p", 1) and engine.score("r", "s", 1.0) == ("r", "s", 1.0)
-    engine.counters()
-    engine.close()
-    assert " ".join(calls) == (
-        "vllm.wake vllm.set_schedule vllm.wake vllm.generate vllm.sleep hf.score vllm.counters "
-        "vllm.wake vllm.close hf.close"
-    )
+    class Judge:
+        def score(self, rollouts, schedule, temperature):
+            calls.append("score")
+            assert rollouts == [rollout] and schedule.is_dense and temperature == 0.7
+            return [Scores(logprobs[:, 0], np.log(np.array([[0.25], [0.9]], np.float32)), np.zeros(2, np.float32))]
+
+    (found,) = measure(Sampler(), Judge(), [[1, 2]], Sampling(2, 0.7), SparsitySchedule.fixed(1))
+    assert " ".join(calls) == "wake set_schedule generate sleep score"
+    np.testing.assert_allclose(found.lower, [0.25, 0.8], rtol=1e-6)
 
 
 def test_calibration_is_drawn_from_its_file(tmp_path):

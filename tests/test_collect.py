@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from test_trainer import EarlyWords, make_trainer, metrics_of
 
 from sparrow.cli import main
-from sparrow.engines.base import Rollout, Sampling, derived_seed
 from sparrow.errors import ConfigError
+from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Mixture, Problem, build_tokenizer, load_task
 from sparrow.train import trainer
 from sparrow.train.collect import Collector

@@ -6,10 +6,10 @@ import torch
 from conftest import VOCAB, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
-from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model.actor import set_schedule, teacher_forced
+from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 
 LENGTHS = [173, 64, 9, 130]

@@ -11,9 +11,9 @@ import pytest
 import torch
 from test_trainer import SCHEDULE, make_trainer, metrics_of
 
-from sparrow.engines.base import Sampling
 from sparrow.engines.vllm import VLLMServer, server
 from sparrow.errors import EngineError
+from sparrow.rollout import Sampling
 
 
 class Pretender(BaseHTTPRequestHandler):

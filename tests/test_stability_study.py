@@ -11,7 +11,7 @@ import torch
 from conftest import VOCAB, tiny_model
 from test_distill import ON, SCHEDULE, run
 
-from sparrow.engines.base import Sampling
+from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "recipes"))

@@ -13,11 +13,11 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics, read_fraction
 from sparrow.mismatch import mismatch_report
+from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 
 trl = pytest.importorskip("trl")

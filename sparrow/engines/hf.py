@@ -21,14 +21,15 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from sparrow.engines.base import Counters, Engine, Rollout, Sampling, Scores, split
+from sparrow.engines.base import Counters, Engine, Scorer
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, micro_batches
+from sparrow.rollout import Rollout, Sampling, Scores, split
 from sparrow.schedule import SparsitySchedule
 
 
-class HFEngine(Engine):
+class HFEngine(Engine, Scorer):
     """Rollouts by transformers, in this process, on the model it is given: no copy of the weights is made.
 
     Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
@@ -134,6 +135,7 @@ class HFEngine(Engine):
         ]
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
+        """See ``Scorer.score``."""
         scores: dict[int, Scores] = {}
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         for rows in micro_batches(lengths, self.token_budget):

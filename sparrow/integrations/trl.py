@@ -20,11 +20,11 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
-from sparrow.engines.base import Rollout
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import mismatch_metrics, read_fraction
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
+from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config as vllm_config
 

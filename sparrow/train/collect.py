@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from sparrow.engines.base import Engine, Rollout, Sampling, derived_seed
+from sparrow.engines.base import Engine
+from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem, Task
 from sparrow.train.config import TrainConfig
 from sparrow.train.experience import Experience, Group, verify

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.engines.base import Rollout
 from sparrow.errors import RewardError
 from sparrow.model.scoring import Batch
+from sparrow.rollout import Rollout
 from sparrow.tasks import Problem
 
 

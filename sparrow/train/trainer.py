@@ -30,11 +30,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from sparrow.engines.base import Counters, Engine, derived_seed, split, total
+from sparrow.engines.base import Counters, Engine, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
 from sparrow.model.scoring import TokenScorer
+from sparrow.rollout import derived_seed, split
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Task

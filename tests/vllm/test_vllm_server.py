@@ -18,10 +18,10 @@ from conftest import VOCAB
 from tiny_vllm import OPTIONS, SMALL, checkpoint, discoverable, logprob_gap, prompts, same_tokens, tiny_model
 
 from sparrow import SparsitySchedule
-from sparrow.engines.base import Sampling
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMServer
 from sparrow.errors import ConfigError, EngineError
+from sparrow.rollout import Sampling
 
 RAGGED = prompts(300, 17, 150, 511)
 SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)

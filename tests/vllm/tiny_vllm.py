@@ -13,8 +13,8 @@ import torch
 from conftest import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
-from sparrow.engines.base import Rollout
 from sparrow.engines.vllm import VLLMEngine
+from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
 
 torch.set_num_threads(1)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from sparrow.engines.base import Counters, Rollout, Scores
+from sparrow.engines.base import Counters
 from sparrow.errors import SparrowError
+from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,6 @@ class Client(ABC):
                 new,
             )
         return Counters(tokens_read=read, tokens_held=held, preemptions=new)
-
-    def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
-        """Not something vLLM can do. Raises SparrowError: always."""
-        raise SparrowError(
-            "vLLM cannot score given tokens under a schedule, and its dense pass over a prompt gives no entropy; "
-            "score with HFEngine, or let the trainer compute the policy's log-probs"
-        )
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.engines.base import Rollout, Sampling
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, plugin
 
@@ -122,6 +122,8 @@ class VLLMEngine(Client):
             self._asleep = False
 
     def close(self) -> None:
+        """See ``Engine.close``; also of an engine that sleeps."""
+        self.wake()
         from vllm.platforms import current_platform
 
         # A trainer that has ended torch's process group took vLLM's groups along, and vLLM would trip over that.

@@ -19,9 +19,10 @@ import httpx
 import numpy as np
 from torch import Tensor
 
-from sparrow.engines.base import Counters, Rollout, Sampling
+from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")

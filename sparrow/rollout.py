@@ -1,0 +1,83 @@
+"""What is sampled and how: sampling parameters, rollouts, and log-probs of their tokens. Plain data, without torch.
+
+Shapes: T response tokens, n entries of a top-n list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How responses are sampled. No top-p or top-k: truncation changes the actor's support."""
+
+    max_new_tokens: int  # responses are cut here (``finish_reason == "length"``)
+    # softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1)
+    temperature: float = 1.0
+    top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
+    seed: int = 0  # makes the samples reproducible on the same engine and hardware
+    # one for each prompt, so that its samples do not depend on what is sampled beside it; derived from ``seed`` and the
+    # prompt's place if left out
+    seeds: Sequence[int] | None = None
+
+    def request_seeds(self, count: int) -> list[int]:
+        """A seed for each of ``count`` prompts."""
+        if self.seeds is not None:
+            assert len(self.seeds) == count, f"{len(self.seeds)} seeds for {count} prompts"
+            return list(self.seeds)
+        return [derived_seed(self.seed, i) for i in range(count)]
+
+    def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
+        """Refuse prompts that leave no room for a response in a context of so many tokens.
+
+        Raises ConfigError: the first such prompt.
+        """
+        for i, prompt in enumerate(prompts):
+            if not 0 < len(prompt) <= context - self.max_new_tokens:
+                raise ConfigError(
+                    f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} does not "
+                    f"fit the model's context of {context} (in vLLM, max_model_len); shorten or drop it, or lower "
+                    "max_new_tokens"
+                )
+
+
+def derived_seed(*entropy: int) -> int:
+    """A seed of 63 bits for each tuple of numbers."""
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response and what the actor thought of it."""
+
+    prompt_ids: Sequence[int]  # token ids of the prompt
+    response_ids: NDArray[np.int64]  # [T], the end-of-sequence token included if it was sampled
+    logprobs: NDArray[np.float32]  # [T], the actor's log-prob of each sampled token at the sampling temperature
+    top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
+    top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
+    finish_reason: Literal["stop", "length"]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Log-probs of a rollout's tokens under some model and schedule, at a temperature."""
+
+    logprobs: NDArray[np.float32]  # [T], of the response tokens
+    top_logprobs: NDArray[np.float32]  # [T, n], of the rollout's ``top_ids``
+    entropy: NDArray[np.float32]  # [T], of the whole distribution, in nats
+
+
+def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
+    """What is laid end to end, ``[sum of lengths, ...]``, as one array for each response."""
+    return np.split(flat, np.cumsum(lengths)[:-1])
