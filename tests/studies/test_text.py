@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -106,11 +105,9 @@ def test_transformers_loads_the_very_model_that_was_trained(study, trained):
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
     assert loaded.config.model_type == "qwen3" and loaded.config.head_dim == 64
-    count = min(32, len(held) // CONTEXT)
-    assert card["held_out_loss"] == round(
-        study.train.held_out_loss(loaded, study.train.windows(held, count, CONTEXT)), 4
-    )
-    assert card["held_out_loss"] < 0.97 * math.log(600)  # an untrained one's is log(vocabulary) at best
+    ids = study.train.windows(held, min(32, len(held) // CONTEXT), CONTEXT)
+    assert card["held_out_loss"] == round(study.train.held_out_loss(loaded, ids), 4)
+    assert card["held_out_loss"] < study.train.held_out_loss(study.train.new_model("tiny", 600, CONTEXT), ids)
     assert json.loads((out / "card.json").read_text()) == card
 
 
@@ -120,7 +117,7 @@ def test_transformers_loads_the_tokenizer(trained):
     held = np.load(out / "held_out.npy")
     assert len(tokenizer) == 600 and tokenizer.eos_token_id == 0 and card["held_out_tokens"] == len(held)
     text = tokenizer.decode(held[1:400])
-    assert text.startswith("# file sparrow/attention/")
+    assert text.startswith("# file ") and "attention/" in text.splitlines()[0]
     assert tokenizer(text)["input_ids"][:390] == held[1:391].tolist()
 
 
