@@ -33,12 +33,15 @@ import triton
 import triton.language as tl
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
-from sparrow.attention import PageLayout
-from sparrow.attention.cuda import CudaConfig, CudaStep, refusal
-from sparrow.attention.triton import DecodeStep, DecodeWorkspace, LaunchConfig, update_landmarks
+from sparrow.attention import Choice, DecodeWorkspace, PageLayout, choose, cuda, update_landmarks
+from sparrow.attention import triton as by_triton
+from sparrow.attention.cuda import CudaConfig
+from sparrow.attention.decode import DecodeBatch
+from sparrow.attention.triton import LaunchConfig
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 Config = LaunchConfig | CudaConfig | None
+Launches = cuda.Launches | by_triton.Launches
 K, LAYERS, TOKENS, MAX_TOKENS = 8, 3, 960_512, 40_960
 CASES = [
     (64, 15_000, 2, 221),
@@ -108,18 +111,23 @@ class Pool:
             self.k.append(kv[..., :D])
             self.v.append(kv[..., D:])
             self.marks.append(memory.as_strided((blocks, 1, K, D), (stride, K * D, D, 1), P * K * 2 * D))
-            update_landmarks(self.k[-1], self.marks[-1], torch.arange(blocks * P, device="cuda"), self.layout)
+            self.update_landmarks(-1, torch.arange(blocks * P, device="cuda"))
+
+    def update_landmarks(self, layer: int, slots: torch.Tensor) -> None:
+        update_landmarks(self.k[layer], self.marks[layer], slots, layout=self.layout, implementation="triton")
 
 
 class Case:
     """One batch over the pool's blocks, the same in every layer."""
 
-    triton = False  # in place of the CUDA kernel where that is shipped
+    triton = False  # Triton's kernels for every number of rows
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
-        refused = refusal(P, D, G, pool.k[0].dtype, pool.k[0].device)
-        self.triton = self.triton or bool(refused)
+        self.choice: Choice = choose(
+            "triton" if self.triton else None, page_size=P, head_dim=D, kv_heads=K, group=G, dtype=pool.k[0].dtype,
+            device=pool.k[0].device,
+        )  # fmt: skip
         pages, blocks = -(-L // P), pool.k[0].shape[0]
         self.table = torch.zeros(B, MAX_TOKENS // P, dtype=torch.int32, device="cuda")
         order = torch.randperm(max(blocks, B * pages), device="cuda")[: B * pages] % blocks
@@ -143,15 +151,20 @@ class Case:
         tokens = self.length - (ranked - budget) * P
         return int((scored + 2 * tokens).sum()) * K * self.pool.D * self.pool.k[0].element_size()
 
-    def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> DecodeStep:
+    def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
         """What is shipped, unless given a configuration."""
         pool = self.pool
-        by_triton = isinstance(config, LaunchConfig) or (config is None and self.triton)
-        step = (DecodeStep if by_triton else CudaStep)(
+        batch = DecodeBatch(
             self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
-            self.top_k if top_k is None else top_k, pool.layout, pool.D**-0.5, 1.0, 1.0,
-            self.out, self.workspace, config,
+            self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5,
         )  # fmt: skip
+        step: Launches
+        if isinstance(config, CudaConfig) or (config is None and self.choice.of(len(self.q)) == "cuda"):
+            cuda.check(batch, self.workspace)
+            step = cuda.Launches(batch, self.workspace, config)
+        else:
+            by_triton.check(batch, self.workspace)
+            step = by_triton.Launches(batch, self.workspace, config)
         step.plan()  # once per step of a model, not per layer
         return step
 
@@ -184,17 +197,20 @@ class Case:
         ])  # fmt: skip
 
 
-def launches(step: DecodeStep, what: str) -> Callable[[], None]:
-    if what != "step":
-        return getattr(step, what)
-    if step.config.fused:
-        return step.attend
+def launches(step: Launches, what: str) -> Callable[[], None]:
+    if what != "step" or not is_split(step):
+        return getattr(step, "attend" if what == "step" else what)
 
     def both() -> None:
         step.rank()
         step.attend()
 
     return both
+
+
+def is_split(step: Launches) -> bool:
+    """Whether ranking is a launch of its own."""
+    return isinstance(step, by_triton.Launches) and not step.config.fused
 
 
 def read_limit() -> float:
@@ -242,10 +258,9 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         case = Case(pool, B, L, G, k)
         everything = torch.full_like(case.top_k, ALL_PAGES)
         step = case.step(None, 0)
-        config: Any = getattr(step, "cuda", None) or step.config
-        row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(config))
+        row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(step.config))
         row["step"] = case.time(None, "step")
-        if not step.config.fused:
+        if is_split(step):
             row["rank"], row["attend"] = case.time(None, "rank"), case.time(None, "attend")
         row["all_pages"] = case.time(None, "step", everything)
         dense = [case.time(c, "step", everything) for c in dense_configs()]
@@ -283,8 +298,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         "64 slots, none completed": torch.randperm(blocks, device="cuda")[:64] * P,
         "prefill of 16,384 tokens": torch.arange(16_384, device="cuda"),
     }.items():
-        layers = zip(pool.k, pool.marks, strict=True)
-        landmarks[name] = timed([partial(update_landmarks, k, m, slots, pool.layout) for k, m in layers])
+        landmarks[name] = timed([partial(pool.update_landmarks, layer, slots) for layer in range(LAYERS)])
         print(f"landmarks, {name}: {landmarks[name]['us']:.1f} us")
     del pool, case
     B, L, G, k = CASES[3]
@@ -324,7 +338,7 @@ def attending(tokens: int, warps: int, stages: int, resident: int, score: tuple[
 def dense_configs() -> list[LaunchConfig]:
     """What is tried to find the fastest dense kernel."""
     fused = [attending(*attend) for attend in ATTEND[:4]]
-    return fused + [replace(c, fused=False, shares=n) for c, n in zip(fused[1:], (392, 392, 128), strict=True)]
+    return fused + [replace(c, fused=False, extra_programs=n) for c, n in zip(fused[1:], (392, 392, 128), strict=True)]
 
 
 def sweep_configs() -> dict[str, list[LaunchConfig]]:
@@ -334,7 +348,7 @@ def sweep_configs() -> dict[str, list[LaunchConfig]]:
         for (p, s), warps, splits in product(SCORE, RANK_WARPS, SPLITS)
     ]
     split = [attending(*attend) for attend in ATTEND]
-    attend = [replace(c, fused=False, shares=132 * n // 8 * 8) for c, n in product(split, [1, 2, 3, 4, 6, 8])]
+    attend = [replace(c, fused=False, extra_programs=132 * n // 8 * 8) for c, n in product(split, [1, 2, 3, 4, 6, 8])]
     return dict(step=fused, rank=rank, attend=attend)
 
 

@@ -1,14 +1,17 @@
 """What can be held about the CUDA kernel without a GPU: it compiles, and says why where it cannot serve."""
 
+import ctypes
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from sparrow.attention.cuda import CudaConfig, launch, refusal
+from sparrow.attention.cuda import CudaConfig, launch, unsupported_reason
 from sparrow.attention.cuda.compile import compiled
-from sparrow.attention.triton.tuning import H200
+from sparrow.attention.decode import H200
 
 DEFINES = dict(
     D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, WARPS=4, STAGES=3, RESIDENT=2, BINS=1024, CANDIDATES=256
@@ -22,6 +25,19 @@ def test_the_source_compiles_for_hopper(changes):
     assert code.startswith(b"\x7fELF") and b"attend" in code
 
 
+def test_the_launcher_hands_over_what_the_source_declares():
+    source = Path(launch.__file__).with_name("decode.cu").read_text()
+    declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
+    kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
+    fields = []
+    for line in declared.strip().split(";")[:-1]:
+        kind, names = re.fullmatch(r"\s*(?:const )?(\w+\*?) (.*)", line, re.DOTALL).groups()
+        for name in names.split(", "):
+            pointer = kind.endswith("*") or name.startswith("*")
+            fields.append((name.lstrip("*"), ctypes.c_void_p if pointer else kinds[kind]))
+    assert tuple(fields) == launch._Arguments._fields_
+
+
 def test_the_compilers_words_reach_the_user():
     pytest.importorskip("cuda.bindings.nvrtc")
     with pytest.raises(RuntimeError, match=r'decode\.cu did not compile.*"WARPS" is undefined'):
@@ -29,18 +45,18 @@ def test_the_compilers_words_reach_the_user():
 
 
 def test_a_gpu_that_is_not_there_is_named():
-    assert "for Hopper GPUs" in refusal(16, 128, 2, torch.bfloat16, torch.device("cpu"))
+    assert "for Hopper GPUs" in unsupported_reason(16, 128, 2, torch.bfloat16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     "items, D, capacity", list(itertools.product([1, 132, 140, 512], [64, 128], [32, 2560, 16384]))
 )
 def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity):
-    config = launch.choose(items, D, capacity, H200)
+    config = launch.choose_config(items, D, capacity, H200)
     assert config.resident * (config.shared_bytes(D, capacity) + 1024) <= H200.shared_memory + 1024
-    division = launch._division(config, items, 1, H200.multiprocessors)
-    assert 1 <= division.shares <= 5 * H200.multiprocessors
-    assert config.parts == 1 or division.shares == (config.parts - 1) * items
+    division = config.division(items, 1, H200.multiprocessors)
+    assert 1 <= division.extra_programs <= 5 * H200.multiprocessors
+    assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
 
 
 def test_the_shared_memory_holds_what_the_source_lays_out():

@@ -28,19 +28,23 @@ ALLOWED = {
     "mismatch": [],
     "rewards": [],
     "tasks": [],
-    "attention": ["attention.api", "attention.pages"],
-    "attention.api": ["attention.cuda", "attention.pages", "attention.reference", "attention.triton"],
+    "attention": ["attention.api", "attention.decode", "attention.pages"],
+    "attention.api": [
+        "attention.cuda", "attention.decode", "attention.pages", "attention.reference", "attention.triton",
+    ],
     "attention.pages": [],
-    "attention.reference": ["attention.pages"],
-    "attention.cuda": ["attention.pages", "attention.triton"],
-    "attention.triton": ["attention.pages"],
+    "attention.decode": ["attention.pages"],
+    "attention.division": ["attention.decode"],
+    "attention.reference": ["attention.decode", "attention.pages"],
+    "attention.cuda": ["attention.decode", "attention.division"],
+    "attention.triton": ["attention.decode", "attention.division", "attention.pages"],
     "engines": [],
     "engines.base": ["rollout", "schedule"],
     "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
     "model.scoring": [],
     "actor": ["model"],  # the old place of model.actor
     "engines.hf": ["engines.base", "model", "model.scoring", "rollout", "schedule"],
-    "vllm": ["attention", "attention.api", "attention.cuda", "attention.pages", "attention.triton", "mode", "schedule"],
+    "vllm": ["attention", "attention.decode", "attention.triton", "mode", "schedule"],
     "engines.vllm": ["engines.base", "mode", "rollout", "schedule", "vllm"],
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
@@ -68,7 +72,7 @@ PURE = [
     "mismatch",
     "run",
 ]  # of other people's packages only numpy and scipy
-ONLY_IN = {"triton": ("attention.triton",), "vllm": ("vllm", "engines.vllm")}
+ONLY_IN = {"triton": ("attention.triton", "attention.division"), "vllm": ("vllm", "engines.vllm")}
 
 
 def modules() -> dict[str, Path]:

@@ -27,12 +27,19 @@ if INTERPRETED:
 else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
-from sparrow.attention import PageLayout, cuda, paged_decode, reference, update_landmarks  # noqa: E402
+from sparrow.attention import (  # noqa: E402
+    DecodeWorkspace,
+    PageLayout,
+    cuda,
+    paged_decode,
+    reference,
+    update_landmarks,
+)
 from sparrow.attention import triton as sparrow_triton  # noqa: E402
+from sparrow.attention.decode import H200, DecodeBatch  # noqa: E402
+from sparrow.attention.division import plan_kernel  # noqa: E402
 from sparrow.attention.pages import select_pages  # noqa: E402
-from sparrow.attention.triton import DecodeWorkspace, LaunchConfig  # noqa: E402
-from sparrow.attention.triton.division import plan_kernel  # noqa: E402
-from sparrow.attention.triton.tuning import H200  # noqa: E402
+from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
@@ -67,10 +74,15 @@ class Case:
             self.top_k,
         )  # fmt: skip
 
+    def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
+        out = torch.empty_like(self.q) if out is None else out
+        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.k_scale, self.v_scale)
+
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """The reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
-        return reference.paged_decode(q.to(dtype), *rest, self.layout, q.shape[-1] ** -0.5, self.k_scale, self.v_scale)
+        names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
+        return reference.run(replace(self, q=q.to(dtype), **dict(zip(names, rest, strict=True))).batch())
 
 
 def make_caches(
@@ -152,10 +164,13 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     return workspace
 
 
-def decode(config: Config, *arguments, planned: bool = False) -> torch.Tensor:
-    """The step that ``config`` is for."""
-    step = cuda.CudaStep if isinstance(config, cuda.CudaConfig) else sparrow_triton.DecodeStep
-    return step(*arguments, config, planned).run()
+def decode(config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False) -> torch.Tensor:
+    """By the implementation that ``config`` is for."""
+    if isinstance(config, cuda.CudaConfig):
+        cuda.check(batch, workspace)
+        return cuda.run(batch, workspace, reuse_plan, config)
+    sparrow_triton.check(batch, workspace)
+    return sparrow_triton.run(batch, workspace, reuse_plan, config)
 
 
 def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
@@ -164,7 +179,7 @@ def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) ->
     B, H, D = case.q.shape
     wide = torch.full((B, H + 1, D), float("nan"), dtype=case.q.dtype, device=DEVICE)
     out = wide[:, :H]
-    result = decode(config, *case.inputs(), case.layout, D**-0.5, case.k_scale, case.v_scale, out, workspace)
+    result = decode(config, case.batch(out), workspace)
     assert result is out
     assert wide[:, H:].isnan().all()
     assert not workspace.counters.any()
@@ -328,7 +343,7 @@ def test_long_rows_are_shared_out(config, top_k):
     fine = small_parts(config)
     check(case, fine)
     if isinstance(fine, LaunchConfig):
-        check(case, replace(fine, shares=4))
+        check(case, replace(fine, extra_programs=4))
     case = make_case([700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5)
     check(case, fine)
 
@@ -438,14 +453,14 @@ def test_decoding_reads_what_was_stored_just_before(config):
     last = case.length.long() - 1
     blocks, places = case.table[torch.arange(5, device=DEVICE), last // 16].long(), last % 16
     newest = [cache[blocks, :, places].clone() for cache in (case.k_cache, case.v_cache)]
-    arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace)
-    decode(config, *arguments)
+    batch = case.batch(out)
+    decode(config, batch, workspace)
     for _ in range(3):
         out.fill_(float("nan"))
         case.k_cache[blocks, :, places] = float("nan")
         case.v_cache[blocks, :, places] = float("nan")
         sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places)
-        decode(config, *arguments, planned=True)
+        decode(config, batch, workspace, reuse_plan=True)
         assert torch.equal(out, expected)
 
 
@@ -471,21 +486,12 @@ def test_the_public_operation_takes_exactly_the_implementation_asked_for():
 
 
 def check_shipped_cuda(one_row: Case) -> None:
-    """One row is ranked by Triton's launches, forty by the CUDA kernel: these bits and no others."""
-    forty = make_case([333] * 40, [4] * 40, K=4)
-    for case, config in ((one_row, None), (forty, cuda.launch.choose(160, 64, 32, H200))):
-        out = torch.empty_like(case.q)
+    """Asked for by name, the CUDA kernel decodes one row as it decodes forty: these bits and no others."""
+    for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
+        out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
+        config = cuda.launch.choose_config(len(case.q) * case.k_cache.shape[1], 64, capacity, H200)
         paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
         assert torch.equal(out, run(case, config))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
-def test_a_few_rows_asked_of_the_cuda_kernel_are_tritons(monkeypatch):
-    monkeypatch.setattr(cuda.launch, "refusal", lambda *of: "")
-    case = make_case([333, 48], [4, 1], K=4)
-    out = torch.empty_like(case.q)
-    paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
-    assert torch.equal(out, run(case, None))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
@@ -498,36 +504,39 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
             (dict(defines), shared_bytes, programs, threads, {f: getattr(arguments, f) for f, _ in arguments._fields_})
         )
 
-    monkeypatch.setattr(cuda.launch, "refusal", lambda *of: "")
+    monkeypatch.setattr(cuda.launch, "unsupported_reason", lambda *of: None)
     monkeypatch.setattr(cuda.launch, "_kernel", kernel)
     case = make_case([333] * 20, [4] * 20, K=4, pages_per_block=2)
     workspace, out = make_workspace(case), torch.empty_like(case.q)
-    arguments = (*case.inputs(), case.layout, 0.125, 2.0, 3.0, out, workspace)
-    for planned in (False, True):
+    for reuse_plan in (False, True):
         workspace.plan.fill_(-1)
-        assert cuda.CudaStep(*arguments, planned=planned).run() is out
-        assert bool((workspace.plan[:20, 0] >= 0).all()) is not planned
+        assert out is paged_decode(
+            *case.inputs(), implementation="cuda", layout=case.layout, scale=0.125, k_scale=2.0, v_scale=3.0, out=out,
+            workspace=workspace, reuse_plan=reuse_plan,
+        )  # fmt: skip
+        assert bool((workspace.plan[:20, 0] >= 0).all()) is not reuse_plan
     (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
-    config = cuda.launch.choose(80, 64, 32, H200)
+    config = cuda.launch.choose_config(80, 64, 32, H200)
     assert defines == dict(
         D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, WARPS=config.warps, STAGES=config.stages,
         RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
     )  # fmt: skip
     assert (shared_bytes, threads) == (config.shared_bytes(64, 32), 32 * config.warps)
-    assert programs == 80 + cuda.launch._division(config, 80, 4, 132).shares
+    assert programs == 80 + config.division(80, 4, 132).extra_programs
     tensors = dict(
-        q=case.q, k=case.k_cache, v=case.v_cache, marks=case.landmark_cache, table=case.table, out=out,
+        q=case.q, k=case.k_cache, v=case.v_cache, landmarks=case.landmark_cache, table=case.table, out=out,
         rows=workspace.rows, partial=workspace.partial, stats=workspace.stats, ready=workspace.counters[0],
         counters=workspace.counters[1], plan=workspace.plan,
     )  # fmt: skip
     strides = dict(
         q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),
-        token=case.k_cache.stride(2), mark_block=case.landmark_cache.stride(0), mark_page=4 * 64, mark_head=64,
+        token=case.k_cache.stride(2), landmark_block=case.landmark_cache.stride(0), landmark_page=4 * 64,
+        landmark_head=64,
         table_row=case.table.stride(0), out_row=8 * 64, out_head=64, rows_row=workspace.rows.stride(0),
     )  # fmt: skip
-    scalars = dict(scale_log2=pytest.approx(0.25 * 1.442695), v_scale=3.0, count=20, early=0, capacity=32)
+    scalars = dict(scale_log2=pytest.approx(0.25 * 1.442695), v_scale=3.0, count=20, rank_before_wait=0, capacity=32)
     assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
-    assert again == fields | {"early": 1}
+    assert again == fields | {"rank_before_wait": 1}
 
 
 def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **changes) -> None:
@@ -565,14 +574,14 @@ def test_a_captured_graph_follows_lengths_budgets_and_queries():
     case = make_case([700, 333, 48], [5, 4, 1])
     for config in (FUSED, SPLIT, CUDA):
         workspace, out = make_workspace(case), torch.empty_like(case.q)
-        arguments = (*case.inputs(), case.layout, 0.125, 1.0, 1.0, out, workspace)
-        decode(config, *arguments)
+        batch = case.batch(out)
+        decode(config, batch, workspace)
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        decode(config, *arguments)
+        decode(config, batch, workspace)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            decode(config, *arguments)
+            decode(config, batch, workspace)
         for lengths, top_k in (([700, 333, 48], [5, 4, 1]), ([0, 200, 33], [7, ALL_PAGES, 0])):
             case.length[:] = torch.tensor(lengths)
             case.top_k[:] = torch.tensor(top_k)

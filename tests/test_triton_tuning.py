@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from sparrow.attention import PageLayout, cuda, update_landmarks
-from sparrow.attention.triton import DecodeWorkspace
-from sparrow.attention.triton.tuning import H200, DeviceLimits, choose, share_count
+from sparrow.attention import DecodeWorkspace, PageLayout, cuda, update_landmarks
+from sparrow.attention.decode import H200, DeviceLimits
+from sparrow.attention.triton.tuning import choose, extra_programs
 
 # multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
 DEVICES = [H200, DeviceLimits(108, 163 * 1024), DeviceLimits(142, 99 * 1024), DeviceLimits(148, 227 * 1024)]
@@ -31,13 +31,14 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
     assert config.attend_stages >= 1 and config.score_stages >= 1
     assert 16 <= config.attend_tokens <= 128 and config.attend_tokens & (config.attend_tokens - 1) == 0
     assert 16 <= config.score_pages <= 128 and config.score_pages & (config.score_pages - 1) == 0
-    assert config.shares == share_count(items, kv_heads, limits) > 0 and config.shares % kv_heads == 0
+    assert config.extra_programs == extra_programs(items, kv_heads, limits) > 0
+    assert config.extra_programs % kv_heads == 0
     assert 1 <= config.rank_splits <= 16
     assert config.registers % 8 == 0 or config.registers == 255
 
 
 @pytest.mark.parametrize(
-    "items, fused, splits, shares",
+    "items, fused, splits, extra",
     [
         (8, False, 16, 120),
         (64, False, 2, 64),
@@ -48,15 +49,15 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
         (512, True, 1, 256),
     ],
 )
-def test_small_batches_are_split_and_large_ones_fused(items, fused, splits, shares):
+def test_small_batches_are_split_and_large_ones_fused(items, fused, splits, extra):
     config = choose(items, 8, 256, H200)
-    assert (config.fused, config.rank_splits, config.shares) == (fused, splits, shares)
+    assert (config.fused, config.rank_splits, config.extra_programs) == (fused, splits, extra)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_the_batches_vllm_captures_compile_what_any_batch_needs(kv_heads):
     def compiled(rows):  # of a configuration, what a kernel is compiled for
-        return replace(choose(rows * kv_heads, kv_heads, 256, H200), shares=0, rank_splits=0)
+        return replace(choose(rows * kv_heads, kv_heads, 256, H200), extra_programs=0, rank_splits=0)
 
     captured = {compiled(rows) for rows in (1, 2, 4, *range(8, 257, 8))}
     assert captured == {compiled(rows) for rows in range(1, 257)}
@@ -72,8 +73,8 @@ def test_the_published_measurements_are_of_this_table():
     """And of the CUDA kernel's, where that is shipped."""
     for case in json.loads(RESULTS.read_text())["cases"]:
         items = case["B"] * 8
-        few = items <= cuda.launch.FEW * H200.multiprocessors
-        shipped = choose(items, 8, 256, H200) if few else cuda.launch.choose(items, 128, 2560, H200)
+        few = case["B"] <= cuda.few_rows(8, torch.device("cpu"))  # where there is no GPU, an H200's limits
+        shipped = choose(items, 8, 256, H200) if few else cuda.launch.choose_config(items, 128, 2560, H200)
         assert asdict(shipped) == case["config"]
 
 
@@ -81,7 +82,7 @@ def test_the_published_measurements_are_of_this_table():
 def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads):
     workspace = DecodeWorkspace(max_batch, kv_heads, 2, 64, 100, "cpu")
     for batch in range(1, max_batch + 1):
-        assert batch * kv_heads + share_count(batch * kv_heads, kv_heads, H200) <= workspace.partial.shape[0]
+        assert batch * kv_heads + extra_programs(batch * kv_heads, kv_heads, H200) <= workspace.partial.shape[0]
     assert workspace.rows.shape == (max_batch * kv_heads, 112)
     assert not workspace.counters.any()
     parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4 + workspace.partial.shape[0] // kv_heads * 8 * 4

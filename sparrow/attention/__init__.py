@@ -1,6 +1,17 @@
 """Page attention: what the sparse actor attends to."""
 
-from sparrow.attention.api import Implementation, decode, paged_decode, teacher_forced, update_landmarks
+from sparrow.attention.api import Choice, Implementation, choose, decode, paged_decode, teacher_forced, update_landmarks
+from sparrow.attention.decode import DecodeWorkspace
 from sparrow.attention.pages import PageLayout
 
-__all__ = ["Implementation", "PageLayout", "decode", "paged_decode", "teacher_forced", "update_landmarks"]
+__all__ = [
+    "Choice",
+    "DecodeWorkspace",
+    "Implementation",
+    "PageLayout",
+    "choose",
+    "decode",
+    "paged_decode",
+    "teacher_forced",
+    "update_landmarks",
+]

@@ -6,16 +6,20 @@ P page size, N pages.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, get_args
+import warnings
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from sparrow.attention import reference
+from sparrow.attention.decode import DecodeBatch, DecodeImplementation, DecodeWorkspace
 from sparrow.attention.pages import PageLayout
+from sparrow.errors import ConfigError
 
 if TYPE_CHECKING:
-    from sparrow.attention.triton import DecodeWorkspace
+    from sparrow.attention.triton.forced import Kept
 
 Implementation = Literal["reference", "triton", "cuda"]  # no CUDA kernel is teacher-forced
 
@@ -67,7 +71,8 @@ def paged_decode(
     v_scale: float = 1.0,
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
-    planned: bool = False,
+    reuse_plan: bool = False,
+    planned: bool | None = None,
 ) -> Tensor:
     """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
@@ -89,40 +94,96 @@ def paged_decode(
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
             cache in the same dtype or float8_e4m3fn; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
             dims 64 and 128, groups up to 8, one 16-bit dtype; needs ``workspace``, and compiles itself at its first
-            call; a few rows, four of 8 kv heads, are Triton's launches). There is no fallback.
+            call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
         k_scale, v_scale: what a stored key, landmark or value is to be multiplied by.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
-        planned: the workspace's last call had the same lengths and budgets, as in a layer before this one: the kernels
-            divide the work as they did then, and may rank pages while the launch before it stores the newest tokens.
+        reuse_plan: the workspace's last call had the same lengths, budgets and implementation, as in a layer before
+            this one: the kernels divide the work as they did then, and may rank pages while the launch before it
+            stores the newest tokens.
+        planned: the old name of ``reuse_plan``.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
-    _check_heads(q_BHD, k_cache, v_cache, batched=False)
-    scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
-    out = torch.empty_like(q_BHD) if out is None else out
-    caches = (k_cache, v_cache, landmark_cache)
-    rows = (block_table_BM, length_B, top_k_B)
+    if planned is not None:
+        warnings.warn("paged_decode(planned=...) is now reuse_plan=...", DeprecationWarning, stacklevel=2)
+        reuse_plan = planned
+    batch = DecodeBatch(
+        q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B,
+        torch.empty_like(q_BHD) if out is None else out, layout, q_BHD.shape[-1] ** -0.5 if scale is None else scale,
+        k_scale, v_scale,
+    )  # fmt: skip
+    decoder = _decoder(implementation)
+    decoder.check(batch, workspace)
+    return decoder.run(batch, workspace, reuse_plan)
+
+
+def _decoder(implementation: Implementation) -> DecodeImplementation:
     if implementation == "reference":
-        return out.copy_(reference.paged_decode(q_BHD, *caches, *rows, layout, scale, k_scale, v_scale))
-    if implementation not in get_args(Implementation):
-        raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
-    if workspace is None:
-        raise ValueError(
-            f"implementation={implementation!r} needs a workspace; make one DecodeWorkspace for all layers"
-        )
-    arguments = (q_BHD, *caches, *rows, layout, scale, k_scale, v_scale, out, workspace)
+        return reference
+    if implementation == "triton":
+        from sparrow.attention import triton
+
+        return triton
     if implementation == "cuda":
         from sparrow.attention import cuda
 
-        return cuda.CudaStep(*arguments, planned=planned).run()
-    from sparrow.attention import triton
+        return cuda
+    raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
 
-    return triton.DecodeStep(*arguments, planned=planned).run()
+
+@dataclass(frozen=True)
+class Choice:
+    """Which implementation decodes, by the number of rows in a batch."""
+
+    implementation: Implementation
+    few_rows: int = 0  # batches of up to so many rows ...
+    of_few_rows: Implementation = "triton"  # ... are decoded by this one
+
+    def of(self, rows: int) -> Implementation:
+        """What decodes a batch of ``rows``."""
+        return self.of_few_rows if rows <= self.few_rows else self.implementation
+
+    def __str__(self) -> str:
+        few = f", {self.of_few_rows} for up to {self.few_rows} rows" if self.few_rows else ""
+        return f"{self.implementation}{few}"
+
+
+def choose(
+    asked: Implementation | None,
+    *,
+    page_size: int,
+    head_dim: int,
+    kv_heads: int,
+    group: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Choice:
+    """What is to decode such a model on ``device``: exactly what is asked for or, if nothing is, the fastest.
+
+    The fastest is the CUDA kernel where it can serve, but Triton's where so few rows would leave most
+    multiprocessors idle that several programs should rank one row.
+
+    Raises ConfigError: what is asked for cannot serve.
+    """
+    if asked not in (None, *get_args(Implementation)):
+        raise ConfigError(f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}")
+    if device.type == "cpu":
+        if asked not in (None, "reference"):
+            raise ConfigError(f"there are no {asked} kernels on a CPU; ask for none (leave sparrow_kernels out)")
+        return Choice("reference")
+    from sparrow.attention import cuda
+
+    reason = cuda.unsupported_reason(page_size, head_dim, group, dtype, device)
+    if asked == "cuda" and reason:
+        raise ConfigError(reason)
+    if asked is not None:
+        return Choice(asked)
+    return Choice("triton") if reason else Choice("cuda", few_rows=cuda.few_rows(kv_heads, device))
 
 
 def update_landmarks(
@@ -168,7 +229,7 @@ def teacher_forced(
     layout: PageLayout,
     implementation: Implementation,
     scale: float | None = None,
-    kept: list[Any] | None = None,
+    kept: list[Kept] | None = None,
 ) -> Tensor:
     """Whole sequences at once, every position reading what decoding would have read (arXiv 2606.08446, section 7).
 

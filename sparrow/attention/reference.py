@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparrow.attention.decode import DecodeBatch, DecodeWorkspace, check_shapes
 from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores, select_pages
 
 
@@ -50,49 +51,43 @@ def decode(
     return out.reshape(B, H, D)
 
 
-def paged_decode(
-    q_BHD: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    landmark_cache: Tensor,
-    block_table_BM: Tensor,
-    length_B: Tensor,
-    top_k_B: Tensor,
-    layout: PageLayout,
-    scale: float,
-    k_scale: float,
-    v_scale: float,
-) -> Tensor:
-    """One decode step over a paged cache: as ``decode``, with landmarks as the cache holds them; ``[B, H, D]``.
+def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
+    """Raises ValueError: shapes that do not belong together."""
+    check_shapes(batch)
+
+
+def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False) -> Tensor:
+    """One decode step over a paged cache: as ``decode``, with landmarks as the cache holds them.
 
     Nothing beyond a row's ``length_B`` tokens has any effect, be it NaN; a row of length 0 returns zeros. The
-    landmark of a page that a row's newest token filled is written.
+    landmark of a page that a row's newest token filled is written. There is no plan, and the workspace stays untouched.
     """
+    q_BHD, k_cache, layout = batch.q_BHD, batch.k_cache, batch.layout
     B, H, D = q_BHD.shape
     K, block_tokens, P = k_cache.shape[1], k_cache.shape[2], layout.page_size
-    length_B = length_B.long()
+    length_B, table_BM = batch.length_B.long(), batch.block_table_BM.long()
     with torch.no_grad():
         newest_B = (length_B - 1).clamp(min=0)
-        block_B = block_table_BM.long().gather(1, newest_B[:, None] // block_tokens)[:, 0]
+        block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
         slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
-        update_landmarks(k_cache, landmark_cache, slot_B, layout)
+        update_landmarks(k_cache, batch.landmark_cache, slot_B, layout)
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
-        block_BN = block_table_BM.long()[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
-        marks_BKND = landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2).float() * k_scale
+        block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
+        marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2).float() * batch.k_scale
         scores = page_scores(q_BHD[:, :, None], marks_BKND, layout)
-        keep_BKN = select_pages(scores, length_B[:, None], top_k_B.long()[:, None], layout)[:, :, 0]
+        keep_BKN = select_pages(scores, length_B[:, None], batch.top_k_B.long()[:, None], layout)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
-        place = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
+        at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
     out = F.scaled_dot_product_attention(
         q_BHD.view(B, K, H // K, D),
-        (k_cache[place].to(q_BHD.dtype) * k_scale).masked_fill(~seen_BKT[..., None], 0.0),
-        (v_cache[place].to(q_BHD.dtype) * v_scale).masked_fill(~seen_BKT[..., None], 0.0),
+        (k_cache[at].to(q_BHD.dtype) * batch.k_scale).masked_fill(~seen_BKT[..., None], 0.0),
+        (batch.v_cache[at].to(q_BHD.dtype) * batch.v_scale).masked_fill(~seen_BKT[..., None], 0.0),
         attn_mask=seen_BKT[:, :, None],
-        scale=scale,
+        scale=batch.scale,
     )
-    return out.reshape(B, H, D).masked_fill((length_B == 0)[:, None, None], 0.0)
+    return batch.out_BHD.copy_(out.reshape(B, H, D).masked_fill((length_B == 0)[:, None, None], 0.0))
 
 
 def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:

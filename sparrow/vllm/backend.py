@@ -20,7 +20,6 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from sparrow import attention
-from sparrow.attention.api import Implementation
 from sparrow.errors import ConfigError
 from sparrow.vllm import config
 from sparrow.vllm.runtime import Runtime, find
@@ -101,7 +100,7 @@ def _tail(common: Any, rows: int, tokens: int, prefills: int, prefill_tokens: in
 class SparseImpl(VLLMClass):
     """Mixin over a vLLM attention implementation: one layer's landmarks and sparse decode."""
 
-    implementation: Implementation  # what decodes, chosen when the layer is attached
+    kernels: attention.Choice  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
     begins_step = False
@@ -116,13 +115,6 @@ class SparseImpl(VLLMClass):
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values ``[blocks, K, N, D]`` as views of the layer's cache."""
-        raise NotImplementedError
-
-    def choose(self, asked: str | None, dtype: torch.dtype, page_size: int, device: torch.device) -> Implementation:
-        """What decodes this layer; ``asked`` is the user's word.
-
-        Raises ConfigError: it cannot be had.
-        """
         raise NotImplementedError
 
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> Any:
@@ -172,13 +164,14 @@ class SparseImpl(VLLMClass):
         if step.prefill is not None:
             super().forward(layer, query[B:], key[B:], value[B:], kv_cache, step.prefill, output[B:])
             attention.update_landmarks(
-                keys, marks, step.prefill.slot_mapping, layout=self.runtime.layout, implementation=self.implementation
-            )
+                keys, marks, step.prefill.slot_mapping, layout=self.runtime.layout,
+                implementation=self.kernels.implementation,
+            )  # fmt: skip
         if B:
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, step.top_k,
-                layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.implementation,
-                workspace=self.runtime.workspace, planned=not self.begins_decode,
+                layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
+                workspace=self.runtime.workspace, reuse_plan=not self.begins_decode,
             )  # fmt: skip
         return output
 
@@ -208,11 +201,15 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
-        runtime.kernels = layer.impl.choose(config.kernels(vllm_config), spec.dtype, schedule.page_size, device)
+        runtime.kernels = attention.choose(
+            config.kernels(vllm_config), page_size=schedule.page_size, head_dim=spec.head_size,
+            kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=spec.dtype,
+            device=device,
+        )  # fmt: skip
         layer.impl.begins_step = True  # vLLM asks in the order of the model
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
-    layer.impl.implementation = runtime.kernels
+    layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(index)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
 from sparrow.schedule import SparsitySchedule
+
+if TYPE_CHECKING:
+    from sparrow.attention import Implementation
 
 KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, where not the best that can
@@ -45,12 +48,12 @@ def requested(vllm_config: Any) -> Decoding | None:
     return from_environment() if value is None else Decoding.load(value)
 
 
-def kernels(vllm_config: Any) -> str | None:
+def kernels(vllm_config: Any) -> Implementation | None:
     """The kernels an engine was asked to decode with, ``additional_config`` first; None: the best that can.
 
     Raises ConfigError: there are none of that name.
     """
-    name = additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
+    name: Any = additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
     if name and name not in KERNELS:
         raise ConfigError(f"unknown {KERNELS_KEY} {name!r}, expected one of {KERNELS}")
     return name or None
@@ -92,7 +95,7 @@ def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) 
         if is_used:
             raise ConfigError(f"Sparrow does not decode with {feature}; {remedy}")
     if not on_cpu:
-        from sparrow.attention.triton.launch import HEAD_DIMS
+        from sparrow.attention.decode import HEAD_DIMS
 
         if model.get_head_size() not in HEAD_DIMS:
             raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")

@@ -13,9 +13,8 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from sparrow.attention.api import Implementation
-from sparrow.attention.cuda import refusal
-from sparrow.attention.triton import DecodeWorkspace, store_tokens
+from sparrow.attention import DecodeWorkspace
+from sparrow.attention.triton import store_tokens
 from sparrow.errors import ConfigError
 from sparrow.vllm import patches
 from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
@@ -41,13 +40,6 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         keys, values, _ = self._views(layer, kv_cache)
         store_tokens(key, value, keys, values, slot_mapping)
-
-    def choose(self, asked: str | None, dtype: torch.dtype, page_size: int, device: torch.device) -> Implementation:
-        """The CUDA kernel where it serves the model and the device, else Triton's; ``sparrow_describe`` says which."""
-        why_not = refusal(page_size, self.head_size, self.num_queries_per_kv, dtype, device)
-        if asked == "cuda" and why_not:
-            raise ConfigError(why_not)
-        return "triton" if asked == "triton" or why_not else "cuda"
 
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> DecodeWorkspace:
         return DecodeWorkspace(max_rows, self.num_kv_heads, self.num_queries_per_kv, self.head_size, max_pages, device)

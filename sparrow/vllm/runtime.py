@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.attention import PageLayout
+from sparrow.attention import Choice, DecodeWorkspace, PageLayout
 from sparrow.errors import ConfigError
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -37,8 +37,8 @@ class Runtime:
         self.sparse_layers: list[int] = []
         self.dense_layers: list[int] = []
         self.backend = ""
-        self.kernels: Any = ""  # the implementation of ``sparrow.attention`` that decodes
-        self.workspace: Any = None
+        self.kernels = Choice("reference")  # the implementation of ``sparrow.attention`` that decodes
+        self.workspace: DecodeWorkspace | None = None
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._top_k_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -117,7 +117,7 @@ class Runtime:
         """What runs where, in plain types."""
         return {
             "backend": self.backend,
-            "kernels": self.kernels,
+            "kernels": str(self.kernels),
             "schedule": self.schedule.to_dict(),
             "sparse_layers": self.sparse_layers,
             "dense_layers": self.dense_layers,

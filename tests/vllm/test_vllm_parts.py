@@ -182,12 +182,6 @@ def test_kernels_are_those_asked_for_or_the_best_that_can(monkeypatch):
     assert asked({}) == "cuda" and asked({"sparrow_kernels": "triton"}) == "triton"
     with pytest.raises(ConfigError, match="unknown sparrow_kernels 'flash'"):
         asked({"sparrow_kernels": "flash"})
-    from sparrow.vllm.cpu import CpuImpl
-
-    arguments = (torch.float32, 16, torch.device("cpu"))
-    assert CpuImpl.choose(None, None, *arguments) == "reference"
-    with pytest.raises(ConfigError, match="no cuda kernels on a CPU"):
-        CpuImpl.choose(None, "cuda", *arguments)
 
 
 def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwise(monkeypatch, tmp_path):

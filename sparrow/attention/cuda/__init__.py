@@ -1,5 +1,5 @@
 """A CUDA kernel for page-sparse decoding on Hopper GPUs, compiled where it runs."""
 
-from sparrow.attention.cuda.launch import CudaConfig, CudaStep, refusal
+from sparrow.attention.cuda.launch import CudaConfig, Launches, check, few_rows, run, unsupported_reason
 
-__all__ = ["CudaConfig", "CudaStep", "refusal"]
+__all__ = ["CudaConfig", "Launches", "check", "few_rows", "run", "unsupported_reason"]

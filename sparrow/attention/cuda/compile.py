@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import cast
 
 import torch
 
@@ -62,10 +63,10 @@ def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str) -> by
     program = _call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
     (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _call(nvrtc.nvrtcGetProgramLogSize, program)
+        log = b" " * cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program))
         _call(nvrtc.nvrtcGetProgramLog, program, log)
         raise RuntimeError(f"{file} did not compile: {log.decode()}")
-    code = b" " * _call(nvrtc.nvrtcGetCUBINSize, program)
+    code = b" " * cast(int, _call(nvrtc.nvrtcGetCUBINSize, program))
     _call(nvrtc.nvrtcGetCUBIN, program, code)
     return code
 
@@ -75,7 +76,7 @@ def _target(device: torch.device) -> str:
 
 
 @cache
-def _bindings() -> tuple[Any, Any]:
+def _bindings() -> tuple[ModuleType, ModuleType]:
     try:
         from cuda.bindings import driver, nvrtc
     except ImportError as error:
@@ -86,7 +87,7 @@ def _bindings() -> tuple[Any, Any]:
     return driver, nvrtc
 
 
-def _call(function: Any, *arguments: Any) -> Any:
+def _call(function: Callable[..., tuple], *arguments: object) -> object:
     result, *values = function(*arguments)
     if int(result):
         raise RuntimeError(f"{function.__name__}: {result.name}")

@@ -4,7 +4,7 @@
 // come from the tensor cores and stay in shared memory, and while pages are being selected the ones that are nearly
 // always kept (the first, the newest, each warp's best) are on their way already.
 //
-// The division of the batch (attention/triton/division.py), the scratch memory and the meaning of every argument are those
+// The division of the batch (attention/division.py), the scratch memory and the meaning of every argument are those
 // of the Triton kernels (attention/triton/kernels.py); pages.py is what both answer to. A page is 16 tokens, the rows of a
 // tensor-core tile; heads of a group are its columns, up to 8. "Logits" are to base 2.
 //
@@ -28,16 +28,16 @@ constexpr int AT_ONCE = 8;         // scores that a thread looks at before it wa
 
 struct Args {
   const u16 *q, *k, *v;
-  u16 *marks;
+  u16 *landmarks;
   const int* table;
   u16 *out;
   int *rows;
   float *partial, *stats;
   int *ready, *counters;
   const int4 *plan;
-  i64 q_row, q_head, block, head, token, mark_block, mark_page, mark_head, table_row, out_row, out_head, rows_row;
+  i64 q_row, q_head, block, head, token, landmark_block, landmark_page, landmark_head, table_row, out_row, out_head, rows_row;
   float scale_log2, v_scale;
-  int count, early, capacity;
+  int count, rank_before_wait, capacity;
 };
 
 struct Shared {  // what a program's warps tell each other, besides scores and lists
@@ -236,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int row8 = lane / 4, column2 = lane % 4;  // a lane's place in a tile of results: rows row8 and row8 + 8, two columns
 
-  if (!a.early) wait_for_launch_before();
+  if (!a.rank_before_wait) wait_for_launch_before();
   const int4 entry = a.plan[blockIdx.x / K * 2], row = a.plan[blockIdx.x / K * 2 + 1];
   const int b = entry.x, part = entry.y, parts = entry.z, h = blockIdx.x % K;
   if (b >= a.count) return;
@@ -305,14 +305,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
       __syncthreads();
     } else {
       const int tiles = (ranked_end + 15) / 16, mine = warp < tiles ? (tiles - warp + WARPS - 1) / WARPS : 0;
-      const u16* const marks = a.marks + h * a.mark_head + copy_chunk * 8;
+      const u16* const marks = a.landmarks + h * a.landmark_head + copy_chunk * 8;
       auto ask_for_marks = [&](int i, int place) {
 #pragma unroll
         for (int j = 0; j < 16 / COPY_ROWS; ++j) {
           const int row = j * COPY_ROWS + copy_row;
           const int n = min((warp + i * WARPS) * 16 + row, pages - 1);
           copy16(ring + place * TILE + swizzled(row, copy_chunk),
-                 marks + list[n] * a.mark_block + n % PER_BLOCK * a.mark_page);
+                 marks + list[n] * a.landmark_block + n % PER_BLOCK * a.landmark_page);
         }
       };
 #pragma unroll 1
@@ -353,7 +353,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
       wait_for_all_but<0>();
       __syncwarp();
     }
-    if (a.early) wait_for_launch_before();  // which stores the newest tokens
+    if (a.rank_before_wait) wait_for_launch_before();  // which stores the newest tokens
     // A warp asks for its share of the pages always kept, the newest first, then for those it found to score best.
     const int always = SINK + RECENT;  // a row with ranked pages has them all
     u32 key = high > -infinity() ? order_of(high) : 0u;
@@ -487,7 +487,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     begin = (u32)pages * part / parts;
     end = (u32)pages * (part + 1) / parts;
   }
-  if (!ranks && a.early) wait_for_launch_before();
+  if (!ranks && a.rank_before_wait) wait_for_launch_before();
 
   // Each warp attends to every WARPS-th page, STAGES of them in flight.
   const int* const ids = a.rows + item * a.rows_row;
@@ -632,7 +632,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < P; ++i) sum += widen(from[i * a.token]);
-      a.marks[block * a.mark_block + inside * a.mark_page + h * a.mark_head + d] = (u16)pack(sum / P, 0.f);
+      a.landmarks[block * a.landmark_block + inside * a.landmark_page + h * a.landmark_head + d] = (u16)pack(sum / P, 0.f);
     }
   }
 }

@@ -1,26 +1,34 @@
-"""Launcher of the CUDA kernel: what it can serve, how a batch is cut into programs, what it is handed.
+"""Launcher of the CUDA kernel: what it can serve, how a batch is divided, what the kernel is handed.
 
-Shapes as in ``attention/triton/launch.py``, whose plan of a batch and scratch memory it shares.
+Shapes as in ``attention/decode.py``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
+from torch import Tensor
 
 from sparrow.attention.cuda.compile import Kernel
-from sparrow.attention.triton.launch import QUERY_DTYPES, DecodeStep
-from sparrow.attention.triton.tuning import DeviceLimits, LaunchConfig
+from sparrow.attention.decode import (
+    QUERY_DTYPES,
+    DecodeBatch,
+    DecodeWorkspace,
+    DeviceLimits,
+    check_for_kernels,
+    device_limits,
+)
+from sparrow.attention.division import Division, divide
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
-FEW = 0.3  # items per multiprocessor
 BINS, CANDIDATES = 1024, 256
 SHARED = 16  # words of decode.cu's struct ``Shared``, besides 3 for each warp
+FEW_ITEMS = 0.3  # per multiprocessor: fewer, and Triton's launches are faster, where several programs rank one row
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,18 @@ class CudaConfig:
         ring = self.warps * self.stages * 2 * PAGE_SIZE * 2 * head_dim
         return ring + capacity * 4 + capacity // 4 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
 
+    def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
+        """What the plan is asked for. Parts wait for their row's first, which starts before and never waits."""
+        if self.parts > 1:
+            extra, resident = (self.parts - 1) * items, 2**30  # as small as that many parts allow
+        else:
+            extra = min(2, self.resident) * multiprocessors - kv_heads
+            resident = self.resident * multiprocessors
+        return Division(max(1, extra // kv_heads) * kv_heads, resident, self.part_pages * PAGE_SIZE, fused=True)
+
 
 @cache
-def choose(items: int, head_dim: int, capacity: int, limits: DeviceLimits) -> CudaConfig:
+def choose_config(items: int, head_dim: int, capacity: int, limits: DeviceLimits) -> CudaConfig:
     """The configuration for so many sequences x kv heads, of up to ``capacity`` pages."""
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
@@ -51,98 +68,15 @@ def choose(items: int, head_dim: int, capacity: int, limits: DeviceLimits) -> Cu
     return config
 
 
-class _Arguments(ctypes.Structure):
-    """``Args`` of decode.cu."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "q", "k", "v", "marks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
-        )),
-        *((name, ctypes.c_longlong) for name in (
-            "q_row", "q_head", "block", "head", "token", "mark_block", "mark_page", "mark_head", "table_row", "out_row",
-            "out_head", "rows_row",
-        )),
-        ("scale_log2", ctypes.c_float), ("v_scale", ctypes.c_float),
-        ("count", ctypes.c_int), ("early", ctypes.c_int), ("capacity", ctypes.c_int),
-    )  # fmt: skip
+def few_rows(kv_heads: int, device: torch.device) -> int:
+    """Rows up to which Triton's launches are faster than this kernel."""
+    return int(FEW_ITEMS * device_limits(device).multiprocessors) // kv_heads
 
 
-class CudaStep(DecodeStep):
-    """A decode step by the CUDA kernel.
-
-    A few rows leave most multiprocessors idle unless several programs rank one, which Triton's launches do: they are
-    taken then, unless a ``config`` is given.
-
-    Raises ValueError: what the kernel cannot serve.
-    """
-
-    cuda: CudaConfig | None
-
-    def configure(self, config: Any) -> LaunchConfig:
-        """What the plan of the batch is to know of ``config``, or of the shipped one."""
-        self._check()
-        given: CudaConfig | None = config
-        if given is None and self.items <= FEW * self.limits.multiprocessors:
-            self.cuda = None
-            return super().configure(None)
-        self.capacity = -(-self.pages // 32) * 32
-        self.cuda = given or choose(self.items, self.shape["D"], self.capacity, self.limits)
-        return _division(self.cuda, self.items, self.shape["K"], self.limits.multiprocessors)
-
-    def _check(self) -> None:
-        shape, (keys, values) = self.shape, self.caches
-        if why_not := refusal(shape["P"], shape["D"], shape["G"], keys.dtype, self.q.device):
-            raise ValueError(why_not)
-        tensors = (("keys", keys), ("values", values), ("landmarks", self.landmarks), ("queries", self.q))
-        for name, x in tensors:
-            if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
-                raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")
-
-    def attend(self) -> None:
-        """Ranks and attends, in one launch; a few rows are ranked before."""
-        if self.cuda is None:
-            return super().attend()
-        w, shape, c = self.workspace, self.shape, self.cuda
-        defines = {name: shape[name] for name in ("D", "G", "K", "PER_BLOCK", "SINK", "RECENT")}
-        defines |= dict(
-            BF16=int(self.q.dtype == torch.bfloat16), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
-            BINS=BINS, CANDIDATES=CANDIDATES,
-        )  # fmt: skip
-        kernel = _kernel(tuple(defines.items()), c.shared_bytes(shape["D"], self.capacity), self.q.device)
-        tensors = (
-            self.q, *self.caches, self.landmarks, self.table, self.out, w.rows, w.partial, w.stats,
-            *w.counters, w.plan,
-        )  # fmt: skip
-        strides = (
-            *self.q.stride()[:2], *self.kv_strides, *self.landmarks.stride()[:3], self.table.stride(0),
-            *self.out.stride()[:2], w.rows.stride(0),
-        )  # fmt: skip
-        arguments = _Arguments(
-            *(x.data_ptr() for x in tensors), *strides, *self.scales, len(self.table), self.early, self.capacity
-        )
-        kernel(self.items + self.config.shares, 32 * c.warps, arguments)
-
-
-@cache
-def _kernel(defines: tuple[tuple[str, int], ...], shared_bytes: int, device: torch.device) -> Kernel:
-    return Kernel("decode.cu", "attend", dict(defines), shared_bytes, device)
-
-
-@cache
-def _division(config: CudaConfig, items: int, kv_heads: int, multiprocessors: int) -> LaunchConfig:
-    """What the plan of a batch is to know. Parts wait for their row's first, which starts before and never waits."""
-    shares, places = min(2, config.resident) * multiprocessors - kv_heads, config.resident * multiprocessors
-    if config.parts > 1:
-        shares, places = (config.parts - 1) * items, 2**30  # as small as that many parts allow
-    return LaunchConfig(
-        fused=True, score_pages=16, score_stages=1, rank_splits=1, rank_warps=4, attend_tokens=PAGE_SIZE,
-        attend_stages=config.stages, shares=max(1, shares // kv_heads) * kv_heads, attend_warps=config.warps,
-        part_tokens=config.part_pages * PAGE_SIZE, registers=255, places=places,
-    )  # fmt: skip
-
-
-def refusal(page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device) -> str:
-    """Why the kernel cannot serve such a model there, in a sentence; empty if it can."""
+def unsupported_reason(
+    page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """Why the kernel cannot serve such a model there, in a sentence; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel is for Hopper GPUs (H100, H200); take Triton's"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -152,4 +86,96 @@ def refusal(page_size: int, head_dim: int, group: int, dtype: torch.dtype, devic
             f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to {MAX_GROUP} and 16-bit "
             f"caches, got pages of {page_size}, head dim {head_dim}, group {group} and {dtype}; take Triton's"
         )
-    return ""
+    return None
+
+
+def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
+    """Raises ValueError: what this kernel cannot serve."""
+    check_for_kernels(batch, workspace)
+    reason = unsupported_reason(
+        batch.layout.page_size, batch.head_dim, batch.group, batch.k_cache.dtype, batch.q_BHD.device
+    )
+    if reason:
+        raise ValueError(reason)
+    tensors = dict(keys=batch.k_cache, values=batch.v_cache, landmarks=batch.landmark_cache, queries=batch.q_BHD)
+    for name, x in tensors.items():
+        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
+            raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")
+
+
+def run(
+    batch: DecodeBatch,
+    workspace: DecodeWorkspace | None,
+    reuse_plan: bool = False,
+    config: CudaConfig | None = None,
+) -> Tensor:
+    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the shipped one in tests.
+
+    With ``reuse_plan`` the ranking starts before the launch before has ended, if that allows it as only
+    ``triton.store_tokens`` does: nothing but the newest tokens may depend on it.
+    """
+    assert workspace is not None  # ``check`` refuses it
+    launches = Launches(batch, workspace, config)
+    if not reuse_plan:
+        launches.plan()
+    launches.attend(rank_before_wait=reuse_plan)
+    return batch.out_BHD
+
+
+class _Arguments(ctypes.Structure):
+    """``Args`` of decode.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "q", "k", "v", "landmarks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
+        )),
+        *((name, ctypes.c_longlong) for name in (
+            "q_row", "q_head", "block", "head", "token", "landmark_block", "landmark_page", "landmark_head",
+            "table_row", "out_row", "out_head", "rows_row",
+        )),
+        ("scale_log2", ctypes.c_float), ("v_scale", ctypes.c_float),
+        ("count", ctypes.c_int), ("rank_before_wait", ctypes.c_int), ("capacity", ctypes.c_int),
+    )  # fmt: skip
+
+
+class Launches:
+    """The plan and the kernel of one decode step and what they are given; benchmarks time them apart."""
+
+    def __init__(self, batch: DecodeBatch, workspace: DecodeWorkspace, config: CudaConfig | None = None) -> None:
+        limits = device_limits(batch.q_BHD.device)
+        self.batch, self.workspace = batch, workspace
+        self.capacity = -(-batch.max_pages // 32) * 32
+        self.config = config or choose_config(batch.items, batch.head_dim, self.capacity, limits)
+        self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
+
+    def plan(self) -> None:
+        """Divides the batch among the programs; good for every layer with these lengths and budgets."""
+        divide(self.batch, self.workspace, self.division)
+
+    def attend(self, rank_before_wait: bool = False) -> None:
+        """Ranks, selects and attends, in one launch."""
+        b, w, c = self.batch, self.workspace, self.config
+        defines = dict(
+            D=b.head_dim, G=b.group, K=b.kv_heads, PER_BLOCK=b.pages_per_block, SINK=b.layout.sink_pages,
+            RECENT=b.layout.recent_pages, BF16=int(b.q_BHD.dtype == torch.bfloat16), WARPS=c.warps, STAGES=c.stages,
+            RESIDENT=c.resident, BINS=BINS, CANDIDATES=CANDIDATES,
+        )  # fmt: skip
+        kernel = _kernel(tuple(defines.items()), c.shared_bytes(b.head_dim, self.capacity), b.q_BHD.device)
+        tensors = (
+            b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
+            *w.counters, w.plan,
+        )  # fmt: skip
+        strides = (
+            *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0),
+            *b.out_BHD.stride()[:2], w.rows.stride(0),
+        )  # fmt: skip
+        arguments = _Arguments(
+            *(x.data_ptr() for x in tensors), *strides, b.scale * b.k_scale * math.log2(math.e), b.v_scale,
+            len(b.q_BHD), int(rank_before_wait), self.capacity,
+        )  # fmt: skip
+        kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)
+
+
+@cache
+def _kernel(defines: tuple[tuple[str, int], ...], shared_bytes: int, device: torch.device) -> Kernel:
+    return Kernel("decode.cu", "attend", dict(defines), shared_bytes, device)

@@ -6,15 +6,15 @@ Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
 from torch import Tensor
 
+from sparrow.attention.decode import device_limits
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import forced_kernels as kernels
-from sparrow.attention.triton.tuning import device_limits
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
@@ -40,6 +40,23 @@ class Selection(NamedTuple):
     counts: Tensor  # int32 [B * K, tiles]; how many those are
 
 
+class Kept(NamedTuple):
+    """What a call that is repeated need not compute again."""
+
+    selection: Selection
+    out: Tensor
+    lse: Tensor
+
+
+class _Context(Protocol):
+    """What autograd carries from the forward to the backward pass."""
+
+    saved_tensors: tuple[Tensor, ...]
+    options: tuple[PageLayout, float, Tiles]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 def teacher_forced(
     q_BHTD: Tensor,
     k_BKTD: Tensor,
@@ -51,7 +68,7 @@ def teacher_forced(
     layout: PageLayout,
     scale: float,
     tiles: Tiles | None = None,
-    kept: list[Any] | None = None,
+    kept: list[Kept] | None = None,
 ) -> Tensor:
     """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``.
 
@@ -69,7 +86,7 @@ def teacher_forced(
 class _TeacherForced(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -80,7 +97,7 @@ class _TeacherForced(torch.autograd.Function):
         layout: PageLayout,
         scale: float,
         tiles: Tiles,
-        kept: list[Any] | None,
+        kept: list[Kept] | None,
     ) -> Tensor:
         if kept:
             selection, out, lse = kept.pop()
@@ -89,13 +106,13 @@ class _TeacherForced(torch.autograd.Function):
             selection = call.select(prompt, top_k)
             out, lse = call.attend(selection)
             if kept is not None:
-                kept.append((selection, out.detach(), lse))
+                kept.append(Kept(selection, out.detach(), lse))
         ctx.save_for_backward(q, k, v, out, lse, start, length, *selection)
         ctx.options = (layout, scale, tiles)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, start, length, *selection = ctx.saved_tensors
         call = Call(q, k, v, start, length, *ctx.options)
         d_out = _packed(gradients[0])

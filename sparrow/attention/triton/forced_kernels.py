@@ -15,7 +15,8 @@ size, N pages, C positions in a chunk, W = 32-page words. An item is one sequenc
 import triton
 import triton.language as tl
 
-from sparrow.attention.triton.kernels import _load_rows, _plan, _split
+from sparrow.attention.division import page_counts
+from sparrow.attention.triton.kernels import _above_and_tied, _load_rows
 
 
 @triton.jit
@@ -91,16 +92,16 @@ def select_kernel(
     position = first + tl.program_id(0)
     if position < tl.load(length + b):
         top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
-        own, ranked, budget, _ = _plan(position + 1, top, P, SINK, RECENT)
+        own, ranked, budget, _ = page_counts(position + 1, top, P, SINK, RECENT)
         budget = tl.where(position < tl.load(prompt + b), ranked, budget)
         row = item * C + tl.program_id(0)
         n = tl.arange(0, BLOCK)
         is_ranked = (n >= SINK) & (n < SINK + ranked)
         is_scored = is_ranked & (budget > 0) & (budget < ranked)
         score = tl.load(scores + row * pages + n, mask=is_scored, other=0.0)
-        sure, level, need = _split(score, is_ranked, ranked, budget)
-        level_before = tl.cumsum(level.to(tl.int32), 0) - level.to(tl.int32)
-        keep = sure | (level & (level_before < need)) | ((n < own) & ~is_ranked)
+        above, tied, need = _above_and_tied(score, is_ranked, ranked, budget)
+        tied_before = tl.cumsum(tied.to(tl.int32), 0) - tied.to(tl.int32)
+        keep = above | (tied & (tied_before < need)) | ((n < own) & ~is_ranked)
         word = tl.sum(tl.reshape(keep.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :], 1)
         tl.store(kept + row * (BLOCK // 32) + tl.arange(0, BLOCK // 32), word)
 

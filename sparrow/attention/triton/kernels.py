@@ -13,6 +13,7 @@ block of the cache; page id = block * PER_BLOCK + page within the block.
 import triton
 import triton.language as tl
 
+from sparrow.attention.division import ENTRY, page_counts
 from sparrow.attention.triton.cache import complete_page
 
 LOWEST = tl.constexpr(-(2**31))
@@ -20,26 +21,14 @@ HIGHEST = tl.constexpr(2**31 - 1)
 # Steps that split the range of scores as floats; they suffice for ordinary scores. What is left (an outlier
 # that stretches the range, ties) is finished on their bit patterns, in at most 21 further steps.
 FLOAT_STEPS = tl.constexpr(12)
-# Of what the plan of a batch says to programs, to each of a row's kv heads the same: the row, which part of it, of how
-# many, the slot of the first, the row's length and top_k, and two for alignment.
-ENTRY = tl.constexpr(8)
 
 
 @triton.jit
-def _plan(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
-    """Pages of a row, pages ranked by score, how many of those are kept, and tokens in all kept pages."""
-    pages = (length + P - 1) // P
-    ranked = tl.maximum(pages - SINK - RECENT, 0)
-    budget = tl.minimum(ranked, tl.maximum(top_k, 0))
-    return pages, ranked, budget, length - (ranked - budget) * P
-
-
-@triton.jit
-def _share(work, split, used, TILE: tl.constexpr):
+def _split_work(work, split, used, TILE: tl.constexpr):
     """The part of ``work``, in whole tiles, of one of ``used`` splits."""
-    share = (work + TILE * used - 1) // (TILE * used) * TILE
-    begin = tl.minimum(split * share, work)
-    return begin, tl.minimum(begin + share, work)
+    size = (work + TILE * used - 1) // (TILE * used) * TILE
+    begin = tl.minimum(split * size, work)
+    return begin, tl.minimum(begin + size, work)
 
 
 @triton.jit
@@ -62,17 +51,17 @@ def _order(bits):
 def _load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
     """Rows of ``D`` elements, zeros up to ``DP``."""
     d = tl.arange(0, DP)
-    places = base + offset_T[:, None] + d[None, :]
-    return tl.load(places) if D == DP else tl.load(places, mask=(d < D)[None, :], other=0.0)
+    rows = base + offset_T[:, None] + d[None, :]
+    return tl.load(rows) if D == DP else tl.load(rows, mask=(d < D)[None, :], other=0.0)
 
 
 @triton.jit
 def _load_block_rows(base_T1, block_T, inside_T, stride_block, D: tl.constexpr, DP: tl.constexpr):
-    """Rows of ``D`` elements, one of each block at its place ``base_T1``; zeros up to ``DP`` and outside."""
+    """Rows of ``D`` elements, one of each block at the offset ``base_T1``; zeros up to ``DP`` and outside."""
     d = tl.arange(0, DP)
-    places = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
+    rows = base_T1 + d[None, :] + (block_T.to(tl.int64) * stride_block)[:, None]
     mask = inside_T[:, None] if D == DP else inside_T[:, None] & (d < D)[None, :]
-    return tl.load(places, mask=mask, other=0.0)
+    return tl.load(rows, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -90,8 +79,8 @@ def _score(
 
 
 @triton.jit
-def _split(score, is_ranked, ranked, budget):
-    """Which ranked pages are surely among the ``budget`` best, which tie for the rest, and how many of these to take.
+def _above_and_tied(score, is_ranked, ranked, budget):
+    """Which ranked pages score above the threshold, which equal it, and how many of these to take to have ``budget``.
 
     The threshold is found by counting how many scores reach two guesses a step, until exactly ``budget`` do or
     a single value is left.
@@ -127,8 +116,8 @@ def _split(score, is_ranked, ranked, budget):
         high = tl.where(at_second >= budget, high, tl.where(at_first >= budget, second, first))
         at_high = tl.where(at_second >= budget, at_high, tl.where(at_first >= budget, at_second, at_first))
         step += 1
-    sure = is_ranked & (key >= high)
-    return sure, is_ranked & (key >= low) & ~sure, budget - at_high
+    above = is_ranked & (key >= high)
+    return above, is_ranked & (key >= low) & ~above, budget - at_high
 
 
 @triton.jit
@@ -146,15 +135,15 @@ def _select_block(
     block = tl.load(table + n // PER_BLOCK, mask=inside, other=0)
     is_scored = is_ranked & (budget > 0) & (budget < ranked)
     score = tl.load(row + n, mask=is_scored, other=0.0)
-    sure, level, need = _split(score, is_ranked, ranked, budget)
-    sure = sure | (inside & ~is_ranked)
-    both = sure.to(tl.int32) + (level.to(tl.int32) << 16)
+    above, tied, need = _above_and_tied(score, is_ranked, ranked, budget)
+    kept = above | (inside & ~is_ranked)
+    both = kept.to(tl.int32) + (tied.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both
-    level_before = before >> 16
-    position = (before & 0xFFFF) + tl.minimum(level_before, need)
+    tied_before = before >> 16
+    position = (before & 0xFFFF) + tl.minimum(tied_before, need)
     tl.debug_barrier()  # every thread has read its scores before the list overwrites them
     ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
-    tl.store(ids + position, block * PER_BLOCK + n % PER_BLOCK, mask=sure | (level & (level_before < need)))
+    tl.store(ids + position, block * PER_BLOCK + n % PER_BLOCK, mask=kept | (tied & (tied_before < need)))
 
 
 @triton.jit
@@ -221,8 +210,8 @@ def _attend(
         if PER_BLOCK == 1:
             block = tl.load(ids + n, mask=inside, other=0)
         else:
-            found = tl.load(ids + tl.where(listed, n, n // PER_BLOCK), mask=inside, other=0)
-            page = tl.where(listed, found, found * PER_BLOCK + n % PER_BLOCK)
+            entry = tl.load(ids + tl.where(listed, n, n // PER_BLOCK), mask=inside, other=0)
+            page = tl.where(listed, entry, entry * PER_BLOCK + n % PER_BLOCK)
             block = page // PER_BLOCK
             token += (page % PER_BLOCK) * P
         k_TD = _load_block_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
@@ -260,9 +249,9 @@ def _store_output(
     tl.store(out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits", "early"])
+@triton.jit(do_not_specialize=["splits", "rank_before_wait"])
 def rank_kernel(
-    q, k_cache, landmarks, table, length, top_k, rows, counters, splits, early,
+    q, k_cache, landmarks, table, length, top_k, rows, counters, splits, rank_before_wait,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -271,7 +260,7 @@ def rank_kernel(
 ):  # fmt: skip
     """Several programs score the pages of an item; the last to finish selects."""
     if PDL:
-        if early == 0:
+        if rank_before_wait == 0:
             tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
@@ -280,14 +269,14 @@ def rank_kernel(
     head = (item % K).to(tl.int64)
     tokens_in_row = tl.load(length + b)
     q_D = _mean_query(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
-    pages, ranked, budget, _ = _plan(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
+    pages, ranked, budget, _ = page_counts(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
     used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), splits)
     table += b * stride_table
     row = rows + item.to(tl.int64) * stride_rows
     landmarks += head * stride_mark_head
     if (split < used) & (budget < ranked):
-        begin, end = _share(to_score, split, used, SCORE_TILE)
+        begin, end = _split_work(to_score, split, used, SCORE_TILE)
         _score(
             q_D, landmarks, table, row, SINK + begin, SINK + end, stride_mark_block, stride_mark_page,
             D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
@@ -307,9 +296,9 @@ def rank_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "early"])
+@triton.jit(do_not_specialize=["count", "rank_before_wait"])
 def attend_kernel(
-    q, k_cache, v_cache, landmarks, table, out, rows, partial, stats, ready, counters, plan, count, early,
+    q, k_cache, v_cache, landmarks, table, out, rows, partial, stats, ready, counters, plan, count, rank_before_wait,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_out_row, stride_out_head, stride_rows,
     scale_log2, v_scale,
@@ -321,11 +310,11 @@ def attend_kernel(
     """Each program attends to one part of an item's kept tokens; ``FUSED``, the first part's ranks the item's pages
     before, and the others wait for its list.
 
-    Called ``early``, the launch before only stores the newest tokens, and ranking does not wait for it.
-    Parts do not wait forever: a first part waits for nobody and starts before its others, which leave places free.
-    Whoever finishes an item's last part adds its parts in order: the result does not depend on timing.
+    With ``rank_before_wait`` the launch before only stores the newest tokens, and ranking does not wait for it.
+    Parts do not wait forever: a first part waits for nobody and starts before its others, which never fill the device.
+    The program that finishes an item's last part adds the parts in order: the result does not depend on timing.
     """
-    if PDL and FUSED and early == 0:
+    if PDL and FUSED and rank_before_wait == 0:
         tl.extra.cuda.gdc_wait()
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY
@@ -338,7 +327,7 @@ def attend_kernel(
         head = (work % K).to(tl.int64)
         item = at * K + head
         tokens_in_row = tl.load(entry + 4)
-        pages, ranked, budget, tokens = _plan(tokens_in_row, tl.load(entry + 5), P, SINK, RECENT)
+        pages, ranked, budget, tokens = page_counts(tokens_in_row, tl.load(entry + 5), P, SINK, RECENT)
         q += at * stride_q_row + head * G * stride_q_head
         q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
         k_cache += head * stride_head
@@ -380,10 +369,10 @@ def attend_kernel(
             d = tl.arange(0, DP)
             cell = g[:, None] * D + d[None, :]
             mask = (g < G)[:, None] & (d < D)[None, :]
-            mine = (slot + part * K).to(tl.int64)
-            tl.store(partial + mine * G * D + cell, acc, mask=mask)
-            tl.store(stats + mine * 2 * G + g, maximum, mask=g < G)
-            tl.store(stats + mine * 2 * G + G + g, total, mask=g < G)
+            own = (slot + part * K).to(tl.int64)
+            tl.store(partial + own * G * D + cell, acc, mask=mask)
+            tl.store(stats + own * 2 * G + g, maximum, mask=g < G)
+            tl.store(stats + own * 2 * G + G + g, total, mask=g < G)
             if _arrives_last(counters + item, parts):
                 if FUSED:
                     tl.store(ready + item, 0)

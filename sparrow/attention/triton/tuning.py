@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cache
 
-import torch
-import triton
+from sparrow.attention.decode import DeviceLimits
 
 
 @dataclass(frozen=True)
@@ -25,22 +24,11 @@ class LaunchConfig:
     rank_warps: int  # warps of a ranking program (two launches only)
     attend_tokens: int  # tokens in a tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
-    shares: int  # programs that attend besides one for each item, a multiple of the kv heads
+    extra_programs: int  # that attend besides one for each item, a multiple of the kv heads
     attend_warps: int  # warps of an attending program, and of a fused one
     part_tokens: int  # kept tokens worth a program of their own
     registers: int  # most registers of an attending thread, so that enough programs fit side by side
-    places: int  # attending programs that run at once
-
-
-@dataclass(frozen=True)
-class DeviceLimits:
-    """What the choice depends on: multiprocessors, and bytes of shared memory a program may use."""
-
-    multiprocessors: int
-    shared_memory: int
-
-
-H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
+    resident_programs: int  # attending programs that run at once
 
 
 @dataclass(frozen=True)
@@ -69,15 +57,6 @@ THREE, FOUR = TABLE[-1], _Row(math.inf, True, 4, 64, 2, 64, 1)
 MAX_SPLITS = 16
 
 
-@cache
-def device_limits(device: torch.device) -> DeviceLimits:
-    """Limits of ``device``; an H200's where there is no GPU, for Triton's interpreter."""
-    if device.type != "cuda":
-        return H200
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return DeviceLimits(properties["multiprocessor_count"], properties["max_shared_mem"])
-
-
 def _row(filled: float) -> _Row:
     for row in TABLE:
         if filled <= row.items:
@@ -85,9 +64,9 @@ def _row(filled: float) -> _Row:
     return FOUR if filled / 4 / math.ceil(filled / 4) > filled / 3 / math.ceil(filled / 3) else THREE
 
 
-def share_count(items: int, kv_heads: int, limits: DeviceLimits) -> int:
-    """Programs for further parts: as many as the items leave room for, where parts wait for nobody; in a fused launch
-    two per multiprocessor, but never so many that they fill the device: they may wait for others to start.
+def extra_programs(items: int, kv_heads: int, limits: DeviceLimits) -> int:
+    """Programs for further parts of rows: as many as the items leave room for, where parts wait for nobody; in a fused
+    launch two per multiprocessor, but never so many that they fill the device: they may wait for others to start.
 
     A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
     """
@@ -116,11 +95,11 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
         rank_warps=4,
         attend_tokens=tokens,
         attend_stages=row.attend_stages * more,
-        shares=share_count(items, kv_heads, limits),
+        extra_programs=extra_programs(items, kv_heads, limits),
         attend_warps=4,
         part_tokens=tokens,
         registers=min(255, 65536 // (128 * row.resident) // 8 * 8),
-        places=row.resident * limits.multiprocessors,
+        resident_programs=row.resident * limits.multiprocessors,
     )
     return _fit(config, head_bytes, limits)
 

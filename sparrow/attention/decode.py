@@ -1,0 +1,206 @@
+"""What one decode step over a paged cache is, for every implementation: its batch, its scratch memory, its limits.
+
+``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see ``DecodeImplementation``.
+
+Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M blocks in a row of the
+block table. An item is one sequence and kv head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sparrow.attention.pages import PageLayout
+
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGE_SIZES = (8, 16, 32, 64)
+QUERY_DTYPES = (torch.float16, torch.bfloat16)
+MAX_GROUP = 16
+MAX_PAGES = 16384
+PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The newest token of every sequence and the cache it attends to; ``paged_decode`` says what each field holds."""
+
+    q_BHD: Tensor
+    k_cache: Tensor  # [blocks, K, block tokens, D]
+    v_cache: Tensor  # [blocks, K, block tokens, D]
+    landmark_cache: Tensor  # [blocks, block tokens / P, K, D], updated in place
+    block_table_BM: Tensor  # int32
+    length_B: Tensor  # int32
+    top_k_B: Tensor  # int32
+    out_BHD: Tensor
+    layout: PageLayout
+    scale: float
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k_cache.shape[1]
+
+    @property
+    def group(self) -> int:
+        return self.q_BHD.shape[1] // self.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.q_BHD.shape[2]
+
+    @property
+    def items(self) -> int:
+        return self.q_BHD.shape[0] * self.kv_heads
+
+    @property
+    def pages_per_block(self) -> int:
+        return self.k_cache.shape[2] // self.layout.page_size
+
+    @property
+    def max_pages(self) -> int:
+        """Pages that a row of the block table has room for."""
+        return self.block_table_BM.shape[1] * self.pages_per_block
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """What launch configurations depend on: multiprocessors, and bytes of shared memory a program may use."""
+
+    multiprocessors: int
+    shared_memory: int
+
+
+H200 = DeviceLimits(multiprocessors=132, shared_memory=227 * 1024)
+
+
+@cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Limits of ``device``; an H200's where there is no GPU, for Triton's interpreter."""
+    if device.type != "cuda":
+        return H200
+    properties = torch.cuda.get_device_properties(device)
+    shared_memory = properties.shared_memory_per_block_optin  # type: ignore[attr-defined]  # torch's stubs leave it out
+    return DeviceLimits(properties.multi_processor_count, shared_memory)
+
+
+class DecodeWorkspace:
+    """Scratch memory of decode steps, allocated once and shared by all layers; one stream at a time may use it.
+
+    Args:
+        max_batch: most sequences in a call (B).
+        kv_heads: K.
+        group: query heads per kv head (G).
+        head_dim: D.
+        max_pages: most pages of a sequence, 16,384 at the most.
+        device: where the caches are.
+
+    Raises ValueError: more pages than the selection can rank.
+    """
+
+    def __init__(
+        self, max_batch: int, kv_heads: int, group: int, head_dim: int, max_pages: int, device: torch.device | str
+    ) -> None:
+        if not 1 <= max_pages <= MAX_PAGES:
+            raise ValueError(
+                f"a sequence of {max_pages} pages cannot be ranked, expected 1..{MAX_PAGES}; use larger pages or a "
+                "shorter maximum length"
+            )
+        device = torch.empty(0, device=device).device
+        self.max_batch, self.kv_heads, self.group, self.head_dim = max_batch, kv_heads, group, head_dim
+        self.max_pages = max_pages
+        items = max_batch * kv_heads
+        parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads  # more than any launch makes
+        # Scores, then in their place the ids of the kept pages; rows of a multiple of 16 so that loads stay aligned.
+        self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
+        self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
+        self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
+        self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
+        # Programs that have arrived at an item, for ranking and for attention; every launch leaves zeros.
+        self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory held, in bytes."""
+        return sum(x.nbytes for x in (self.rows, self.partial, self.stats, self.plan, self.counters))
+
+
+class DecodeImplementation(Protocol):
+    """What ``reference``, ``triton`` and ``cuda`` are, as modules."""
+
+    def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
+        """Raises ValueError: what the implementation cannot serve. Looks at no tensor's values."""
+
+    def run(self, batch: DecodeBatch, workspace: DecodeWorkspace | None, reuse_plan: bool = False) -> Tensor:
+        """Decodes a batch that ``check`` let pass; returns ``batch.out_BHD``."""
+
+
+def check_shapes(batch: DecodeBatch) -> None:
+    """Raises ValueError: shapes that do not belong together, whatever the implementation."""
+    q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
+    if q.shape[1] % k.shape[1] or k.shape != v.shape or q.shape[2] != k.shape[3] or q.shape != out.shape:
+        raise ValueError(
+            f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
+        )
+
+
+def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
+    """Raises ValueError: a cache that the kernels cannot serve."""
+    blocks, K, block_tokens, D = k_cache.shape
+    P = layout.page_size
+    if layout.score != "mean_key":
+        raise ValueError(f"the kernels rank by mean_key, got a layout with score {layout.score!r}")
+    if P not in PAGE_SIZES or block_tokens % P:
+        raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
+    if D not in HEAD_DIMS:
+        raise ValueError(f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'")
+    if k_cache.dtype not in (*QUERY_DTYPES, torch.float8_e4m3fn):
+        raise ValueError(f"caches must be float16, bfloat16 or float8_e4m3fn, got {k_cache.dtype}")
+    if landmark_cache.shape != (blocks, block_tokens // P, K, D) or landmark_cache.dtype != k_cache.dtype:
+        raise ValueError(
+            f"landmarks must be {(blocks, block_tokens // P, K, D)} in {k_cache.dtype}, got "
+            f"{tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
+        )
+    if k_cache.stride(3) != 1 or landmark_cache.stride(3) != 1:
+        raise ValueError("keys and landmarks must be contiguous along the head dim")
+
+
+def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
+    """Raises ValueError: what no kernel can serve; ``check_shapes`` and ``check_cache`` are part of it."""
+    check_shapes(batch)
+    check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
+    B, K, G, D = len(batch.q_BHD), batch.kv_heads, batch.group, batch.head_dim
+    q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
+    if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, torch.float8_e4m3fn) or v.dtype != k.dtype:
+        raise ValueError(
+            "queries must be float16 or bfloat16, as is the cache unless it is float8, got queries in "
+            f"{q.dtype}, keys in {k.dtype} and values in {v.dtype}"
+        )
+    if v.stride() != k.stride():
+        raise ValueError(f"keys and values must be strided alike, got {k.stride()} and {v.stride()}")
+    if v.dtype == torch.float8_e4m3fn and any(stride % 2 for stride in v.stride()[:3]):
+        raise ValueError(f"float8 values are read in pairs and need even strides, got {v.stride()}")
+    if not q.stride(2) == v.stride(3) == out.stride(2) == 1:
+        raise ValueError("q, v and out must be contiguous along the head dim")
+    rows = dict(block_table_BM=batch.block_table_BM, length_B=batch.length_B, top_k_B=batch.top_k_B)
+    for name, x in rows.items():
+        if x.dtype != torch.int32 or x.shape[0] != B or x.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous int32 with {B} rows, got {x.dtype} {tuple(x.shape)}")
+    if workspace is None:
+        raise ValueError("a kernel needs a workspace; make one DecodeWorkspace for all layers")
+    if (workspace.kv_heads, workspace.group, workspace.head_dim) != (K, G, D) or G > MAX_GROUP:
+        raise ValueError(
+            f"{K} kv heads, group {G}, head dim {D}, but the workspace is for {workspace.kv_heads}, "
+            f"{workspace.group}, {workspace.head_dim}; groups are at most {MAX_GROUP}"
+        )
+    if workspace.max_batch < B or workspace.max_pages < batch.max_pages:
+        raise ValueError(
+            f"{B} sequences of up to {batch.max_pages} pages do not fit a workspace for {workspace.max_batch} of "
+            f"{workspace.max_pages}; make a larger one"
+        )

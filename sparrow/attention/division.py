@@ -1,0 +1,127 @@
+"""How a batch is divided among programs: once per step, on the device, for every kernel that attends.
+
+In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and the CUDA kernel read
+the same plan: an entry of ``PLAN_ENTRY`` int32 for the programs of a row's K kv heads says which row, which part of
+it, of how many, the slot of the first part, the row's length and top_k; two are for alignment.
+
+Shapes: R rows (sequences), S rows or sizes tried at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from sparrow.attention.decode import PLAN_ENTRY, DecodeBatch, DecodeWorkspace
+
+ENTRY = tl.constexpr(PLAN_ENTRY)
+SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
+
+
+@dataclass(frozen=True)
+class Division:
+    """What a launch asks of the plan."""
+
+    extra_programs: int  # for further parts of rows, besides one program for each item; a multiple of the kv heads
+    resident_programs: int  # that run at once
+    part_tokens: int  # kept tokens worth a program of their own
+    fused: bool  # a row's first program ranks its pages, and the others wait for it
+
+
+def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
+    """Writes the workspace's plan, which is good for every layer with these lengths and budgets."""
+    B, K, layout = len(batch.length_B), batch.kv_heads, batch.layout
+    plan_kernel[(1,)](
+        batch.length_B, batch.top_k_B, workspace.plan, B, division.extra_programs // K,
+        division.resident_programs // K, P=layout.page_size, SINK=layout.sink_pages, RECENT=layout.recent_pages,
+        MIN_PART=division.part_tokens, ROWS=max(128, triton.next_power_of_2(B)), FUSED=division.fused, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr):
+    """Pages of a row, pages ranked by score, how many of those are kept, and tokens in all kept pages."""
+    pages = (length + P - 1) // P
+    ranked = tl.maximum(pages - SINK - RECENT, 0)
+    budget = tl.minimum(ranked, tl.maximum(top_k, 0))
+    return pages, ranked, budget, length - (ranked - budget) * P
+
+
+@triton.jit(do_not_specialize=["count", "extra", "resident"])
+def plan_kernel(
+    length, top_k, plan, count, extra, resident,
+    P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
+    FUSED: tl.constexpr,
+):  # fmt: skip
+    """Divides a batch: every row has one part or more, ``extra`` more in all, as small as that allows.
+
+    A fused launch leaves rows whole that are not longer than what each of ``resident`` entries would get or, unless
+    there is room for twice the rows, not much longer than the mean. The most work comes first, which in a fused launch
+    puts a row's first part, with the ranking, before its others; entries left over get row ``count``.
+    """
+    r = tl.arange(0, ROWS)
+    length_R = tl.load(length + r, mask=r < count, other=0)
+    top_k_R = tl.load(top_k + r, mask=r < count, other=0)
+    tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, FUSED)
+    total = tl.sum(tokens_R)
+    smallest = MIN_PART
+    if FUSED:
+        whole = tl.where(2 * count <= resident, 0, total // count * 17 // 16)
+        smallest = tl.maximum(smallest, tl.maximum(whole, total // resident))
+    low = tl.maximum(smallest, total // (count + extra))
+    high = tl.maximum(low, total // extra + 1)  # needs at most ``extra`` parts, whatever the lengths
+    size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
+    needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
+    size = tl.min(tl.where(needed_S <= extra, size_S, high))
+    more_R = tl.maximum(tokens_R - 1, 0) // size
+    first_R, further_R = _order_of_work(tokens_R, ranking_R, more_R, r, P, ROWS)
+    used = tl.sum(more_R)
+    before_R = tl.cumsum(more_R) - more_R
+    first_entry_R = tl.zeros((ROWS,), tl.int32)
+    further_entry_R = tl.zeros((ROWS,), tl.int32)
+    for begin in range(0, count, SIZES):
+        s = begin + tl.arange(0, SIZES)
+        length_S = tl.load(length + s, mask=s < count, other=0)
+        top_k_S = tl.load(top_k + s, mask=s < count, other=0)
+        tokens_S, ranking_S = _work(length_S, top_k_S, P, SINK, RECENT, FUSED)
+        more_S = tl.maximum(tokens_S - 1, 0) // size
+        first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
+        first_S = tl.where(s < count, first_S, -1)
+        first_entry_R += _count_before(first_R, first_S, further_S, more_S)
+        further_entry_R += _count_before(further_R, first_S, further_S, more_S)
+    for part in range(tl.max(more_R) + 1):
+        entry_R = plan + tl.where(part == 0, first_entry_R, further_entry_R + part - 1) * ENTRY
+        mine = (r < count) & (part <= more_R)
+        tl.store(entry_R, r, mask=mine)
+        tl.store(entry_R + 1, part, mask=mine)
+        tl.store(entry_R + 2, more_R + 1, mask=mine)
+        tl.store(entry_R + 3, r + before_R, mask=mine)
+        tl.store(entry_R + 4, length_R, mask=mine)
+        tl.store(entry_R + 5, top_k_R, mask=mine)
+    for first in range(used, extra, ROWS):
+        tl.store(plan + (count + first + r) * ENTRY, count, mask=first + r < extra)
+
+
+@triton.jit
+def _work(length_R, top_k_R, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKED: tl.constexpr):
+    """A row's kept tokens, and how many of these take as long to read as the landmarks that its first part ranks."""
+    _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT)
+    return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKED, ranked // 2, 0)
+
+
+@triton.jit
+def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
+    """Numbers, all different, that sort first and further parts of rows by their work, down to a page."""
+    part_R = tokens_R // (more_R + 1)
+    last_R = ROWS - 1 - r
+    return ((part_R + ranking_R) // P * 2 + 1) * ROWS + last_R, part_R // P * 2 * ROWS + last_R
+
+
+@triton.jit
+def _count_before(order_R, first_S, further_S, more_S):
+    """How many parts of rows S come before each of R."""
+    first = (first_S[None, :] > order_R[:, None]).to(tl.int32)
+    further = (further_S[None, :] > order_R[:, None]).to(tl.int32)
+    return tl.sum(first + further * more_S[None, :], 1)

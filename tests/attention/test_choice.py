@@ -1,0 +1,66 @@
+"""Which implementation decodes: chosen in one place, said by name, and never another than was asked for."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from sparrow.attention import Choice, choose, cuda
+from sparrow.attention.decode import H200
+from sparrow.errors import ConfigError
+
+MODEL = dict(page_size=16, head_dim=128, kv_heads=8, group=4, dtype=torch.bfloat16)
+GPU = torch.device("cuda")
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(cuda.launch, "device_limits", lambda device: H200)
+    monkeypatch.setattr(cuda.launch, "find_spec", lambda name: True)
+
+
+def test_the_fastest_is_two_kernels_and_says_so(hopper):
+    chosen = choose(None, **MODEL, device=GPU)
+    assert str(chosen) == "cuda, triton for up to 4 rows"
+    assert [chosen.of(rows) for rows in (1, 4, 5, 256)] == ["triton", "triton", "cuda", "cuda"]
+    assert str(choose(None, **MODEL | dict(kv_heads=4), device=GPU)) == "cuda, triton for up to 9 rows"
+    assert str(choose(None, **MODEL | dict(kv_heads=64), device=GPU)) == "cuda"
+
+
+@pytest.mark.parametrize("asked", ["cuda", "triton", "reference"])
+def test_what_is_asked_for_decodes_every_number_of_rows(hopper, asked):
+    chosen = choose(asked, **MODEL, device=GPU)
+    assert str(chosen) == asked
+    assert {chosen.of(rows) for rows in range(1, 300)} == {asked}
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (dict(page_size=32), "got pages of 32, head dim 128, group 4 and torch.bfloat16"),
+        (dict(head_dim=256), "got pages of 16, head dim 256"),
+        (dict(group=16), "group 16"),
+        (dict(dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
+    ],
+)
+def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(hopper, change, reason):
+    assert choose(None, **MODEL | change, device=GPU) == Choice("triton")
+    with pytest.raises(ConfigError, match=reason):
+        choose("cuda", **MODEL | change, device=GPU)
+
+
+def test_other_gpus_are_tritons_and_a_cpu_is_the_references(hopper, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert choose(None, **MODEL, device=GPU) == Choice("triton")
+    with pytest.raises(ConfigError, match="for Hopper GPUs"):
+        choose("cuda", **MODEL, device=GPU)
+    assert choose(None, **MODEL, device=torch.device("cpu")) == Choice("reference")
+    with pytest.raises(ConfigError, match="no cuda kernels on a CPU; ask for none"):
+        choose("cuda", **MODEL, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="unknown implementation 'flash'"):
+        choose("flash", **MODEL, device=GPU)
+
+
+def test_few_rows_are_counted_in_the_gpus_own_limits():
+    assert cuda.few_rows(8, torch.device("cpu")) == 4  # where there is no GPU, an H200's: 0.3 of 132 items
+    assert cuda.few_rows(1, torch.device("cpu")) == 39
