@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -24,6 +25,7 @@ from sparrow.rewards.math import MAX_ANSWER_CHARS
 
 DATA = Path(__file__).parent / "data"
 LABELLED = [json.loads(line) for line in (DATA / "math_equivalence.jsonl").read_text().splitlines()]
+PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text().splitlines()]
 EQUIVALENT = r"""
 \frac12 ~ 0.5 ;; 0.3333333 ~ \frac{1}{3} ;; 5\frac34 ~ 23/4 ;; 05 ~ 5 ;; 1{,}234 ~ 1234
 11,\! 111,\! 111,\! 100 ~ 11111111100 ;; 1,234.50 ~ 1234.5 ;; 1\,000 ~ 1000 ;; 50% ~ 50\% ;; 50 ~ 50\%
@@ -125,6 +127,30 @@ def test_not_equivalent(verifier, answer, reference):
     assert not verifier.equal(answer, reference)
 
 
+@pytest.mark.parametrize("category", sorted({row["category"] for row in PAIRS}))
+def test_labelled_pairs(verifier, category):
+    """No false accept in any category; what is still rejected wrongly is named here."""
+    rows = [row for row in PAIRS if row["category"] == category]
+    wrong = [row for row in rows if verifier.equal(row["answer"], row["reference"]) != row["equal"]]
+    assert len(rows) >= 10
+    assert {row["answer"] for row in wrong} <= {"i^2", r"7 \pmod{12}"} and all(row["equal"] for row in wrong)
+
+
+def test_the_labelled_pairs_are_as_many_and_as_mixed_as_said():
+    unequal = sum(not row["equal"] for row in PAIRS)
+    assert len(PAIRS) >= 800 and len({(row["answer"], row["reference"]) for row in PAIRS}) == len(PAIRS)
+    assert 0.4 < unequal / len(PAIRS) < 0.6
+
+
+def test_the_cases_written_down_for_math_verify(verifier):
+    """Each row of the page is a pair that math-verify alone judges wrongly, and we do not."""
+    page = (Path(__file__).parents[1] / "docs/math-verify/README.md").read_text()
+    cases = re.findall(r"^\| `(.+?)` \| `(.+?)` \| (equal|different) \|", page, re.MULTILINE)
+    assert len(cases) == 27
+    for answer, reference, alone in cases:
+        assert verifier.equal(answer, reference) == (alone == "different"), (answer, reference)
+
+
 @given(
     st.integers(-(10**12), 10**12),
     st.sampled_from(["{}", "{:,}", "${}$", r"\${:,}", "{}.", "{}.0", " {} ", r"\left({}\right)"]),
@@ -204,6 +230,44 @@ def test_answers_that_hang_leave_the_others_alone():
         list(threads.map(verifier.equal, ["x+x"] * 2, ["2x"] * 2))
         rewards = list(threads.map(verifier, responses, ["204", "y+x", "205", "x", "2x", "8"]))
         assert rewards == [0, 1, 0, 0, 1, 0] and verifier.lost == 2
+
+
+def test_as_many_answers_as_workers_can_hang_and_nobody_waits(born):
+    with MathVerifier(workers=2, limit_s=3) as verifier, ThreadPoolExecutor(4) as threads:
+        list(threads.map(verifier.equal, ["x+x"] * 2, ["2x"] * 2))
+        start = time.monotonic()
+        hanging = [threads.submit(verifier.equal, HANGS, reference) for reference in ("204", "205")]
+        time.sleep(0.1)
+        assert verifier.equal("x+x", "2x") and not verifier.equal("x+x", "3x")
+        served = time.monotonic() - start
+        assert not any(answer.done() for answer in hanging) and served < 3 and len(born()) <= 4
+        assert not any(answer.result() for answer in hanging) and verifier.lost == 2
+        assert verifier.equal("x+x", "2x")
+        assert len(born()) <= 2
+
+
+def test_an_answer_that_hung_is_not_tried_again():
+    with MathVerifier(workers=1, limit_s=1) as verifier:
+        assert not verifier.equal(HANGS, "204")
+        start = time.monotonic()
+        assert [verifier.equal(HANGS, "204") for _ in range(16)] == [False] * 16
+        assert time.monotonic() - start < 0.5 and verifier.lost == 1
+
+
+def test_the_limit_is_of_processor_time(monkeypatch):
+    """A comparison that was kept from the processor is not wrong for that; one that never gets it is, in the end."""
+    monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
+    with MathVerifier(workers=1, limit_s=0.5) as verifier:
+        assert verifier.equal("x+x", "2x")
+        (worker,) = psutil.Process().children()[-1:]
+        worker.suspend()
+        threading.Timer(0.8, worker.resume).start()
+        assert verifier.equal("x+x+x", "3x") and verifier.lost == 0
+        assert verifier.equal("x+x", "2x")
+        psutil.Process().children()[-1].suspend()
+        start = time.monotonic()
+        assert not verifier.equal("y+y", "2y")
+        assert 1.5 <= time.monotonic() - start < 4 and verifier.lost == 1
 
 
 def test_threads_share_one_worker_without_mixing_answers(born):

@@ -16,6 +16,7 @@ import re
 import sys
 import threading
 import time
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,9 @@ START_LIMIT_S = 120.0
 """Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""
 RECYCLE = 5000  # comparisons after which a worker is replaced, so that no library's caches grow without end
 WORKER = Path(__file__).with_name("math_worker.py")
+PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
+WALL_LIMITS = 3  # a comparison that gets no processor is waited for this many times its limit
+HUNG_PAIRS = 1000  # comparisons remembered as hanging
 MAX_ANSWER_CHARS = 2000
 """Longer answers are wrong unless identical to the reference; it also keeps a request below a pipe's buffer."""
 
@@ -38,7 +42,8 @@ _JOINT = re.compile(rf"(?:{_GAP}(?:[,;]|and|or|\\text\{{\s*(?:and|or)\s*\}}))+{_
 _HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _PLAIN = re.compile(r"[-+]?(?:(?:\d{1,3}(?:(?:,\d{3})+|(?: \d{3})+)|\d+)(?:\.\d*)?|\.\d+)")
-_MARKS = re.compile(r"\\[!,;:]\s*|\\?\$|\\left(?![a-z])|\\right(?![a-z])|~")
+_THIN = re.compile(r"\\[,;: ]|\\q?quad(?![a-z])|~")
+_MARKS = re.compile(r"\\!\s*|\\?\$|\\left(?![a-z])|\\right(?![a-z])")
 _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
@@ -91,8 +96,8 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """The answer without the marks that carry no meaning: thin spaces, dollar signs, sizes of brackets, a full stop."""
-    return _MARKS.sub("", answer.replace("{,}", ",")).strip().removesuffix(".")
+    """The answer with plain spaces and no marks without a meaning: dollars, sizes of brackets, a full stop."""
+    return " ".join(_MARKS.sub("", _THIN.sub(" ", answer.replace("{,}", ","))).split()).removesuffix(".")
 
 
 def _squeezed(answer: str) -> str:
@@ -129,12 +134,21 @@ class _Worker(Child):
             raise RewardError(f"the worker {WORKER.name} did not start: {error}; install what is missing") from error
 
 
+def _cpu_s(pid: int) -> float:
+    """Processor seconds that a running process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class MathVerifier:
     """Judges responses against reference answers with its own worker processes, started when first needed.
 
     Args:
-        workers: processes at most; each holds about 100 MB. Threads that find none free wait for one.
-        limit_s: seconds one comparison may take. One stopped there counts as wrong, is logged, and counted in ``lost``.
+        workers: processes at a time; each holds about 100 MB. Threads that find none free wait for one. A comparison
+            that takes longer than half a second makes room for another process, so that as many answers as there are
+            workers can hang before anybody waits for one.
+        limit_s: processor seconds one comparison may take, or three times as many seconds by the clock. One stopped
+            there counts as wrong, is logged, counted in ``lost``, and not tried again.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
@@ -144,6 +158,8 @@ class MathVerifier:
             raise ValueError(f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}")
         self.limit_s, self.lost = limit_s, 0
         self._pid = os.getpid()
+        self._hung: dict[tuple[str, str], None] = {}
+        self._slow = threading.BoundedSemaphore(workers)
         self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
             self._slots.put(None)
@@ -157,22 +173,39 @@ class MathVerifier:
         Raises RewardError: math-verify cannot be started.
         """
         verdict = _quick(answer, reference)
+        if verdict is None and (answer, reference) in self._hung:
+            verdict = False
         if verdict is None:
             try:
                 verdict = self._ask(answer, reference)
             except (ChildTimeoutError, ChildEndedError) as lost:
                 _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
                 verdict = False
+                if len(self._hung) >= HUNG_PAIRS:
+                    self._hung.clear()
+                if isinstance(lost, ChildTimeoutError):
+                    self._hung[answer, reference] = None
         return verdict
 
     def _ask(self, answer: str, reference: str) -> bool:
         worker = self._slots.get()
-        fresh = False
+        fresh, slow = False, False
         try:
             worker = worker or _Worker(self.limit_s)
-            deadline = time.monotonic() + self.limit_s
-            worker.send({"answer": answer, "reference": reference}, deadline)
-            verdict = bool(worker.receive(deadline)["equal"])
+            start, used = time.monotonic(), _cpu_s(worker.process.pid)
+            worker.send({"answer": answer, "reference": reference}, start + self.limit_s)
+            deadline = start + min(PATIENCE_S, self.limit_s)
+            while True:
+                try:
+                    verdict = bool(worker.receive(deadline)["equal"])
+                    break
+                except ChildTimeoutError:
+                    left = self.limit_s - (_cpu_s(worker.process.pid) - used)
+                    if left <= 0 or time.monotonic() >= start + WALL_LIMITS * self.limit_s:
+                        raise
+                    if not slow and (slow := self._slow.acquire(blocking=False)):
+                        self._slots.put(None)
+                    deadline = time.monotonic() + max(left, 0.05)
             worker.asked += 1
             fresh = worker.asked < RECYCLE
             return verdict
@@ -183,7 +216,21 @@ class MathVerifier:
             # Also after an interrupt: a late reply must not be read as the answer to the next request.
             if worker is not None and not fresh:
                 worker.close()
-            self._slots.put(worker if fresh else None)
+            if not slow:
+                self._slots.put(worker if fresh else None)
+            else:
+                self._slow.release()
+                if fresh:
+                    self._return(worker)
+
+    def _return(self, worker: _Worker | None) -> None:
+        """Keep a worker that has given its place away if one is free, otherwise end it."""
+        with suppress(queue.Empty):
+            other = self._slots.get_nowait()
+            self._slots.put(other or worker)
+            worker = worker if other else None
+        if worker is not None:
+            worker.close()
 
     def __call__(self, response: str, answer: str, *, last_number: bool = False) -> float:
         """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
