@@ -216,8 +216,10 @@ def train(command: Train) -> None:
     from sparrow.report import summary_rows
     from sparrow.terminal import Progress, print_rows, say
     from sparrow.train.ranks import asked_to_shard
+    from sparrow.train.trackers import check_trackers
     from sparrow.train.trainer import Trainer
 
+    check_trackers(command.trackers)
     start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
     schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
     # Schedulers, and launchers whose other process died, end a run this way: as good a reason to save as Ctrl-C.

@@ -252,3 +252,29 @@ def test_killed_process_resumes(tmp_path):
     assert start_process(tmp_path / "killed", steps, resume=True).wait() == 0
     assert start_process(tmp_path / "whole", steps).wait() == 0
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
+
+
+def test_the_tail_by_length_reaches_tensorboard_under_stable_names(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_trainer(tmp_path, steps=2, trackers=("tensorboard",)).train()
+    events = EventAccumulator(str(tmp_path / "sparrow"))
+    events.Reload()
+    rows = metrics_of(tmp_path)
+    found = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    bins = [row["mismatch"]["bins"] for row in rows]
+    assert [(b["start"], b["end"]) for b in bins[0]] == [(0, 32), (32, 64)]
+    columns = {"": "lower_bound", "/low": "interval_low", "/high": "interval_high", "/upper": "upper_bound"}
+    for name, key in columns.items():
+        assert found[f"sparrow/p5/32-64{name}"] == pytest.approx([b[1][key] for b in bins], abs=1e-6)
+    assert found["sparrow/p5"] == pytest.approx([min(b["lower_bound"] for b in both) for both in bins], abs=1e-6)
+    assert found["reward/mean"] == pytest.approx([row["reward"]["mean"] for row in rows], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("sparrow.train.trackers.get_available_trackers", lambda: ["tensorboard"])
+    message = f"trackers is tensorboard {name}, but the package '{name}' is not installed; pip install {name}"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path / "run", trackers=("tensorboard", name))
+    assert not (tmp_path / "run").exists()

@@ -33,10 +33,9 @@ from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from sparrow.errors import ConfigError
-from sparrow.integrations.metrics import mismatch_metrics
 from sparrow.integrations.probe import probe
 from sparrow.measure import pool
-from sparrow.mismatch import MismatchReport, sampled_acceptance, tail_floor_by_bin
+from sparrow.mismatch import MismatchReport, mismatch_metrics, sampled_acceptance, tail_floor_by_bin
 from sparrow.mode import Decoding
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config as vllm_config

@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,6 +48,7 @@ from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks, reshard, sharding, whole
 from sparrow.train.reward import reward_metrics
+from sparrow.train.trackers import check_trackers, flatten, tracked
 
 if TYPE_CHECKING:
     from sparrow.train.distill import Distiller
@@ -65,8 +66,9 @@ class Trainer:
     ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
     under; with ``closed_loop`` the schedule follows the measured p5, so that it holds ``config.tau``.
 
-    Raises ConfigError: a run directory in use, more processes than responses, processes that start from different
-    weights, or a closed loop beside something else that moves the schedule, or in other bins than the schedule's.
+    Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
+    processes that start from different weights, or a closed loop beside something else that moves the
+    schedule, or in other bins than the schedule's.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Trainer:
         listener: Listener = lambda event, metrics: None,
         closed_loop: bool = False,
     ) -> None:
+        check_trackers(config.trackers)
         self.config, self.tokenizer, self.engine = config, tokenizer, engine
         self.listener = listener
         self.step = 0
@@ -125,7 +128,7 @@ class Trainer:
             self._load()
         if self.ranks.is_main:
             RunConfig(asdict(config), schedule).save(self.run_dir.path)
-        self.accelerator.init_trackers("sparrow", config=_flatten(asdict(config)))
+        self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))
 
     def train(self) -> None:
         """Run to the last step, then save the model to ``run_dir/model``.
@@ -205,7 +208,7 @@ class Trainer:
                 }
                 metrics = {"step": self.step, **metrics}
                 if self.ranks.is_main:
-                    self._log(metrics, experience, assessment)
+                    self._log(metrics, report, experience, assessment)
         self.listener("step", metrics)
 
     def _rest(self) -> Counters:
@@ -359,8 +362,8 @@ class Trainer:
             order = np.random.default_rng([self.config.seed, self.step]).permutation(size).tolist()
         return [order[i::count] for i in range(count)]
 
-    def _log(self, metrics: Metrics, experience: Experience, assessment: Assessment) -> None:
-        self.accelerator.log(_flatten(metrics), step=self.step)
+    def _log(self, metrics: Metrics, report: MismatchReport, experience: Experience, assessment: Assessment) -> None:
+        self.accelerator.log(tracked(metrics, report), step=self.step)
         # One response per prompt as far as they go, so that the token view shows different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
@@ -404,17 +407,6 @@ class Trainer:
         self._set_schedule(state.schedule)
         self.steering.load(state.steering)
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
-
-
-def _flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Scalars of a nested mapping under slash-joined names, as trackers take them."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat |= _flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float | str):
-            flat[prefix + key] = value
-    return flat
 
 
 @contextlib.contextmanager

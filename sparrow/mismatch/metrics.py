@@ -1,0 +1,31 @@
+"""A mismatch report as scalars for trackers, under the same names wherever it is logged.
+
+sparrow/p5                     the least 5th percentile of acceptance (lower bound) of any length bin
+sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
+                               least two sequences reach the bin; /upper is the percentile of the upper bound
+sparrow/acceptance_mean        mean acceptance (lower bound)
+sparrow/sequences              responses measured
+"""
+
+from math import isnan
+
+from sparrow.mismatch.bootstrap import MismatchReport
+
+
+def mismatch_metrics(report: MismatchReport) -> dict[str, float]:
+    """A report as flat scalars; what is not known (nan) is left out."""
+    name = f"sparrow/p{report.percentile:g}"
+    metrics = {
+        name: min(b.lower_bound for b in report.bins),
+        "sparrow/acceptance_mean": report.mean,
+        "sparrow/sequences": float(report.n_sequences),
+    }
+    for b in report.bins:
+        at = f"{name}/{b.start}-{b.end}"
+        metrics |= {
+            at: b.lower_bound,
+            f"{at}/low": b.interval_low,
+            f"{at}/high": b.interval_high,
+            f"{at}/upper": b.upper_bound,
+        }
+    return {name: value for name, value in metrics.items() if not isnan(value)}

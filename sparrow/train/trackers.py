@@ -1,0 +1,37 @@
+"""What goes to TensorBoard, W&B and trackio: every scalar of a step, and the tail by length under stable names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate.tracking import get_available_trackers
+
+from sparrow.errors import ConfigError
+from sparrow.mismatch import MismatchReport, mismatch_metrics
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raises ConfigError: a tracker whose package is not installed, which accelerate would leave out silently."""
+    installed = {str(tracker) for tracker in get_available_trackers()}
+    if missing := [name for name in names if name not in installed]:
+        raise ConfigError(
+            f"trackers is {' '.join(names)}, but the package {missing[0]!r} is not installed; pip install {missing[0]} "
+            "or leave it out"
+        )
+
+
+def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any]:
+    """The scalars of a step's metrics under slash-joined names, and those of ``mismatch_metrics``."""
+    return flatten(metrics) | mismatch_metrics(report)
+
+
+def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Scalars of a nested mapping under slash-joined names, as trackers take them."""
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float | str):
+            flat[prefix + key] = value
+    return flat
