@@ -29,7 +29,7 @@ from torch import Tensor
 from train import windows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow.mismatch import sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 
@@ -164,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     seconds = round(time.monotonic() - began, 1)
     result = {"model": card, "device": machine, "seconds": seconds, "settings": settings, "rows": rows}
-    args.out.write_text(json.dumps(result) + "\n")
+    args.out.write_text(json.dumps(plain(result)) + "\n")
     return result
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ def study():
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         patch.syspath_prepend(str(ROOT / "studies" / "text"))
-        names = ("corpus", "train", "drafts", "acceptance", "tables_text")
+        names = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -240,3 +241,71 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
     assert f"{card['held_out_loss']:.2f} nats" in study.tables_text.text_model()
+
+
+# --- drafting in vLLM ---
+
+
+class Engine:
+    """What ``generate`` uses of vLLM's engine, giving each request these numbers of tokens, step by step."""
+
+    def __init__(self, given: dict[str, list[int]]) -> None:
+        self.given = given
+        self.prompts: dict[str, list[int]] = {}
+
+    def add_request(self, name, prompt, sampling) -> None:
+        assert sampling.temperature == 1.0 and sampling.ignore_eos and sampling.output_kind == "delta"
+        self.prompts[name] = prompt["prompt_token_ids"]
+
+    def has_unfinished_requests(self) -> bool:
+        return any(self.given.values())
+
+    def step(self):
+        for name, counts in self.given.items():
+            if counts:
+                tokens = [7] * counts.pop(0)
+                yield SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=tokens)], finished=not counts)
+
+
+def test_a_steps_tokens_are_a_cycle_but_for_the_first_and_the_last(study, monkeypatch):
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA="delta"))
+    monkeypatch.setitem(
+        sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **options: SimpleNamespace(**options))
+    )
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)
+    llm = SimpleNamespace(llm_engine=Engine({"0": [1, 9, 2, 4], "1": [1, 3]}))
+    found = study.vllm_acceptance.generate(llm, [[5, 5, 5], [6]], tokens=16)
+    assert found == [([5] * 3 + [7] * 16, [(3, 9), (12, 2)]), ([6] + [7] * 4, [])]
+
+
+def test_the_chance_of_acceptance_is_the_mean_over_the_policys_own_tokens(study, sharp):
+    """Over all tokens that may follow, as often as the dense policy draws each, min(1, q/p) averages to acceptance."""
+    model, ids, _ = sharp
+    ids = ids[:1].repeat(VOCAB, 1)
+    ids[:, 151] = torch.arange(VOCAB)
+    kept = study.acceptance.schedule(96)
+    start = torch.full((VOCAB, 1), 150)
+    alpha, ratio = study.vllm_acceptance.predict(model, ids, start, 2, kept)
+    with torch.no_grad():
+        p = model(input_ids=ids[:1]).logits[0, 150].softmax(-1)
+    torch.testing.assert_close((p * ratio[:, 0, 0]).sum(), alpha[0, 0, 0], atol=1e-5, rtol=0)
+    assert alpha[0, 0, 0] < 0.95 and alpha[:, 0, 1].std() > 0.01
+    _, (consecutive,) = study.acceptance.lossless(model, ids[:1], start[:1], 2, [(kept, 1)])
+    torch.testing.assert_close(alpha[:1], consecutive, atol=1e-6, rtol=0)
+
+
+def test_cycles_are_compared_with_what_their_drafts_predict(study, monkeypatch):
+    start, emitted = np.array([[10, 30], [12, 25]]), np.array([[3, 1], [2, 2]])
+    alpha = np.array([[[0.8, 0.5], [0.6, 0.4]], [[1.0, 1.0], [0.2, 0.4]]])
+    ratio = np.array([[[0.5, 1.0], [0.0, 1.0]], [[1.0, 0.3], [0.5, 1.0]]])
+    found = study.vllm_acceptance.compare(start, emitted, alpha, ratio, [8, 20, 40])
+    first, second = found["bins"]
+    assert first["tokens_a_cycle"][0] == 2.5 and first["cycles"] == 2
+    assert first["predicted"]["sampled"] == pytest.approx(1 + ((0.8 + 0.5 * 0.5) + (1 + 1)) / 2, abs=1e-3)
+    assert first["predicted"]["consecutive"] == pytest.approx(1 + ((0.8 + 0.4) + 2) / 2, abs=1e-3)
+    assert second["measured_over_predicted"] == pytest.approx(1.5 / (1 + (0.6 + 0.2 + 0.2) / 2), abs=1e-4)
+    assert found["mean_acceptance"] == pytest.approx(alpha.mean(), abs=1e-4)
+
+    monkeypatch.setattr(study.tables_text, "load", {"text_vllm": found}.get)
+    lines = study.tables_text.text_drafting().splitlines()
+    assert len(lines) == 2 + 3 and lines[3].startswith("| 8 to 20 | 2 | 2.50 [2.00, 3.00] | 2.52 |")

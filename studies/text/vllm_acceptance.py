@@ -1,0 +1,158 @@
+"""Drafting for real: vLLM in lossless mode continues held-out text at temperature 1; its cycles, counted by length.
+
+    python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
+
+Every step of the engine ends one cycle of every request, so the tokens that a request gets in a step are the drafts
+accepted and the one after them. Beside it stands what the model predicts for the same cycles, teacher-forced in float32
+along the tokens that came out (``drafts.py``). These are samples of the dense policy, so the chance that the first j
+drafts are accepted is the mean of the product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and
+``geometric`` are the estimates that ``acceptance.py`` makes, for comparison.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import acceptance
+import drafts
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from train import windows
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean
+from sparrow.mode import Decoding
+from sparrow.schedule import SparsitySchedule
+
+Array = NDArray[Any]
+Cycle = tuple[int, int]  # position of the first draft's input, and tokens that the cycle gave
+
+
+def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[tuple[list[int], list[Cycle]]]:
+    """Each prompt's whole text, itself included, and its cycles but for the last, which ``tokens`` may cut short."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    texts, cycles = [list(prompt) for prompt in prompts], [list[Cycle]() for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        sampling = SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=i, output_kind=RequestOutputKind.DELTA
+        )
+        engine.add_request(str(i), {"prompt_token_ids": list(prompt)}, sampling)
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            i, new = int(output.request_id), list(output.outputs[0].token_ids)
+            if len(texts[i]) > len(prompts[i]) and new and not output.finished:
+                cycles[i].append((len(texts[i]) - 1, len(new)))
+            texts[i] += new
+    return list(zip(texts, cycles, strict=True))
+
+
+def predict(
+    model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, kept: SparsitySchedule
+) -> tuple[Tensor, Tensor]:
+    """Acceptance, and min(1, q/p) of the text's own tokens, at the drafts of cycles; both ``[B, R, W]``."""
+    dense = SparsitySchedule.dense(page_size=kept.page_size, dense_layers=())
+    cache = drafts.DenseCache.of(model, ids, drafts.layout_of(kept))
+    alpha, ratio = [], []
+    pairs = zip(
+        *(drafts.draft(model, ids, drafts.Cycles(cache, start, drafted, s)) for s in (dense, kept)), strict=True
+    )
+    for step, (p, q) in enumerate(pairs):
+        token = ids.gather(1, start + step + 1)[..., None]
+        alpha.append(acceptance.acceptance(p, q))
+        ratio.append((q.gather(-1, token) / p.gather(-1, token)).clamp(max=1)[..., 0])
+    return torch.stack(alpha, dim=-1), torch.stack(ratio, dim=-1)
+
+
+def compare(start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Sequence[int]) -> dict[str, Any]:
+    """Tokens that cycles gave, ``[S, R]``, beside what their drafts predict, ``[S, R, W]``: in all and by bins."""
+    request = np.broadcast_to(np.arange(len(start))[:, None], start.shape)
+    before = np.concatenate([np.ones_like(ratio[..., :1]), ratio[..., :-1].cumprod(-1)], axis=-1)
+    sampled = 1 + (before * alpha).sum(-1)  # what the last draft's token is does not matter: its mean is known
+
+    def of(where: Any) -> dict[str, Any]:
+        measured = sequence_bootstrap(emitted[where], request[where], weighted_mean)
+        consecutive, geometric = acceptance.tokens_a_cycle(alpha[where], alpha.shape[-1])
+        predicted = {"sampled": float(sampled[where].mean()), "consecutive": consecutive, "geometric": geometric}
+        return {
+            "cycles": int(where.sum()),
+            "tokens_a_cycle": [round(x, 3) for x in measured[:3]],
+            "predicted": {name: round(x, 3) for name, x in predicted.items()},
+            "measured_over_predicted": round(measured.estimate / predicted["sampled"], 4),
+            "mean_acceptance": round(float(alpha[where].mean()), 4),
+        }
+
+    spans = [(low, high, (start >= low) & (start < high)) for low, high in pairwise(edges)]
+    bins = [{"start": low, "end": high, **of(where)} for low, high, where in spans if where.any()]
+    return {**of(np.ones(start.shape, bool)), "bins": bins}
+
+
+def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
+    """``options`` are vLLM's, for machines that need others."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--dense-layers", type=int, nargs="*", default=[])
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
+    parser.add_argument("--cycles", type=int, default=48, help="of each request that are compared with the prediction")
+    parser.add_argument("--memory", type=float, default=0.4, help="vLLM's share of the GPU")
+    args = parser.parse_args(argv)
+
+    from vllm import LLM
+
+    card = json.loads((args.checkpoint / "card.json").read_text())
+    context, kept = card["context"], acceptance.schedule(args.budget, args.dense_layers)
+    lengths = np.linspace(context // 8, context - args.tokens - args.drafts - 1, args.requests).astype(int)
+    rows = windows(np.load(args.checkpoint / "held_out.npy"), args.requests, context)
+    prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    decoding = Decoding.lossless(kept, draft_tokens=args.drafts, adapt_draft_tokens=False)
+    defaults = {"max_num_seqs": args.requests, "gpu_memory_utilization": args.memory, "enable_prefix_caching": False}
+    llm = LLM(
+        str(args.checkpoint), additional_config={"sparrow": decoding.to_dict()}, max_model_len=context,
+        **{**defaults, **options},
+    )  # fmt: skip
+    llm.collective_rpc("sparrow_counters")
+    done = generate(llm, prompts, args.tokens)
+    counters = llm.collective_rpc("sparrow_counters")
+    del llm
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        args.checkpoint, dtype=torch.float32, attn_implementation=drafts.NAME
+    ).to(device)
+    # A cycle counts if nothing that it could give reaches the text's end: its start decides, not what it gave.
+    whole = [[cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)] for text, cycles in done]
+    count = min(args.cycles, *map(len, whole))
+    found = np.array([[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole])
+    start, emitted = found[..., 0], found[..., 1]
+    ids = torch.tensor([text + [0] * (context - len(text)) for text, _ in done])
+    parts = []
+    for i in range(0, len(ids), 4):
+        rows_now, starts_now = ids[i : i + 4].to(device), torch.from_numpy(start[i : i + 4]).to(device)
+        parts.append([x.double().cpu().numpy() for x in predict(model, rows_now, starts_now, args.drafts, kept)])
+    alpha, ratio = (np.concatenate(x) for x in zip(*parts, strict=True))
+    result = {
+        "model": card,
+        "settings": {k: v for k, v in vars(args).items() if k not in ("checkpoint", "out")},
+        "counters": counters,
+        **compare(start, emitted, alpha, ratio, [context // 8, *(context * n // 4 for n in (1, 2, 3, 4))]),
+    }
+    args.out.write_text(json.dumps(plain(result)) + "\n")
+    print(json.dumps(plain({k: v for k, v in result.items() if k != "model"})), flush=True)
+    return result
+
+
+if __name__ == "__main__":
+    main()
