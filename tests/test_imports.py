@@ -39,11 +39,11 @@ ALLOWED = {
     "attention.cuda": ["attention.decode", "attention.division"],
     "attention.triton": ["attention.decode", "attention.division", "attention.pages"],
     "engines": [],
-    "engines.base": ["rollout", "schedule"],
+    "engines.base": ["mismatch", "rollout", "schedule"],
     "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
     "model.scoring": [],
     "actor": ["model"],  # the old place of model.actor
-    "engines.hf": ["engines.base", "model", "model.scoring", "rollout", "schedule"],
+    "engines.hf": ["engines.base", "mismatch", "mode", "model", "model.scoring", "rollout", "schedule"],
     "vllm": ["attention", "attention.decode", "attention.triton", "mode", "schedule"],
     "engines.vllm": ["engines.base", "mode", "rollout", "schedule", "vllm"],
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],

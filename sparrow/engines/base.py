@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 from torch import Tensor
 
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.rollout import derived_seed as derived_seed
 from sparrow.rollout import split as split
@@ -16,21 +17,37 @@ from sparrow.schedule import SparsitySchedule
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has done since it was started or ``counters`` was last called."""
+    """What an engine has done since it was started or ``counters`` was last called.
 
-    tokens_read: int  # cached tokens read by decode steps, summed over sequences and layers
-    tokens_held: int  # cached tokens a dense actor would have read in the same steps
+    The last four are of lossless decoding; a cycle is one verification of one sequence.
+    """
+
+    tokens_read: int  # cached tokens read by decode steps, summed over sequences and layers; drafts count too
+    tokens_held: int  # cached tokens a dense actor would have read for the same response tokens
     preemptions: int = 0  # sequences whose cache was dropped and prefilled anew
+    drafted: int = 0  # tokens drafted
+    accepted: int = 0  # drafts that verification kept, whether or not the response had ended before them
+    cycles: int = 0
+    # of every draft that verification looked at: those up to the first rejected one of a cycle
+    acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
+
+    def __add__(self, other: Counters) -> Counters:
+        return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
     @property
     def read_fraction(self) -> float:
         """What was read of what a dense actor would have read; 0 before the first step."""
         return self.tokens_read / max(self.tokens_held, 1)
 
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Accepted drafts and one token more; 0 before the first cycle. The ends of responses cut the last ones."""
+        return (self.accepted + self.cycles) / max(self.cycles, 1)
+
 
 def total(parts: Sequence[Counters]) -> Counters:
     """What several engines have done together."""
-    return Counters(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
+    return sum(parts[1:], start=parts[0])
 
 
 class Engine(Protocol):

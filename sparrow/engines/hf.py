@@ -1,6 +1,6 @@
 """Rollouts by transformers, in this process: correct everywhere, and the reference for other engines.
 
-Shapes: B sequences, T response tokens, n entries of a top-n list.
+Shapes: B sequences, T response tokens, k drafts of a cycle, n entries of a top-n list, V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    DynamicCache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 
 from sparrow.engines.base import Counters, Engine, Scorer
 from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, micro_batches
-from sparrow.rollout import Rollout, Sampling, Scores, split
+from sparrow.model.speculative import CachedSequences, Cycle, distribution, draw, log_probs, speculate
+from sparrow.rollout import Rollout, Sampling, Scores, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
 
@@ -34,8 +36,10 @@ class HFEngine(Engine, Scorer):
 
     Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
 
-    ``batch_size`` sequences are decoded together, and ``token_budget`` padded tokens scored together, under autocast to
-    the dtype ``autocast`` if there is one.
+    A ``schedule`` is decoded under as it is (lossy, or dense if it reads everything); a ``Decoding`` says how. Lossless
+    decoding always drafts ``draft_tokens``: nothing is gained here by fewer. ``batch_size`` sequences are decoded
+    together, and ``token_budget`` padded tokens scored together, under autocast to the dtype ``autocast`` if there is
+    one.
 
     Raises UnsupportedModel, ConfigError: see ``set_schedule``.
     """
@@ -43,21 +47,26 @@ class HFEngine(Engine, Scorer):
     def __init__(
         self,
         model: PreTrainedModel,
-        schedule: SparsitySchedule,
+        schedule: SparsitySchedule | Decoding,
         eos_ids: Sequence[int],
         batch_size: int = 128,
         token_budget: int = 65536,
         autocast: torch.dtype | None = None,
     ) -> None:
         self.model = model
-        self.schedule = schedule
+        self.decoding = schedule if isinstance(schedule, Decoding) else Decoding.lossy(schedule)
         self.batch_size = batch_size
         self.token_budget = token_budget
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast
-        self._read = self._held = 0
-        set_schedule(model, schedule)
+        self._counters = Counters(0, 0)
+        set_schedule(model, self.schedule)
         self._scorer = TokenScorer(model)
+
+    @property
+    def schedule(self) -> SparsitySchedule:
+        """What decode steps read, or drafts."""
+        return self.decoding.schedule
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``; prompts of similar length are decoded together."""
@@ -74,65 +83,48 @@ class HFEngine(Engine, Scorer):
 
     def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
         device, B = self.model.device, len(prompts)
-        longest = max(map(len, prompts))
-        start = torch.tensor([longest - len(p) for p in prompts], device=device)
+        longest, steps, temperature = max(map(len, prompts)), sampling.max_new_tokens, sampling.temperature
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        ragged = bool(start.any())
-        steps, top_n = sampling.max_new_tokens, min(sampling.top_n, self.model.config.get_text_config().vocab_size)
-        uniform = torch.stack([_uniform(steps, seed) for seed in seeds]).to(device) if sampling.temperature else None
-        tokens = torch.zeros(B, steps, dtype=torch.long)
-        logprobs = torch.zeros(B, steps)
-        top_ids, top_logprobs = torch.zeros(B, steps, top_n, dtype=torch.int32), torch.zeros(B, steps, top_n)
-        length = torch.full((B,), steps)
-        stopped = torch.zeros(B, dtype=torch.bool)
+        sequences = CachedSequences(self.model, torch.tensor([longest - len(p) for p in prompts], device=device))
+        uniform = self._uniform(seeds, sampling).to(device)
+        found = _Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
+        calls, sparse_steps = sparse_calls(self.model), 0
         rows = torch.arange(B)  # which response each row of the cache belongs to
-        calls = sparse_calls(self.model)
-        cache = DynamicCache(config=self.model.config)
-        for t in range(steps):
-            columns = torch.arange(longest + t, device=device)
-            out = self.model(
-                input_ids=ids,
-                attention_mask=(columns >= start[:, None]).long() if ragged else None,
-                position_ids=(columns[-ids.shape[1] :] - start[:, None]).clamp(min=0),
-                past_key_values=cache,
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            log_q = (out.logits[:, -1].float() / (sampling.temperature or 1.0)).log_softmax(-1)
-            if uniform is None:
-                token = log_q.argmax(-1, keepdim=True)
+
+        logits = sequences.read(ids, logits_to_keep=1)
+        cycle = _sampled(logits, temperature, uniform[2, :, :1])
+        while len(going := found.append(rows, cycle)):
+            newest = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][going]
+            if len(going) < len(rows):
+                sequences.select(going)
+                rows = rows[going.cpu()]
+            length, left = found.length[rows].to(device), steps - found.length[rows].to(device)
+            cached = sequences.lengths
+            drafts = (left - 1).clamp(max=self.decoding.draft_tokens if self.decoding.mode == "lossless" else 0)
+            place = (length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)).clamp(max=steps - 1)
+            numbers = uniform[:, rows.to(device)[:, None], place]
+            if self.decoding.mode == "lossless":
+                cycle = speculate(sequences, newest, drafts, temperature, numbers)
+                sparse_steps += int(drafts.max())
             else:
-                # The inverse of the distribution function, at a number that belongs to the response and the step.
-                below = log_q.double().exp().cumsum(-1)
-                token = torch.searchsorted(below, uniform[:, t, None] * below[:, -1:], right=True)
-            best = log_q.topk(top_n, dim=-1)
-            tokens[rows, t] = token[:, 0].cpu()
-            logprobs[rows, t] = log_q.gather(-1, token)[:, 0].cpu()
-            top_ids[rows, t], top_logprobs[rows, t] = best.indices.int().cpu(), best.values.cpu()
-            ended = torch.isin(token[:, 0], self._eos)
-            done = rows[ended.cpu()]
-            length[done], stopped[done] = t + 1, True
-            ids = token
-            if ended.any():
-                going = (~ended).nonzero()[:, 0]
-                if not len(going):
-                    break
-                cache.batch_select_indices(going)
-                ids, start, rows = ids[going], start[going], rows[going.cpu()]
-                uniform = uniform[going] if uniform is not None else None
-        self._check_sparse(calls, int(length.max()) - 1)
-        self._count(prompts, length)
-        return [
-            Rollout(
-                prompt_ids=prompts[b],
-                response_ids=tokens[b, :n].numpy(),
-                logprobs=logprobs[b, :n].numpy(),
-                top_ids=top_ids[b, :n].numpy(),
-                top_logprobs=top_logprobs[b, :n].numpy(),
-                finish_reason="stop" if stopped[b] else "length",
-            )
-            for b, n in enumerate(length.tolist())
-        ]
+                cycle = _sampled(sequences.read(newest[:, None]), temperature, numbers[2])
+                sparse_steps += 1
+            self._count(cached + 1, drafts, cycle)
+        self._check_sparse(calls, sparse_steps)
+        return found.rollouts(prompts)
+
+    def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
+        """float64 ``[3, B, T]``: numbers that belong to the response and the place in it, whatever is beside it.
+
+        They draw drafts, accept them, and draw all other tokens. A place may be drafted more than once with the same
+        number, but what comes before it never depends on that number, so it is as good as a new one.
+        """
+        if sampling.temperature == 0 or self.decoding.mode != "lossless":
+            drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
+            return drawn.expand(3, -1, -1)
+        streams = [[derived_seed(seed, 0), derived_seed(seed, 1), seed] for seed in seeds]
+        numbers = [torch.stack([_uniform(sampling.max_new_tokens, stream) for stream in row]) for row in streams]
+        return torch.stack(numbers, 1)
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
         """See ``Scorer.score``."""
@@ -169,12 +161,12 @@ class HFEngine(Engine, Scorer):
                 own[name].data.copy_(tensor)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """See ``Engine.set_schedule``; a lossless engine drafts under it."""
         set_schedule(self.model, schedule)
-        self.schedule = schedule
+        self.decoding = self.decoding.with_schedule(schedule)
 
     def counters(self) -> Counters:
-        counters = Counters(tokens_read=self._read, tokens_held=self._held)
-        self._read = self._held = 0
+        counters, self._counters = self._counters, Counters(0, 0)
         return counters
 
     @contextlib.contextmanager
@@ -188,25 +180,92 @@ class HFEngine(Engine, Scorer):
         finally:
             self.model.train(training)
 
-    def _check_sparse(self, calls_before: int, decode_steps: int) -> None:
+    def _check_sparse(self, calls_before: int, sparse_steps: int) -> None:
         num_layers = self.model.config.get_text_config().num_hidden_layers
-        expected = decode_steps * (num_layers - len(set(self.schedule.dense_layers)))
+        expected = sparse_steps * (num_layers - len(set(self.schedule.dense_layers)))
         seen = sparse_calls(self.model) - calls_before
         if seen != expected:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} made {seen} sparse attention calls in {decode_steps} decode steps where "
+                f"{type(self.model).__name__} made {seen} sparse attention calls in {sparse_steps} decode steps where "
                 f"{expected} were due; its attention implementation is {self.model.config._attn_implementation!r}, "
                 f"expected {NAME!r}"
             )
 
-    def _count(self, prompts: list[Sequence[int]], length: Tensor) -> None:
+    def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle) -> None:
+        """Count a step over sequences that hold ``length`` ``[B]`` tokens, the one read first included."""
         num_layers = self.model.config.get_text_config().num_hidden_layers
         dense = len(set(self.schedule.dense_layers))
-        for prompt, n in zip(prompts, length.tolist(), strict=True):
-            cached = np.arange(len(prompt) + 1, len(prompt) + n)
-            held = int(cached.sum())
-            self._held += num_layers * held
-            self._read += dense * held + (num_layers - dense) * int(self.schedule.tokens_read(cached).sum())
+        length_B, drafts_B, count_B = (x.cpu().numpy() for x in (length, drafts, cycle.count))
+        place = np.arange(cycle.tokens.shape[1])
+        at_BT = length_B[:, None] + place
+        lossless = self.decoding.mode == "lossless"
+        sparse_at = at_BT[place < drafts_B[:, None]] if lossless else length_B
+        read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
+        found = Counters(int(read), num_layers * int(at_BT[place < count_B[:, None]].sum()))
+        if lossless:
+            alpha_Bk = cycle.acceptance.cpu().numpy()
+            looked_at = ~np.isnan(alpha_Bk)
+            position = self.schedule.page_end(at_BT[:, :-1][looked_at])
+            found = Counters(
+                found.tokens_read + num_layers * int((length_B + drafts_B).sum()),  # once for all verified tokens
+                found.tokens_held,
+                drafted=int(drafts_B.sum()),
+                accepted=int((count_B - 1).sum()),
+                cycles=len(count_B),
+                acceptance=DraftAcceptance.of(alpha_Bk[looked_at], position, self.schedule.bin_tokens),
+            )
+        self._counters += found
+
+
+class _Responses:
+    """The responses of a batch while they grow. Shapes as above; T is the longest response allowed."""
+
+    def __init__(self, B: int, sampling: Sampling, vocabulary: int, eos: Tensor) -> None:
+        T, n = sampling.max_new_tokens, min(sampling.top_n, vocabulary)
+        self.eos = eos
+        self.tokens, self.logprobs = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
+        self.top_ids, self.top_logprobs = torch.zeros(B, T, n, dtype=torch.int32), torch.zeros(B, T, n)
+        self.length = torch.zeros(B, dtype=torch.long)
+        self.stopped = torch.zeros(B, dtype=torch.bool)
+
+    def append(self, rows: Tensor, cycle: Cycle) -> Tensor:
+        """Add a cycle's tokens to the responses ``rows`` ``[B]``, up to their ends; the indices of those that go on."""
+        T, n = self.top_logprobs.shape[1:]
+        tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
+        place = torch.arange(tokens.shape[1])
+        ends = torch.isin(tokens, self.eos) & (place < count[:, None])
+        stopped = ends.any(1)
+        count = torch.where(stopped, ends.int().argmax(1) + 1, count)
+        b, i = (place < count[:, None]).nonzero(as_tuple=True)
+        to = rows[b], self.length[rows[b]] + i
+        log_p = cycle.log_p[b.to(cycle.log_p.device), i.to(cycle.log_p.device)]
+        best = log_p.topk(n, dim=-1)
+        self.tokens[to] = tokens[b, i]
+        self.logprobs[to] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
+        self.top_ids[to], self.top_logprobs[to] = best.indices.int().cpu(), best.values.cpu()
+        self.length[rows] += count
+        self.stopped[rows] = stopped
+        return (~stopped & (self.length[rows] < T)).nonzero()[:, 0].to(cycle.count.device)
+
+    def rollouts(self, prompts: list[Sequence[int]]) -> list[Rollout]:
+        return [
+            Rollout(
+                prompt_ids=prompts[b],
+                response_ids=self.tokens[b, :n].numpy(),
+                logprobs=self.logprobs[b, :n].numpy(),
+                top_ids=self.top_ids[b, :n].numpy(),
+                top_logprobs=self.top_logprobs[b, :n].numpy(),
+                finish_reason="stop" if self.stopped[b] else "length",
+            )
+            for b, n in enumerate(self.length.tolist())
+        ]
+
+
+def _sampled(logits: Tensor, temperature: float, uniform: Tensor) -> Cycle:
+    """One token for each row, from logits ``[B, 1, V]``, at numbers ``[B, 1]``."""
+    log_q = log_probs(logits, temperature)
+    token = draw(distribution(logits[:, 0].float(), temperature), uniform[:, 0])
+    return Cycle(token[:, None], torch.ones_like(token), log_q, log_q[:, :0, 0])
 
 
 def _uniform(count: int, seed: int) -> Tensor:

@@ -54,6 +54,7 @@ class _Actor:
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
+    dense: bool = False  # decode steps attend to everything just now
 
     def __post_init__(self) -> None:
         self.layout = PageLayout(self.schedule.page_size, self.schedule.sink_pages, self.schedule.recent_pages)
@@ -105,7 +106,7 @@ def sparrow_attention(
                 "this model decodes with attn_implementation='sparrow' but has no schedule; "
                 "call sparrow.model.actor.set_schedule(model, schedule) first"
             )
-        if module.layer_idx not in actor.schedule.dense_layers:
+        if not actor.dense and module.layer_idx not in actor.schedule.dense_layers:
             actor.sparse_calls += 1
             start, length = _spans(attention_mask, key)
             out = attention.decode(
@@ -198,6 +199,22 @@ def sparse_calls(model: PreTrainedModel) -> int:
     """Attention calls that ``model`` has decoded sparsely since its schedule was set."""
     actor = _actor_of(model)
     return actor.sparse_calls if actor else 0
+
+
+@contextlib.contextmanager
+def dense_steps(model: PreTrainedModel) -> Iterator[None]:
+    """Decode steps of ``model`` inside the context attend to everything, whatever its schedule says.
+
+    Raises ConfigError: the model has no schedule.
+    """
+    actor = _actor_of(model)
+    if actor is None:
+        raise ConfigError("dense_steps needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)")
+    actor.dense = True
+    try:
+        yield
+    finally:
+        actor.dense = False
 
 
 @contextlib.contextmanager

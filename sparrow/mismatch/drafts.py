@@ -1,0 +1,104 @@
+"""Acceptance of drafts by length, as counts: small enough to keep on a device, and to add up over engines and steps.
+
+A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It is for a dense
+history: the actor of a lossy rollout reads what it wrote itself, and agrees a little less.
+
+Shapes: T drafts, N length bins, counted from length 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance, check_percentile
+
+BUCKETS = 1000
+"""Equal parts of [0, 1] that acceptance is counted in; the last includes 1. Percentiles are within 1 / BUCKETS."""
+
+
+@dataclass(frozen=True)
+class DraftBin:
+    """Drafts whose lengths are in [start, stop)."""
+
+    start: int
+    stop: int
+    drafts: int
+    mean: float
+    p5: float
+
+
+@dataclass(frozen=True, eq=False)
+class DraftAcceptance:
+    """How many drafts had which acceptance at which length."""
+
+    bin_tokens: int
+    counts: IntArray  # [N, BUCKETS]
+    sums: FloatArray  # [N], of the acceptance itself
+
+    @classmethod
+    def empty(cls) -> DraftAcceptance:
+        """No drafts yet, in bins of any width."""
+        return cls(0, np.zeros((0, BUCKETS), np.int64), np.zeros(0))
+
+    @classmethod
+    def of(cls, alpha: ArrayLike, position: ArrayLike, bin_tokens: int) -> DraftAcceptance:
+        """Drafts with acceptance ``alpha`` ``[T]`` at lengths ``position`` ``[T]``.
+
+        Raises ValueError: acceptance outside [0, 1], or positions of another shape.
+        """
+        values = check_acceptance(alpha, position=position)
+        bins = np.asarray(position, np.int64) // bin_tokens
+        shape = (int(bins.max(initial=-1)) + 1, BUCKETS)
+        buckets = np.minimum((values * BUCKETS).astype(np.int64), BUCKETS - 1)
+        counts = np.bincount(bins * BUCKETS + buckets, minlength=shape[0] * BUCKETS).reshape(shape)
+        sums = np.bincount(bins, weights=values, minlength=shape[0]).astype(np.float64)
+        return cls(bin_tokens, counts, sums)
+
+    def __add__(self, other: DraftAcceptance) -> DraftAcceptance:
+        if not len(self.sums) or not len(other.sums):
+            return self if len(self.sums) else other
+        if self.bin_tokens != other.bin_tokens:
+            raise ValueError(f"cannot add acceptance in bins of {self.bin_tokens} and of {other.bin_tokens} tokens")
+        counts = np.zeros((max(len(self.sums), len(other.sums)), BUCKETS), np.int64)
+        sums = np.zeros(len(counts))
+        for part in (self, other):
+            counts[: len(part.sums)] += part.counts
+            sums[: len(part.sums)] += part.sums
+        return DraftAcceptance(self.bin_tokens, counts, sums)
+
+    @property
+    def drafts(self) -> int:
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """Mean acceptance; nan without drafts."""
+        return float(self.sums.sum() / self.drafts) if self.drafts else float("nan")
+
+    def percentile(self, percentile: float = 5) -> float:
+        """Percentile of all drafts' acceptance, as if they were spread evenly over a bucket; nan without drafts."""
+        return _percentile(self.counts.sum(0), percentile)
+
+    def bins(self) -> list[DraftBin]:
+        """The length bins that hold a draft, by rising length."""
+        return [
+            DraftBin(i * self.bin_tokens, (i + 1) * self.bin_tokens, int(n), total / n, _percentile(counts, 5))
+            for i, (counts, n, total) in enumerate(
+                zip(self.counts, self.counts.sum(1).tolist(), self.sums.tolist(), strict=True)
+            )
+            if n
+        ]
+
+
+def _percentile(counts: IntArray, percentile: float) -> float:
+    n = int(counts.sum())
+    if not n:
+        return float("nan")
+    target = check_percentile(percentile) / 100 * n
+    through = np.cumsum(counts)
+    bucket = min(int(np.searchsorted(through, target)), BUCKETS - 1)
+    inside = (target - (through[bucket] - counts[bucket])) / max(int(counts[bucket]), 1)
+    return (bucket + float(inside)) / BUCKETS

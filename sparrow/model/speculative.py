@@ -1,0 +1,166 @@
+"""Lossless decoding in plain torch, the reference for fast engines: the sparse actor drafts, its dense policy verifies.
+
+Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with one model on both sides: a
+draft v is drawn from the actor's q, kept with probability min(1, p(v) / q(v)) under the policy's p, and where one is
+rejected a token is drawn from max(p - q, 0), normalised. What comes out is distributed as p, whatever q is; and the
+chance that a draft is kept, sum_v min(p(v), q(v)), is the acceptance rate that Sparrow measures.
+
+Shapes: B sequences, T query tokens, S columns of the cache, k drafts of a cycle, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+from transformers import DynamicCache, PreTrainedModel
+
+from sparrow.model.actor import dense_steps
+
+
+class CachedSequences:
+    """What a model has read of ``B`` sequences: the tokens of row b are in the cache's columns from ``start[b]`` on.
+
+    Columns before that are padding. ``start`` is int64 ``[B]``.
+    """
+
+    def __init__(self, model: PreTrainedModel, start: Tensor) -> None:
+        self.model, self.start = model, start
+        self.cache = DynamicCache(config=model.config)
+        self._last_position = model.config.get_text_config().max_position_embeddings - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        """Cached tokens of each row, int64 ``[B]``."""
+        return self.cache.get_seq_length() - self.start
+
+    def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
+        """Append tokens to the cache; the logits ``[B, T, V]`` after each of them, or after the last few."""
+        columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
+        real_BS = columns >= self.start[:, None]
+        positions = columns[-ids_BT.shape[1] :] - self.start[:, None]
+        out = self.model(
+            input_ids=ids_BT,
+            attention_mask=real_BS.long() if self.start.any() else None,
+            # A row may read drafts past the end that it was given, which nobody looks at.
+            position_ids=positions.clamp(min=0, max=self._last_position),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+        )
+        return out.logits
+
+    def forget(self, tokens: int) -> None:
+        """Drop the newest ``tokens`` columns of all rows."""
+        self.cache.crop(-tokens)
+
+    def keep(self, lengths_B: Tensor) -> None:
+        """Drop all but the oldest ``lengths_B`` tokens of each row, and move the rows so that they end together."""
+        width = int(lengths_B.max())
+        start = width - lengths_B
+        source_BS = (torch.arange(width, device=start.device) + (self.start - start)[:, None]).clamp(min=0)
+        layers: list[Any] = self.cache.layers
+        for layer in layers:
+            index = source_BS[:, None, :, None]
+            layer.keys, layer.values = (
+                x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (layer.keys, layer.values)
+            )
+        self.start = start
+
+    def select(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        self.cache.batch_select_indices(rows)
+        self.start = self.start[rows]
+
+
+@dataclass(frozen=True)
+class Cycle:
+    """What one draft-verify cycle has come to. A row's entries beyond its ``count`` mean nothing."""
+
+    tokens: Tensor  # int64 [B, k + 1], the accepted drafts and one token more
+    count: Tensor  # int64 [B], tokens of each row: accepted drafts + 1
+    log_p: Tensor  # float32 [B, k + 1, V], the dense policy's log-probs at each of them
+    # float32 [B, k], the chance sum_v min(p(v), q(v)) that a draft is accepted; nan where the row did not draft, and
+    # after the first rejected draft: those follow tokens that the policy did not write
+    acceptance: Tensor
+
+
+@torch.no_grad()
+def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, temperature: float, uniform: Tensor) -> Cycle:
+    """Draft and verify once; then ``sequences`` hold the policy's keys and values of all tokens but the last.
+
+    Args:
+        sequences: of a model that ``set_schedule`` was called on; drafts read what that schedule says.
+        newest: int64 ``[B]``, the token of each row that is not cached yet.
+        drafts: int64 ``[B]``, how many tokens each row drafts, 0 included.
+        temperature: of the softmax; 0 is greedy, and log-probs are then those at 1.
+        uniform: float64 ``[3, B, k + 1]`` in [0, 1): by place in the cycle, numbers to draw drafts with, to accept
+            them with, and to draw the last token with.
+    """
+    ids, logits = [newest], []
+    for i in range(int(drafts.max())):
+        logits.append(sequences.read(ids[-1][:, None]).float())
+        ids.append(draw(distribution(logits[-1][:, 0], temperature), uniform[0, :, i]))
+    sequences.forget(len(logits))
+    ids_BT = torch.stack(ids, 1)
+    with dense_steps(sequences.model):  # one token alone would be read sparsely
+        dense_logits = sequences.read(ids_BT).float()
+    q_BkV = distribution(torch.cat([*logits, dense_logits[:, :0]], 1), temperature)
+    p_BTV = distribution(dense_logits, temperature)
+    tokens, accepted, acceptance = verify(p_BTV, q_BkV, ids_BT[:, 1:], drafts, uniform[1:])
+    sequences.keep(sequences.lengths - ids_BT.shape[1] + accepted + 1)
+    return Cycle(tokens, accepted + 1, log_probs(dense_logits, temperature), acceptance)
+
+
+def verify(
+    p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rejection sampling: tokens ``[B, k + 1]``, how many of them are accepted drafts ``[B]``, acceptance ``[B, k]``.
+
+    See ``Cycle``; the policy's distributions are float64 ``[B, k + 1, V]``, the actor's ``[B, k, V]``.
+    """
+    B, k = draft_Bk.shape
+    place_k, row = torch.arange(k, device=drafts.device), torch.arange(B, device=drafts.device)
+    kept_Bk = accepts(p_BTV[:, :k], q_BkV, draft_Bk, uniform[0, :, :k]) & (place_k < drafts[:, None])
+    accepted = kept_Bk.long().cumprod(1).sum(1)
+    p_BV = p_BTV[row, accepted]
+    q_BV = torch.cat([q_BkV, torch.zeros_like(p_BTV[:, :1])], 1)[row, accepted]
+    last = draw(torch.where((accepted < drafts)[:, None], residual(p_BV, q_BV), p_BV), uniform[1, row, accepted])
+    tokens = torch.cat([draft_Bk, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
+    examined_Bk = (place_k <= accepted[:, None]) & (place_k < drafts[:, None])
+    acceptance = torch.minimum(p_BTV[:, :k], q_BkV).sum(-1).clamp(max=1).float()
+    return tokens, accepted, acceptance.masked_fill(~examined_Bk, torch.nan)
+
+
+def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
+    """Whether drafts ``[...]`` drawn from q ``[..., V]`` are kept: with probability min(1, p / q)."""
+    p_draft, q_draft = (x.gather(-1, draft[..., None])[..., 0] for x in (p, q))
+    return uniform * q_draft < p_draft
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """What replaces a rejected draft is drawn from max(p - q, 0), not normalised here; p where rounding leaves none."""
+    rest = (p - q).clamp(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+def distribution(logits: Tensor, temperature: float) -> Tensor:
+    """Float64 probabilities of what is sampled: at temperature 0 all of it is on the likeliest token."""
+    if temperature == 0:
+        return one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    return log_probs(logits, temperature).double().exp()
+
+
+def log_probs(logits: Tensor, temperature: float) -> Tensor:
+    """Float32 log-probs at ``temperature``; 0 counts as 1."""
+    return (logits.float() / (temperature or 1.0)).log_softmax(-1)
+
+
+def draw(mass: Tensor, uniform: Tensor) -> Tensor:
+    """A token of each row ``[B]`` with chances in proportion to ``mass`` ``[B, V]``, by the inverse of the distribution
+    function at ``uniform`` ``[B]``."""
+    below = mass.cumsum(-1)
+    return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

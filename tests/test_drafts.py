@@ -1,0 +1,46 @@
+"""Counts of drafts' acceptance by length, against the values they were counted from."""
+
+import math
+
+import numpy as np
+import pytest
+
+from sparrow.mismatch.drafts import BUCKETS, DraftAcceptance
+
+
+def test_counts_keep_mean_and_percentile_of_every_bin():
+    rng = np.random.default_rng(0)
+    alpha, position = rng.beta(9, 1, 20_000), rng.integers(0, 7000, 20_000)
+    position[position // 2000 == 1] += 2000  # leaves a bin empty
+    found = DraftAcceptance.of(alpha, position, 2000)
+    assert [(b.start, b.stop) for b in found.bins()] == [(0, 2000), (4000, 6000), (6000, 8000)]
+    for b in found.bins():
+        inside = alpha[(position >= b.start) & (position < b.stop)]
+        assert b.drafts == len(inside)
+        assert abs(b.mean - inside.mean()) < 1e-12
+        assert abs(b.p5 - np.percentile(inside, 5, method="inverted_cdf")) < 1 / BUCKETS
+    assert abs(found.mean - alpha.mean()) < 1e-12 and found.drafts == 20_000
+    assert abs(found.percentile(50) - np.median(alpha)) < 1 / BUCKETS
+
+
+def test_percentiles_by_hand():
+    # Of four drafts, one a quarter, the fifth percentile lies a fifth into the first one's bucket.
+    found = DraftAcceptance.of([0.2, 0.4, 0.6, 1.0], [5, 5, 5, 5], 10)
+    assert abs(found.percentile(5) - (0.2 + 0.2 / BUCKETS)) < 1e-9
+    assert abs(found.percentile(100) - 1) < 1e-9 and abs(found.mean - 0.55) < 1e-12
+
+
+def test_parts_add_up_whatever_lengths_they_reached():
+    parts = [DraftAcceptance.of([0.5, 0.9], [10, 20], 16), DraftAcceptance.of([0.7], [50], 16), DraftAcceptance.empty()]
+    both = parts[2] + parts[0] + parts[1] + parts[2]
+    assert [(b.start, b.drafts, b.mean) for b in both.bins()] == [(0, 1, 0.5), (16, 1, 0.9), (48, 1, 0.7)]
+    with pytest.raises(ValueError, match="bins of 16 and of 32 tokens"):
+        parts[0] + DraftAcceptance.of([0.5], [0], 32)
+
+
+def test_nothing_drafted_has_no_acceptance():
+    none = DraftAcceptance.empty()
+    assert none.bins() == [] and none.drafts == 0 and math.isnan(none.mean) and math.isnan(none.percentile())
+    assert DraftAcceptance.of([], np.zeros(0, int), 2000).drafts == 0
+    with pytest.raises(ValueError, match=r"reach from 1\.5"):
+        DraftAcceptance.of([1.5], [0], 2000)
