@@ -45,6 +45,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 
 from sparrow import SparsitySchedule
 from sparrow.engines.vllm import VLLMEngine
+from sparrow.mode import Decoding
 from sparrow.vllm import config
 
 CONTEXT = CUTOFF + PROMPT + 256
@@ -114,7 +115,7 @@ class Connector(DecodeBenchConnector):
 class Bench:
     """One vLLM engine, stock or with Sparrow."""
 
-    def __init__(self, shape: str, variant: str, folder: str, memory: float) -> None:
+    def __init__(self, shape: str, variant: str, folder: str, memory: float, lossless: Decoding | None = None) -> None:
         self.shape, self.slots = shape, max(SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
         Qwen3Config(
             vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
@@ -131,11 +132,16 @@ class Bench:
             },
         )  # fmt: skip
         self.engine: VLLMEngine | None = None
+        # A connector that carries no landmarks is refused; this one makes them.
+        config.check_supported = lambda *_: None
         if variant == "stock":
             self.llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
+        elif lossless is not None:
+            rates = [0.95 ** (i + 1) for i in range(lossless.draft_tokens)]
+            synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+            additional = {"sparrow": lossless.to_dict()}
+            self.llm = LLM(folder, additional_config=additional, speculative_config=synthetic, **options)
         else:
-            # A connector that carries no landmarks is refused; this one makes them.
-            config.check_supported = lambda *_: None
             self.published = SparsitySchedule.preset(shape)
             self.engine = VLLMEngine(folder, self.published, **options)
             self.llm = self.engine.llm

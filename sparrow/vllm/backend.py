@@ -41,6 +41,8 @@ class Step:
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefill: Any  # vLLM's own metadata of the remaining rows, None if there are none
+    # int32 [B], ``ALL_PAGES`` everywhere, for a draft: its dense layers run Sparrow's kernels as well
+    everything: Tensor | None = None
 
 
 class SparseBuilder(VLLMClass):
@@ -52,7 +54,7 @@ class SparseBuilder(VLLMClass):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = find(vllm_config)
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
-        if self.runtime is not None:
+        if self.runtime is not None and not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
@@ -65,6 +67,14 @@ class SparseBuilder(VLLMClass):
         if self.runtime is None:
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
+        if (
+            self.runtime.is_lossless
+        ):  # whatever vLLM itself runs is dense: prefill, verification, and steps without drafts
+            metadata.sparrow = Step(
+                rows=0, lengths=common.seq_lens[:0], top_k=self.runtime.begin_step(0, None),
+                block_table=common.block_table_tensor[:0], prefill=metadata,
+            )  # fmt: skip
+            return metadata
         rows, prefills, tokens, prefill_tokens = split_decodes_and_prefills(common, decode_threshold=1)
         prefill = None
         if prefills:
@@ -103,6 +113,7 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
+    has_landmarks = False  # sparse layers, and in lossless mode all
     begins_step = False
     begins_decode = False
 
@@ -151,10 +162,10 @@ class SparseImpl(VLLMClass):
     ) -> Tensor:
         """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = getattr(attn_metadata, "sparrow", None)
-        if self.begins_step and step is not None:
+        if self.begins_step and step is not None and step.rows:
             assert self.runtime is not None
             self.runtime.look_up(step.lengths)
-        if step is None or not self.is_sparse_layer:
+        if step is None or not self.has_landmarks:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale
             )
@@ -168,8 +179,9 @@ class SparseImpl(VLLMClass):
                 implementation=self.kernels.implementation,
             )  # fmt: skip
         if B:
+            top_k = step.top_k if self.is_sparse_layer or step.everything is None else step.everything
             attention.paged_decode(
-                query[:B], keys, values, marks, step.block_table, step.lengths, step.top_k,
+                query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
                 workspace=self.runtime.workspace, reuse_plan=not self.begins_decode,
             )  # fmt: skip
@@ -197,7 +209,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         graph_rows = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
         max_rows, device = max(scheduler.max_num_seqs, graph_rows), layer._k_scale.device
         max_length = vllm_config.model_config.max_model_len
-        runtime = Runtime(schedule, max_rows, max(max_length, scheduler.max_num_batched_tokens), device)
+        runtime = Runtime(decoding, max_rows, max(max_length, scheduler.max_num_batched_tokens), device)
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
@@ -209,11 +221,15 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         layer.impl.begins_step = True  # vLLM asks in the order of the model
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
+    layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless
     layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
         (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(index)
-        layer.impl.begins_decode = runtime.sparse_layers == [index]
+        # The kernels' division of a step's work holds for the next layer that decodes with the same page counts.
+        if layer.impl.has_landmarks:
+            layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
+            runtime.last_decoded = layer.impl.is_sparse_layer
     marks = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
     return replace(spec, page_size_padded=spec.page_size_bytes + marks)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
-from sparrow.schedule import SparsitySchedule
+from sparrow.vllm import lossless
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
@@ -64,7 +64,7 @@ def additional(vllm_config: Any, key: str) -> Any:
     return additional.get(key) if isinstance(additional, Mapping) else None
 
 
-def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) -> None:
+def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Refuse, by name, what would be decoded densely or wrongly.
 
     Raises UnsupportedModel: a kind of model or attention Sparrow does not select pages from. ConfigError: a vLLM
@@ -81,7 +81,11 @@ def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) 
     )
     spec, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
     for is_used, feature, remedy in (
-        (spec is not None, f"speculative decoding ({getattr(spec, 'method', None)})", "drop speculative_config"),
+        (
+            spec is not None and decoding.mode != "lossless",
+            f"speculative decoding ({getattr(spec, 'method', None)})",
+            "drop speculative_config",
+        ),
         (transfer is not None, "a KV connector", "drop kv_transfer_config: it would not carry the landmarks"),
         (parallel.decode_context_parallel_size > 1, "decode context parallelism", "set decode_context_parallel_size=1"),
         (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism", "set it to 1"),
@@ -99,7 +103,9 @@ def check_supported(vllm_config: Any, schedule: SparsitySchedule, on_cpu: bool) 
 
         if model.get_head_size() not in HEAD_DIMS:
             raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
-    schedule.check_model(model.get_total_num_hidden_layers())
+    if decoding.mode == "lossless":
+        lossless.check_supported(vllm_config)
+    decoding.schedule.check_model(model.get_total_num_hidden_layers())
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:

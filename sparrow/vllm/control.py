@@ -28,8 +28,20 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     would have read, over rows and this worker's layers; ``pages_read`` in sparse layers; and the rows that read
     everything, by reason: ``dense_rows_schedule`` (a bin without limit), ``dense_rows_short`` (no more pages
     than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not in ``rows``).
+
+    In lossless mode rows are those of draft steps, ``tokens_read`` counts verification too, ``tokens_held`` is what
+    dense decoding would have read for the tokens ``emitted``, and there are the tokens ``drafted`` and ``accepted``.
     """
     return _runtime(self).counters()
+
+
+def sparrow_acceptance(self: Any) -> dict[str, Any]:
+    """How the drafts of lossless mode fared since the last call; nothing to tell in other modes.
+
+    ``cycles``: dense passes by the number of tokens drafted after them. ``by_length``: see ``meter.Meter.settle``. It
+    is what drafts over a dense cache meet with: a lossy actor, whose own history is sparse, agrees less.
+    """
+    return _runtime(self).acceptance()
 
 
 def sparrow_describe(self: Any) -> dict[str, Any]:
@@ -52,7 +64,7 @@ def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str)
         raise ConfigError(f"vLLM cannot take these weights: {error}; give them by Hugging Face name") from error
 
 
-METHODS = (sparrow_set_schedule, sparrow_counters, sparrow_describe, sparrow_load_weights)
+METHODS = (sparrow_set_schedule, sparrow_counters, sparrow_acceptance, sparrow_describe, sparrow_load_weights)
 
 
 def _runtime(worker: Any) -> Runtime:
@@ -94,9 +106,22 @@ def check(vllm_config: Any) -> None:
             )
     runtime = find(vllm_config)
     if runtime is not None:
-        schedule = runtime.schedule
+        schedule, decoding = runtime.schedule, runtime.decoding
         # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
         logger = init_logger("vllm.sparrow")
+        if runtime.is_lossless:
+            if runtime.meter is None:
+                raise ConfigError(
+                    "mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config"
+                )
+            logger.info(
+                "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
+                "tokens by %d: %s), vLLM's dense attention verifies them; logits of drafts take %.2f GiB",
+                f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens,
+                runtime.backend, runtime.kernels, runtime.dense_layers or "none", schedule.page_size,
+                schedule.bin_tokens, schedule.to_dict()["top_k"], runtime.draft_bytes / 2**30,
+            )  # fmt: skip
+            return
         logger.info(
             "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s",
             runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control
+from sparrow.vllm import config, control, lossless
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def _checked_init_device(stock: Any) -> Any:
 
         decoding = config.requested(self.vllm_config)
         if decoding is not None:
-            config.check_supported(self.vllm_config, decoding.schedule, current_platform.is_cpu())
+            config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
+            if decoding.mode == "lossless":
+                apply(LOSSLESS)
         stock(self, *args, **kwargs)
 
     return init_device
@@ -93,6 +95,73 @@ def _checked_initialize_from_config(stock: Any) -> Any:
         control.check(self.vllm_config)
 
     return initialize_from_config
+
+
+def _prepared_engine_arguments(stock: Any) -> Any:
+    @wraps(stock)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        decoding = config.requested(self)
+        if decoding is not None and decoding.mode == "lossless":
+            lossless.prepare(self, decoding, current_platform.is_cpu())
+        return stock(self, *args, **kwargs)
+
+    return create_engine_config
+
+
+def _allowing_our_speculator(stock: Any) -> Any:
+    @wraps(stock)
+    def unsupported_features(self: Any) -> list[str]:
+        decoding = config.requested(self)
+        ours = decoding is not None and decoding.mode == "lossless"
+        return [name for name in stock(self) if not (ours and name == "speculative method 'draft_model'")]
+
+    return unsupported_features
+
+
+def _our_speculator(stock: Any) -> Any:
+    @wraps(stock)
+    def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
+        decoding = config.requested(vllm_config)
+        if decoding is None or decoding.mode != "lossless":
+            return stock(vllm_config, device, *args)
+        from sparrow.vllm.speculator import SparseSpeculator
+
+        return SparseSpeculator(vllm_config, device)
+
+    return init_speculator
+
+
+def _telling_how_many_drafts(stock: Any) -> Any:
+    @wraps(stock)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(self.speculator, "num_drafts"):
+            self.speculator.num_drafts = scheduler_output.num_spec_tokens_to_schedule
+        return stock(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
+
+
+def _metered_rejection_sample(stock: Any) -> Any:
+    @wraps(stock)
+    def rejection_sample(
+        target_logits: Any, draft_logits: Any, draft_sampled: Any, cu_num_logits: Any, pos: Any, idx_mapping: Any,
+        expanded_idx_mapping: Any, expanded_local_pos: Any, temperature: Any, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        sampled, num_sampled = stock(
+            target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
+            expanded_local_pos, temperature, *args, **kwargs,
+        )  # fmt: skip
+        meter = getattr(draft_logits, "sparrow_meter", None)
+        if meter is not None:
+            meter.add(
+                target_logits, draft_logits, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, temperature,
+                num_sampled,
+            )  # fmt: skip
+        return sampled, num_sampled
+
+    return rejection_sample
 
 
 def _with_landmarks(stock: Any) -> Any:
@@ -130,6 +199,14 @@ ALWAYS = (
         "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.24", "check that every layer got "
         "Sparrow's backend and say in the log what decodes", _checked_initialize_from_config,
     ),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config", ">=0.26", "in lossless mode tell vLLM to speculate, "
+        "so that a user need not know how", _prepared_engine_arguments,
+    ),
+    Patch(
+        "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", ">=0.26,<0.32", "the V2 model runner "
+        "has no speculator for draft models yet; in lossless mode it gets ours", _allowing_our_speculator,
+    ),
 )  # fmt: skip
 """Made wherever the plugin is loaded; without effect for an engine that did not ask for Sparrow."""
 
@@ -145,6 +222,26 @@ ATTENTION = (
     ),
 )  # fmt: skip
 """Made where a backend of Sparrow's is chosen for a model."""
+
+LOSSLESS = (
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:init_speculator", ">=0.26", "draft with the model itself, not a second copy",
+        _our_speculator, ("vllm_config", "device"),
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", ">=0.26", "tell the speculator how many tokens "
+        "to draft, which the scheduler says of every step; versions before 0.32 do not pass it on",
+        _telling_how_many_drafts, ("scheduler_output",),
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", ">=0.26", "measure the acceptance of "
+        "drafts where both distributions are at hand", _metered_rejection_sample, (
+            "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
+            "expanded_idx_mapping", "expanded_local_pos", "temperature",
+        ),
+    ),
+)  # fmt: skip
+"""Made in a worker of an engine that was asked for lossless mode, before its model is loaded."""
 
 CPU_WEIGHTS = (
     Patch(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparrow.attention import Choice, DecodeWorkspace, PageLayout
 from sparrow.errors import ConfigError
+from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 LAYOUT = ("page_size", "sink_pages", "recent_pages", "dense_layers")
@@ -25,20 +26,28 @@ class Runtime:
     """Lives as long as the worker's model. Its tensors stay where they are: CUDA graphs hold their addresses.
 
     Args:
-        schedule: what the engine was started with; its page counts can change afterwards.
+        decoding: what the engine was started with; its page counts can change afterwards.
         max_rows: sequences decoded together at most, graph padding included.
         max_length: tokens of the longest sequence.
         device: where the model runs.
     """
 
-    def __init__(self, schedule: SparsitySchedule, max_rows: int, max_length: int, device: torch.device) -> None:
-        self._started_with = schedule
+    def __init__(self, decoding: Decoding, max_rows: int, max_length: int, device: torch.device) -> None:
+        self.decoding = decoding
+        self.is_lossless = decoding.mode == "lossless"
+        schedule = self._started_with = decoding.schedule
         self.layout = PageLayout(schedule.page_size, schedule.sink_pages, schedule.recent_pages)
         self.sparse_layers: list[int] = []
         self.dense_layers: list[int] = []
         self.backend = ""
         self.kernels = Choice("reference")  # the implementation of ``sparrow.attention`` that decodes
         self.workspace: DecodeWorkspace | None = None
+        self.last_decoded: bool | None = None  # whether the layer attached last is sparse; None before the first
+        self.draft_bytes = 0  # memory of the logits that drafts are drawn from
+        self.meter: Any = None  # of lossless mode; see ``sparrow.vllm.meter``
+        self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
+        self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
+        self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
         self._top_k_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -86,6 +95,31 @@ class Runtime:
         torch.index_select(self._top_k_at_length, 0, place_B, out=self._top_k_B[:B])
         self._decoded.index_add_(0, place_B, self._one_B[:B])
 
+    def everything(self, rows: int) -> Tensor:
+        """Page counts ``[rows]``, int32, that leave nothing out."""
+        return self._everything_B[:rows]
+
+    def count_cycle(
+        self, drafts: int, cached_B: Tensor, sampled_B: Tensor, rejected_B: Tensor, is_prefilling: np.ndarray
+    ) -> None:
+        """Count one dense pass of lossless mode over a batch, after which so many tokens are drafted.
+
+        Args:
+            cached_B: tokens of each sequence that stay in the cache.
+            sampled_B, rejected_B: tokens that came out of the pass, and drafts that were turned down.
+            is_prefilling: bool, on the host: sequences that were in prefill before the pass.
+        """
+        self._cycles[drafts] += 1
+        sampled_B = sampled_B.long()
+        if is_prefilling.any():
+            sampled_B = sampled_B * torch.from_numpy(~is_prefilling).to(sampled_B.device, non_blocking=True)
+        decodes_B, cached_B = (sampled_B > 0).long(), cached_B.long()
+        # Decoding one by one would have read the lengths before each of these tokens.
+        held_B = sampled_B * cached_B - sampled_B * (sampled_B - 1) // 2
+        self._verified += torch.stack(
+            [(decodes_B * (cached_B + rejected_B)).sum(), held_B.sum(), sampled_B.sum(), decodes_B.sum()]
+        )
+
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
@@ -113,9 +147,16 @@ class Runtime:
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
+    def acceptance(self) -> dict[str, Any]:
+        """How drafts fared since the last call; see ``control.sparrow_acceptance``."""
+        cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
+        return {"cycles": cycles, "by_length": [] if self.meter is None else self.meter.settle()}
+
     def describe(self) -> dict[str, Any]:
         """What runs where, in plain types."""
         return {
+            "mode": self.decoding.mode,
+            **({"draft_tokens": self.decoding.draft_tokens} if self.is_lossless else {}),
             "backend": self.backend,
             "kernels": str(self.kernels),
             "schedule": self.schedule.to_dict(),
@@ -143,6 +184,16 @@ class Runtime:
             "dense_rows_prefill": self._prefill_rows,
         }
         self._prefill_rows = 0
+        if self.is_lossless:  # the steps counted above are drafts
+            read, held, emitted, passes = self._verified.tolist()
+            self._verified.zero_()
+            settled |= {
+                "tokens_read": settled["tokens_read"] + (sparse + dense) * read,
+                "tokens_held": (sparse + dense) * held,
+                "drafted": rows.sum(),
+                "accepted": emitted - passes,
+                "emitted": emitted,
+            }
         self._counts.update({name: int(count) for name, count in settled.items()})
 
 

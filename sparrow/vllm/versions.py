@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from importlib import import_module
+from inspect import signature
 from types import ModuleType
+from typing import Any
 
 from packaging.version import Version
 
 from sparrow.errors import ConfigError
+
+LOSSLESS_ON_CUDA = ("0.26",)
+"""Versions that lossless mode was run with on a GPU."""
+UNTESTED_ENVIRONMENT = "SPARROW_UNTESTED_VLLM"
 
 
 def adapter(version: str) -> ModuleType:
@@ -28,6 +36,46 @@ def adapter(version: str) -> ModuleType:
     else:
         raise ConfigError(f"no adapter for vLLM {version}; install vllm 0.24 or 0.26 to 0.33, or drop the schedule")
     return import_module(f"sparrow.vllm.{name}")
+
+
+def check_lossless(on_cpu: bool) -> None:
+    """Whether lossless mode can run in the vLLM of this process.
+
+    Raises ConfigError: vLLM before 0.26, or on a GPU a version that it was never run with, unless
+    ``SPARROW_UNTESTED_VLLM`` is 1.
+    """
+    import vllm
+
+    installed(on_cpu)
+    major, minor = Version(vllm.__version__).release[:2]
+    if (major, minor) < (0, 26):
+        raise ConfigError(f"mode 'lossless' needs vLLM 0.26 to 0.33, got {vllm.__version__}; install one of those")
+    is_tested = on_cpu or f"{major}.{minor}" in LOSSLESS_ON_CUDA
+    if not is_tested and os.environ.get(UNTESTED_ENVIRONMENT, "").strip() != "1":
+        raise ConfigError(
+            f"mode 'lossless' was never run on a GPU with vLLM {vllm.__version__}, only with {LOSSLESS_ON_CUDA}; "
+            f"install one of those, or set {UNTESTED_ENVIRONMENT}=1 to try it"
+        )
+
+
+def drafts_have_own_noise() -> bool:
+    """Whether vLLM keeps the noise that drafts are drawn with apart from what replaces rejected ones (0.30 on)."""
+    return "is_drafting" in _parameters_of_gumbel_sample()
+
+
+def draft_logits_argument() -> str:
+    """What ``gumbel_sample`` calls the place for the logits it draws from.
+
+    0.28 on keeps them as they come from the model (``logits_cache``), earlier ones divided by the temperature.
+    """
+    name = "logits_cache"
+    return name if name in _parameters_of_gumbel_sample() else "output_processed_logits"
+
+
+def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
+    from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+
+    return signature(gumbel_sample).parameters
 
 
 def installed(on_cpu: bool = False) -> ModuleType:

@@ -25,7 +25,7 @@ SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 
 def runtime(schedule: SparsitySchedule = SCHEDULE, sparse: int = 3, dense: int = 1) -> Runtime:
-    made = Runtime(schedule, max_rows=8, max_length=400, device=torch.device("cpu"))
+    made = Runtime(Decoding.lossy(schedule), max_rows=8, max_length=400, device=torch.device("cpu"))
     made.dense_layers, made.sparse_layers = list(range(dense)), list(range(dense, dense + sparse))
     return made
 
@@ -242,9 +242,9 @@ def vllm_config(model=None, **parts):
     ],
 )
 def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
-    config.check_supported(vllm_config(), SCHEDULE, on_cpu=True)
+    config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
-        config.check_supported(vllm_config(**wrong), SCHEDULE, on_cpu=True)
+        config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""How many tokens to draft: what gave the most tokens per second at like batch and length, as measured while running.
+
+Nothing here changes what is sampled, only how fast: any number of drafts is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from statistics import median
+
+PROBES = 2
+"""Cycles in which a number of drafts is tried where nothing is known of it."""
+TRY_AGAIN = 1000
+"""Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
+MARGIN = 0.01
+"""By how much a number of drafts must be faster than the one in use to replace it."""
+HOPELESS = 0.9
+"""A number of drafts predicted below this share of the best speed is not tried."""
+PRIOR = (9.0, 10.0)
+"""Drafts accepted and judged before any was seen."""
+FORGET = 0.98
+"""Weight of what was accepted before, at each cycle."""
+
+
+def tokens_per_cycle(acceptance: float, drafts: int) -> float:
+    """Tokens that a cycle gives a sequence, each draft accepted with this probability (arXiv 2211.17192, eq. 1)."""
+    return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
+
+
+class DraftLength:
+    """Chooses the number of drafts of each cycle.
+
+    Batches are told apart by the number of sequences and by their mean length, both in steps of a factor of sqrt(2).
+
+    Args:
+        choices: numbers of drafts to choose from, 0 (no drafting) included.
+    """
+
+    def __init__(self, choices: Iterable[int]) -> None:
+        self.choices = tuple(sorted(choices))
+        self.chosen: Counter[int] = Counter()  # cycles by number of drafts
+        self._seconds: dict[tuple[int, int], dict[int, deque[float]]] = defaultdict(dict)
+        self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
+        self._in_use: dict[tuple[int, int], int] = {}
+        self._cycles: Counter[tuple[int, int]] = Counter()
+
+    def acceptance(self, length: float) -> float:
+        """Share of the drafts judged lately that were accepted, at like length."""
+        accepted, judged = self._verdicts.get(_step(length), PRIOR)
+        return accepted / judged
+
+    def choose(self, rows: int, length: float) -> int:
+        """Drafts of the next cycle for so many sequences of this mean length (tokens)."""
+        key = (_step(rows), _step(length))
+        self._cycles[key] += 1
+        seconds = self._seconds[key]
+        if self._cycles[key] % TRY_AGAIN == 0:
+            for drafts in self.choices:
+                if drafts != self._in_use.get(key):
+                    seconds.pop(drafts, None)
+        choice = next((k for k in self.choices if len(seconds.get(k, ())) < PROBES and self._is_worth(key, k)), None)
+        if choice is None:
+            speed = {k: self._speed(key, k, median(of)) for k, of in seconds.items() if of}
+            best = max(speed, key=speed.__getitem__)
+            current = self._in_use.get(key, best)
+            choice = best if speed[best] > (1 + MARGIN) * speed.get(current, 0.0) else current
+            self._in_use[key] = choice
+        self.chosen[choice] += 1
+        return choice
+
+    def observe(self, rows: int, length: float, drafts: int, seconds: float, accepted: int, judged: int) -> None:
+        """Learn from one cycle of ``rows`` sequences that all had the same number of drafts.
+
+        Args:
+            seconds: of the drafts and their verification.
+            accepted, judged: drafts accepted, and drafts up to the first rejected one of each sequence.
+        """
+        self._seconds[_step(rows), _step(length)].setdefault(drafts, deque(maxlen=9)).append(seconds)
+        if judged:
+            verdicts = self._verdicts.setdefault(_step(length), list(PRIOR))
+            for i, count in enumerate((accepted, judged)):
+                verdicts[i] = FORGET * verdicts[i] + count
+
+    def in_use(self) -> dict[str, int]:
+        """What was settled on, by sequences and mean length (rounded to the steps told apart)."""
+        return {f"{2 ** (b / 2):.0f} x {2 ** (n / 2):.0f}": k for (b, n), k in sorted(self._in_use.items())}
+
+    def _speed(self, key: tuple[int, int], drafts: int, seconds: float) -> float:
+        return tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
+
+    def _is_worth(self, key: tuple[int, int], drafts: int) -> bool:
+        """Whether to try so many drafts: not where a straight line through the times known already rules it out."""
+        known = {k: median(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
+        if len(known) < 2 or drafts in known:
+            return True
+        (a, at_a), (b, at_b) = sorted(known.items())[-2:]
+        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
+        best = max(self._speed(key, k, seconds) for k, seconds in known.items())
+        return predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * best
+
+
+def _step(value: float) -> int:
+    return round(2 * math.log2(max(value, 1.0)))

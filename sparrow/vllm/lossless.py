@@ -1,0 +1,104 @@
+"""Lossless mode, before a model is loaded: what vLLM must be told, and what it cannot do.
+
+vLLM is told that the model drafts for itself (``speculative_config`` of the method ``draft_model``);
+``sparrow.vllm.speculator`` then takes the place of the speculator that would load a second copy of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sparrow.errors import ConfigError
+from sparrow.mode import Decoding
+from sparrow.vllm import versions
+
+SCHEDULER = "sparrow.vllm.scheduler.LosslessScheduler"
+DEFAULT_ROWS = 256
+"""Sequences to make CUDA graphs for where vLLM will choose ``max_num_seqs`` itself."""
+
+
+def draft_choices(decoding: Decoding) -> tuple[int, ...]:
+    """Numbers of drafts that a cycle may have: always as many, or none, half, and all."""
+    k = decoding.draft_tokens
+    return tuple(sorted({0, (k + 1) // 2, k})) if decoding.adapt_draft_tokens else (k,)
+
+
+def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
+    """Tokens of the batches to make CUDA graphs for: each number of sequences, with 1 token each or with drafts."""
+    counts = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
+    counts = sorted({*(n for n in counts if n < rows), rows})
+    return sorted({n * (k + 1) for n in counts for k in {0, *choices}})
+
+
+def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
+    """Complete vLLM's ``EngineArgs`` for lossless mode; called again with what it completed, it changes nothing.
+
+    Raises ConfigError: a version of vLLM it cannot run in, or an option it excludes.
+    """
+    versions.check_lossless(on_cpu)
+    k = decoding.draft_tokens
+    wanted: dict[str, Any] = {
+        "method": "draft_model",
+        "model": arguments.model,
+        "num_speculative_tokens": k,
+        "draft_sample_method": "probabilistic",
+    }
+    if decoding.adapt_draft_tokens:
+        # Names the numbers of drafts to make graphs for; which one is used, the scheduler says before each step.
+        ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
+        wanted["num_speculative_tokens_per_batch_size"] = ranges
+    asked = arguments.speculative_config
+    allowed = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
+    own = {name: value for name, value in (asked or {}).items() if name not in allowed}
+    if own and any(own.get(name) != value for name, value in wanted.items()):
+        raise ConfigError(
+            f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; leave it out, or leave out Sparrow"
+        )
+    arguments.speculative_config = {**(asked or {}), **wanted}
+    if decoding.adapt_draft_tokens:
+        if arguments.scheduler_cls not in (None, SCHEDULER):
+            raise ConfigError(
+                f"mode 'lossless' chooses the number of drafts in vLLM's scheduler, but scheduler_cls is "
+                f"{arguments.scheduler_cls!r}; leave it out, or set adapt_draft_tokens to false"
+            )
+        if arguments.async_scheduling is False:
+            raise ConfigError(
+                "async_scheduling=False and a number of drafts that adapts exclude each other; leave async_scheduling "
+                "out, or set adapt_draft_tokens to false"
+            )
+        arguments.scheduler_cls = SCHEDULER
+    if arguments.async_scheduling is None:
+        arguments.async_scheduling = True
+    if on_cpu:
+        return
+    if arguments.attention_backend is None and "CUSTOM" not in str(arguments.attention_config):
+        arguments.attention_backend = "CUSTOM"
+    compilation = arguments.compilation_config
+    sizes = (arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size)
+    theirs = (getattr(compilation, name, None) for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
+    if not arguments.enforce_eager and not any((*sizes, *theirs)):
+        rows = arguments.max_num_seqs or DEFAULT_ROWS
+        arguments.cudagraph_capture_sizes = capture_sizes(rows, draft_choices(decoding))
+
+
+def check_supported(vllm_config: Any) -> None:
+    """Refuse an engine that would draft densely, with a second copy of the model, or not at all.
+
+    Raises ConfigError: such an engine.
+    """
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    for is_wrong, problem in (
+        (spec is None, "vLLM was not told to speculate: the engine was not made from vLLM's EngineArgs; make it so"),
+        (
+            not vllm_config.use_v2_model_runner,
+            "it needs vLLM's V2 model runner, which this model, device or VLLM_USE_V2_MODEL_RUNNER rules out; use mode "
+            "'lossy', or start vLLM without Sparrow",
+        ),
+        (parallel.pipeline_parallel_size > 1, "it does not run with pipeline parallelism; use tensor parallelism"),
+        (
+            parallel.data_parallel_size > 1,
+            "it does not run with vLLM's data parallelism; start an engine for each part",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"mode 'lossless': {problem}")

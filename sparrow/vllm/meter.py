@@ -1,0 +1,149 @@
+"""The acceptance of every draft, from the logits that verification has on the device anyway: no pass over the model.
+
+Shapes: T logits of a verification, those of each sequence side by side; B sequences; S sequences the worker can hold;
+k drafts; V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.triton_utils import tl, triton
+
+LEVELS = 1000
+"""Steps in which acceptance is told apart."""
+
+
+@triton.jit
+def _overlap_kernel(
+    target, draft, sequence_T, place_T, temperature_S, out_T, target_stride, draft_stride, draft_step,
+    V, TEMPER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Each program: sum over the vocabulary of min(p, q) for one draft, both normalised here."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence, place = tl.load(sequence_T + row).to(tl.int64), tl.load(place_T + row).to(tl.int64)
+    heat = tl.load(temperature_S + sequence)
+    if (place < 0) | (heat == 0.0):
+        return
+    p_row, q_row = target + row * target_stride, draft + sequence * draft_stride + place * draft_step
+    scale = 1.0 / heat if TEMPER else 1.0
+    block = tl.arange(0, BLOCK)
+    p_max = tl.full([BLOCK], -float("inf"), tl.float32)
+    q_max = tl.full([BLOCK], -float("inf"), tl.float32)
+    p_sum = tl.zeros([BLOCK], tl.float32)
+    q_sum = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        inside = start + block < V
+        p = tl.load(p_row + start + block, mask=inside, other=-float("inf")).to(tl.float32)
+        q = tl.load(q_row + start + block, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        p_new, q_new = tl.maximum(p_max, p), tl.maximum(q_max, q)
+        p_sum = tl.where(p_new == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_new) + tl.exp(p - p_new))
+        q_sum = tl.where(q_new == -float("inf"), 0.0, q_sum * tl.exp(q_max - q_new) + tl.exp(q - q_new))
+        p_max, q_max = p_new, q_new
+    p_top, q_top = tl.max(p_max, 0), tl.max(q_max, 0)
+    p_all = tl.sum(tl.where(p_max == -float("inf"), 0.0, p_sum * tl.exp(p_max - p_top)), 0)
+    q_all = tl.sum(tl.where(q_max == -float("inf"), 0.0, q_sum * tl.exp(q_max - q_top)), 0)
+    shared = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, V, BLOCK):
+        inside = start + block < V
+        p = tl.load(p_row + start + block, mask=inside, other=-float("inf")).to(tl.float32)
+        q = tl.load(q_row + start + block, mask=inside, other=-float("inf")).to(tl.float32) * scale
+        shared += tl.minimum(tl.exp(p - p_top) / p_all, tl.exp(q - q_top) / q_all)
+    tl.store(out_T + row, tl.minimum(tl.sum(shared, 0), 1.0))
+
+
+def overlap(
+    target_TV: Tensor, draft_SkV: Tensor, sequence_T: Tensor, place_T: Tensor, temperature_S: Tensor, temper: bool
+) -> Tensor:
+    """sum_v min(p(v), q(v)) of each draft: the probability that it is accepted, ``[T]`` float32.
+
+    Args:
+        target_TV: the policy's logits, processed as for sampling.
+        draft_SkV: the logits that drafts were drawn from.
+        sequence_T, place_T: which of ``draft_SkV`` a row is compared with; a place below 0 for none, which gives NaN;
+            so does a temperature of 0.
+        temper: whether the drafts' logits are still to be divided by ``temperature_S``.
+    """
+    T, V = target_TV.shape
+    out_T = torch.full((T,), float("nan"), device=target_TV.device)
+    if T:
+        _overlap_kernel[(T,)](
+            target_TV, draft_SkV, sequence_T, place_T, temperature_S, out_T, target_TV.stride(0), draft_SkV.stride(0),
+            draft_SkV.stride(1), min(V, draft_SkV.shape[-1]), TEMPER=temper, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+    return out_T
+
+
+class Meter:
+    """How drafts fared, by length, on the device until somebody asks.
+
+    A draft counts if all before it in its cycle were accepted: the others never were candidates for the response.
+
+    Args:
+        bin_tokens, max_length: tokens of a length bin and of the longest sequence.
+        temper: see ``overlap``.
+    """
+
+    def __init__(self, bin_tokens: int, max_length: int, device: torch.device, temper: bool) -> None:
+        self.bin_tokens, self.temper = bin_tokens, temper
+        bins = -(-max_length // bin_tokens) + 1
+        self._levels = torch.zeros(bins, LEVELS + 1, dtype=torch.int64, device=device)
+        self._mass = torch.zeros(bins, dtype=torch.float64, device=device)
+        self._judged = torch.zeros(bins, dtype=torch.int64, device=device)
+        self._accepted = torch.zeros(bins, dtype=torch.int64, device=device)
+
+    def add(
+        self, target_TV: Tensor, draft_SkV: Tensor, first_B1: Tensor, position_T: Tensor, sequence_T: Tensor,
+        place_T: Tensor, temperature_S: Tensor, sampled_B: Tensor,
+    ) -> None:  # fmt: skip
+        """Count one verification.
+
+        Args:
+            first_B1: where each sequence's logits begin, ``[B + 1]``.
+            position_T: position of the token that a row of logits comes after, so that its length is one more.
+            sequence_T, place_T: the sequence of a row among all the worker holds, and the row's number in it.
+            sampled_B: tokens that came out: the accepted drafts and one more.
+        """
+        T = len(position_T)
+        row_T = torch.searchsorted(first_B1[1:].contiguous(), torch.arange(T, device=first_B1.device), right=True)
+        drafts_T = (first_B1[1:] - first_B1[:-1])[row_T] - 1
+        judged_T = (place_T < drafts_T) & (place_T < sampled_B[row_T])
+        places_T = torch.where(judged_T, place_T, -1)
+        value_T = overlap(target_TV, draft_SkV, sequence_T, places_T, temperature_S, self.temper)
+        bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._mass) - 1).long()
+        ones_T = judged_T.long()
+        self._judged.index_add_(0, bin_T, ones_T)
+        self._accepted.index_add_(0, bin_T, ones_T * (place_T < sampled_B[row_T] - 1))
+        known_T = judged_T & ~value_T.isnan()
+        value_T = torch.where(known_T, value_T, 0.0)
+        self._mass.index_add_(0, bin_T, value_T.double())
+        level_T = (value_T * LEVELS).long().clamp(0, LEVELS)
+        flat_T = bin_T * (LEVELS + 1) + level_T
+        self._levels.view(-1).index_add_(0, flat_T, known_T.long())
+
+    def settle(self) -> list[dict[str, Any]]:
+        """What was counted since the last call, one entry for each length bin with drafts.
+
+        ``tokens`` from where to where; ``judged`` drafts, of which ``accepted``; ``mean`` and ``p5`` of their
+        acceptance (None if all were greedy), p5 to a thousandth.
+        """
+        counts = (self._levels, self._mass, self._judged, self._accepted)
+        levels, mass, judged, accepted = (x.to("cpu", copy=True) for x in counts)
+        for x in counts:
+            x.zero_()
+        found = []
+        for i in torch.nonzero(judged)[:, 0].tolist():
+            count = int(levels[i].sum())
+            below = int((levels[i].cumsum(0) < 0.05 * count).sum())
+            found.append(
+                {
+                    "tokens": [i * self.bin_tokens, (i + 1) * self.bin_tokens],
+                    "judged": int(judged[i]),
+                    "accepted": int(accepted[i]),
+                    "mean": float(mass[i]) / count if count else None,
+                    "p5": below / LEVELS if count else None,
+                }
+            )
+        return found

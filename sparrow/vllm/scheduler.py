@@ -1,0 +1,65 @@
+"""vLLM's scheduler, which also chooses how many tokens are drafted next. For lossless mode that adapts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from sparrow.vllm.adapt import DraftLength
+
+LOG_EVERY = 2000  # cycles
+
+
+class LosslessScheduler(AsyncScheduler):
+    """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before each step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.dynamic_sd_lookup is not None
+        self.draft_length = DraftLength(set(self.dynamic_sd_lookup[1:]))
+        rows = len(self.dynamic_sd_lookup)
+        self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
+        self._last: tuple[float, int] | None = None  # when the step before this one ended, and its sequences
+        self._said: dict[str, int] = {}
+        self._logger = init_logger("vllm.sparrow")
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self.running:
+            rows = len(self.running)
+            length = sum(request.num_computed_tokens for request in self.running) / rows
+            self.dynamic_sd_lookup = self._tables[self.draft_length.choose(rows, length)]
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self._learn(scheduler_output, model_runner_output.sampled_token_ids)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _learn(self, scheduled: Any, sampled: Any) -> None:
+        """Note how long a step took, if all its sequences had the same number of drafts, as in the step before."""
+        now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
+        last, self._last = self._last, None
+        counts = set(scheduled.num_scheduled_tokens.values())
+        if not rows or len(counts) != 1 or not sampled:
+            return
+        drafts = counts.pop() - 1
+        drafted = scheduled.scheduled_spec_decode_tokens
+        if drafts not in self._tables or any(len(of) != drafts for of in drafted.values()):
+            return
+        if drafts and len(drafted) != rows:
+            return
+        self._last = (now, rows)
+        if last is None or last[1] != rows:
+            return
+        emitted = [len(tokens) for tokens in sampled]
+        if min(emitted) == 0:
+            return
+        length = sum(self.requests[i].num_computed_tokens for i in scheduled.num_scheduled_tokens if i in self.requests)
+        self.draft_length.observe(
+            rows, length / rows, drafts, now - last[0], sum(emitted) - rows, sum(min(n, drafts) for n in emitted)
+        )
+        if self.draft_length.chosen.total() % LOG_EVERY == 0 and self.draft_length.in_use() != self._said:
+            self._said = self.draft_length.in_use()
+            self._logger.info("Sparrow drafts by sequences x tokens: %s", self._said)

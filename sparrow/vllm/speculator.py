@@ -1,0 +1,223 @@
+"""Lossless mode inside a vLLM worker: the model drafts for itself, reading a few pages; a dense pass verifies.
+
+One cycle of a batch is ``draft_tokens`` sparse decode steps and one dense pass over the drafts and the token before
+them, which vLLM runs, samples from and checks as for any draft model. Weights and KV cache are the policy's own: drafts
+write their keys and values where the next tokens belong, and the dense pass writes them again. So what stays in the
+cache is dense, and what comes out follows the dense distribution exactly (arXiv 2211.17192, 2302.01318).
+
+Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can hold, k drafts,
+M blocks of the longest sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
+from vllm.distributed.parallel_state import graph_capture
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from sparrow.errors import ConfigError
+from sparrow.vllm import config, versions
+from sparrow.vllm.backend import Step
+from sparrow.vllm.meter import Meter
+from sparrow.vllm.runtime import Runtime, find
+
+DRAFT_NOISE = 0x5DEECE66D
+"""Where vLLM draws a draft and the token resampled after its rejection from the same noise, drafts get seeds of their
+own: with shared noise the two are not independent and the result does not follow the dense distribution."""
+
+
+class SparseSpeculator(DraftModelSpeculator):
+    """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft model.
+
+    ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense decoding.
+    """
+
+    num_query_per_req = 1
+    num_extra_query_per_req = 0
+    supports_mm_inputs = False
+    runtime: Runtime
+    model: Any
+    draft_logits: Any  # float [S, k, V]
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        decoding = config.requested(vllm_config)
+        assert decoding is not None and self.draft_logits is not None
+        self.num_drafts = self.num_speculative_steps
+        self._own_noise = versions.drafts_have_own_noise()
+        self._logits_argument = versions.draft_logits_argument()
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._captures = False
+        self._step_index = torch.zeros((), dtype=torch.int64, device=device)
+        self._sampler_arguments: dict[str, Any] = {
+            self._logits_argument: self.draft_logits,
+            f"{self._logits_argument}_col": self._step_index,
+            **({"is_drafting": True} if self._own_noise else {}),
+        }
+        self._slots_R = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
+
+    # No second model and no second cache.
+
+    def load_draft_model(self, target_model: Any, target_attn_layer_names: set[str]) -> Any:
+        return target_model
+
+    def load_model(self, target_model: Any) -> None:
+        """Keep the target; a layer of its own would make vLLM give drafts a cache of their own."""
+        self.model = target_model
+        self.draft_attn_layer_names: set[str] = set()
+
+    def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *_: Any) -> None:
+        """Note where vLLM keeps the blocks of each sequence.
+
+        Raises ConfigError: layers with caches of different kinds.
+        """
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ConfigError(
+                f"lossless mode needs one kind of KV cache, this model has {len(kv_cache_config.kv_cache_groups)}; "
+                "use mode 'lossy' or start vLLM without Sparrow"
+            )
+        runtime = find(self.vllm_config)
+        assert runtime is not None
+        self.runtime = runtime
+        self.block_tables = block_tables
+        runtime.meter = Meter(
+            runtime.schedule.bin_tokens, self.max_model_len, self.device, self._logits_argument == "logits_cache"
+        )
+        runtime.draft_bytes = self.draft_logits.nbytes
+        self.draft_logits.sparrow_meter = runtime.meter  # where verification finds it
+        # Versions that let kernels see smaller blocks than the scheduler does know both sizes.
+        self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
+        self.attn_groups: list[Any] = []
+        self.layer_names = list(
+            get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        )
+
+    # One draft step, as a CUDA graph for each number of rows.
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        self._captures = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+
+    def capture(self) -> None:
+        """Record a draft step for every number of rows that vLLM captures, from the most rows on."""
+        if not self._captures:
+            return
+        sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes
+        self._clear(0)
+        with graph_capture(device=self.device) as context:
+            for rows in sorted({min(size, self.max_num_reqs) for size in sizes}, reverse=True):
+                self._draft(rows)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=current_platform.get_global_graph_pool(), stream=context.stream):
+                    self._draft(rows)
+                self._graphs[rows] = graph
+        self._step_index.zero_()
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Tensor,
+        aux_hidden_states: Any,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        *_: Any,
+        dummy_run: bool = False,
+        is_profile: bool = False,
+        **__: Any,
+    ) -> Tensor:
+        """Draft what comes after the tokens just sampled; called by vLLM after each pass over the model.
+
+        Args:
+            input_batch: vLLM's batch, with lengths that count the rejected tokens too.
+            num_sampled, num_rejected: of each sequence, ``[B]``; none sampled in a chunk of a prompt.
+            last_sampled: the newest token of each sequence the worker holds, ``[S]``, not in the cache yet.
+            temperature, seeds: of each sequence the worker holds, ``[S]``.
+
+        Returns:
+            ``[B, k]`` int64, meaningful in its first ``num_drafts`` columns.
+        """
+        B = input_batch.num_reqs
+        drafts = self.num_drafts
+        if dummy_run:
+            if is_profile:
+                self._clear(B)
+                self._draft(B)
+            return self.draft_tokens[:B]
+        cached_B = input_batch.seq_lens[:B] - num_rejected[:B]
+        self.runtime.count_cycle(drafts, cached_B, num_sampled[:B], num_rejected[:B], input_batch.is_prefilling_np[:B])
+        if not drafts:
+            return self.draft_tokens[:B]
+        drafting_B = (num_sampled[:B] > 0) & (cached_B < self.max_model_len)
+        buffers, index_B = self.input_buffers, input_batch.idx_mapping.long()
+        self._clear(B)
+        self.temperature.copy_(temperature)
+        self.seeds.copy_(seeds)
+        if not self._own_noise:
+            self.seeds.bitwise_xor_(DRAFT_NOISE)
+        self.idx_mapping[:B] = torch.where(drafting_B, index_B, -1).to(self.idx_mapping.dtype)
+        newest_B = last_sampled.view(-1)[index_B]
+        buffers.input_ids[:B] = torch.where(drafting_B, newest_B, 0).to(buffers.input_ids.dtype)
+        buffers.positions[:B] = torch.where(drafting_B, cached_B, 0)
+        buffers.seq_lens[:B] = torch.where(drafting_B, cached_B + 1, 0).to(buffers.seq_lens.dtype)
+        rows = min((size for size in self._graphs if size >= B), default=0)
+        for _step in range(drafts):
+            if rows:
+                self._graphs[rows].replay()
+            else:
+                self._draft(B)
+        return self.draft_tokens[:B]
+
+    def _clear(self, B: int) -> None:
+        """Make rows from ``B`` on padding: no sequence, no token, no slot."""
+        buffers = self.input_buffers
+        self._step_index.zero_()
+        self.idx_mapping[B:].fill_(-1)
+        buffers.seq_lens[B:].zero_()
+        buffers.positions[B : self.max_num_reqs].zero_()
+        buffers.input_ids[B : self.max_num_reqs].zero_()
+
+    def _draft(self, rows: int) -> None:
+        """One draft step of ``rows`` rows, and what the next step reads; this is what a graph holds."""
+        buffers, table_RM = self.input_buffers, self.block_tables.input_block_tables[0][:rows]
+        ids_R, position_R, length_R = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
+        index_R, slot_R, k = self.idx_mapping[:rows], self._slots_R[:rows], self.num_speculative_steps
+        block_R = table_RM.gather(1, position_R[:, None] // self._block_tokens)[:, 0].long()
+        slot_R.copy_(block_R * self._block_tokens + position_R % self._block_tokens)
+        slot_R.masked_fill_(length_R == 0, -1)
+        step = Step(
+            rows=rows, lengths=length_R, top_k=self.runtime.begin_step(rows, None), block_table=table_RM, prefill=None,
+            everything=self.runtime.everything(rows),
+        )  # fmt: skip
+        metadata = SimpleNamespace(sparrow=step)
+        with set_forward_context(
+            dict.fromkeys(self.layer_names, metadata), self.vllm_config, num_tokens=rows,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE, slot_mapping=dict.fromkeys(self.layer_names, slot_R),
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
+        ):  # fmt: skip
+            hidden = self.model(input_ids=ids_R, positions=position_R)
+        logits_RV = self.model.compute_logits(hidden)
+        drawn_R = gumbel_sample(
+            logits_RV, index_R, self.temperature, self.seeds, position_R, apply_temperature=True,
+            use_fp64=self.use_fp64_gumbel, **self._sampler_arguments,
+        )  # fmt: skip
+        self.draft_tokens[:rows].index_copy_(1, self._step_index.view(1), drawn_R[:, None])
+        ids_R.copy_(drawn_R)
+        position_R.add_(1).clamp_(max=self.max_model_len - 1)
+        length_R.add_((length_R > 0).to(length_R.dtype))
+        length_R.masked_fill_(length_R > self.max_model_len, 0)  # no token comes after the context's last
+        self._step_index.add_(1).remainder_(k)  # warm-up before a capture runs it more often
