@@ -46,7 +46,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import 
 from sparrow import SparsitySchedule
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.mode import Decoding
-from sparrow.vllm import config
+from sparrow.vllm import config, plugin
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
@@ -137,6 +137,7 @@ class Bench:
         if variant == "stock":
             self.llm = LLM(folder, attention_backend="FLASH_ATTN", **options)
         elif lossless is not None:
+            plugin.register()
             rates = [0.95 ** (i + 1) for i in range(lossless.draft_tokens)]
             synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
             additional = {"sparrow": lossless.to_dict()}
