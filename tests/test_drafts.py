@@ -1,10 +1,12 @@
 """Counts of drafts' acceptance by length, against the values they were counted from."""
 
+import json
 import math
 
 import numpy as np
 import pytest
 
+from sparrow.engines.base import Counters
 from sparrow.mismatch.drafts import BUCKETS, DraftAcceptance
 
 
@@ -13,9 +15,9 @@ def test_counts_keep_mean_and_percentile_of_every_bin():
     alpha, position = rng.beta(9, 1, 20_000), rng.integers(0, 7000, 20_000)
     position[position // 2000 == 1] += 2000  # leaves a bin empty
     found = DraftAcceptance.of(alpha, position, 2000)
-    assert [(b.start, b.stop) for b in found.bins()] == [(0, 2000), (4000, 6000), (6000, 8000)]
+    assert [(b.start, b.end) for b in found.bins()] == [(0, 2000), (4000, 6000), (6000, 8000)]
     for b in found.bins():
-        inside = alpha[(position >= b.start) & (position < b.stop)]
+        inside = alpha[(position >= b.start) & (position < b.end)]
         assert b.drafts == len(inside)
         assert abs(b.mean - inside.mean()) < 1e-12
         assert abs(b.p5 - np.percentile(inside, 5, method="inverted_cdf")) < 1 / BUCKETS
@@ -44,3 +46,16 @@ def test_nothing_drafted_has_no_acceptance():
     assert DraftAcceptance.of([], np.zeros(0, int), 2000).drafts == 0
     with pytest.raises(ValueError, match=r"reach from 1\.5"):
         DraftAcceptance.of([1.5], [0], 2000)
+
+
+def test_counters_are_logged_as_plain_numbers():
+    alpha = DraftAcceptance.of([0.5, 0.9, 1.0], [10, 20, 2010], 2000)
+    found = Counters(30, 60, drafted=16, accepted=6, cycles=2, acceptance=alpha).to_dict()
+    assert found["kv"] == {"read_fraction": 0.5, "tokens_read": 30, "tokens_held": 60, "preemptions": 0}
+    drafts = json.loads(json.dumps(found["drafts"]))
+    counts = {"drafted": 16, "accepted": 6, "cycles": 2, "tokens_per_cycle": 4.0, "drafts_per_token": 2.0}
+    assert {name: drafts[name] for name in counts} == counts
+    assert abs(drafts["acceptance"] - 0.8) < 1e-12
+    assert [(b["start"], b["end"], b["drafts"]) for b in drafts["bins"]] == [(0, 2000, 2), (2000, 4000, 1)]
+    assert "drafts" not in Counters(30, 60).to_dict()
+    assert "bins" not in Counters(30, 60, cycles=1).to_dict()["drafts"], "this engine counts no acceptance"

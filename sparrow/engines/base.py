@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Protocol
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -43,6 +43,24 @@ class Counters:
     def tokens_per_cycle(self) -> float:
         """Accepted drafts and one token more; 0 before the first cycle. The ends of responses cut the last ones."""
         return (self.accepted + self.cycles) / max(self.cycles, 1)
+
+    @property
+    def drafts_per_token(self) -> float:
+        """Tokens drafted for each token that cycles gave; 0 before the first cycle."""
+        return self.drafted / max(self.accepted + self.cycles, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types: ``kv``, and ``drafts`` if there were cycles."""
+        names: tuple[str, ...] = ("tokens_read", "tokens_held", "preemptions")
+        found: dict[str, Any] = {
+            "kv": {"read_fraction": self.read_fraction, **{name: getattr(self, name) for name in names}}
+        }
+        if self.cycles:
+            names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
+            alpha = self.acceptance
+            measured = {"acceptance": alpha.mean, "p5": alpha.percentile(5), "bins": [asdict(b) for b in alpha.bins()]}
+            found["drafts"] = {**{name: getattr(self, name) for name in names}, **(measured if alpha.drafts else {})}
+        return found
 
 
 def total(parts: Sequence[Counters]) -> Counters:

@@ -21,10 +21,10 @@ BUCKETS = 1000
 
 @dataclass(frozen=True)
 class DraftBin:
-    """Drafts whose lengths are in [start, stop)."""
+    """Drafts whose lengths are in [start, end)."""
 
     start: int
-    stop: int
+    end: int
     drafts: int
     mean: float
     p5: float

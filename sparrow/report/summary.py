@@ -34,7 +34,7 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """Steps, reward before and after, tokens, what was kept of them, what was read of the cache."""
+    """Steps, reward before and after, tokens, what was kept of them, what was read of the cache, what was drafted."""
     alarms = log.steps[log.series("guard", "alarm") == 1]
     rows = [
         ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
@@ -44,6 +44,15 @@ def result_rows(log: RunLog) -> list[NamedValue]:
         ("tokens kept", percent(log.tokens_kept())),
         ("KV read", percent(log.kv_read())),
     ]
+    if drafting := log.drafting():
+        rows += [
+            ("drafts per token", f"{drafting.drafts_per_token:.2f}"),
+            ("tokens per cycle", f"{drafting.tokens_per_cycle:.2f}"),
+            *(
+                (f"drafts accepted at {bin_name(b.start, b.end)} tokens", f"{number(b.mean)}, p5 {number(b.p5)}")
+                for b in drafting.bins
+            ),
+        ]
     if alarms.size:
         first = f"first at step {alarms[0]}"
         rows.append(("guard", f"acceptance too low, at {alarms.size} of {log.steps.size} steps, {first}"))

@@ -19,9 +19,19 @@ from numpy.typing import NDArray
 
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, Histogram
+from sparrow.mismatch.drafts import DraftBin
 from sparrow.mismatch.tail import FloatArray
 from sparrow.run.directory import METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
 from sparrow.schedule import SparsitySchedule
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a lossless run drafted."""
+
+    drafts_per_token: float
+    tokens_per_cycle: float
+    bins: tuple[DraftBin, ...]  # exact acceptance of drafts by length, at the last step that drafted
 
 
 @dataclass(frozen=True)
@@ -115,10 +125,24 @@ class RunLog:
         held = float(self.series("kv", "tokens_held").sum())
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
+    def drafting(self) -> Drafting | None:
+        """What lossless decoding drafted over the whole run; None if no step was decoded so."""
+        drafted, accepted, cycles = (nan_sum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles"))
+        if not cycles:
+            return None
+        last = next(found for row in reversed(self.metrics) if (found := row.get("drafts")))
+        bins = tuple(DraftBin(**found) for found in last.get("bins", ()))
+        return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, bins)
+
     def tokens_kept(self) -> float:
         """Share of the response tokens that the correction left in the loss, over the whole run."""
         masked, tokens = self.series("correction", "masked_fraction"), self.series("response", "tokens")
         return float(1 - np.average(masked, weights=tokens))
+
+
+def nan_sum(values: FloatArray) -> float:
+    """Sum of the finite values."""
+    return float(values[np.isfinite(values)].sum())
 
 
 def nan_mean(values: FloatArray) -> float:

@@ -202,7 +202,7 @@ class Trainer:
                 clock["sync"] = time.perf_counter()
                 seconds = np.diff(list(clock.values())).tolist()
                 metrics |= {
-                    "kv": {"read_fraction": counters.read_fraction, **asdict(counters)},
+                    **counters.to_dict(),
                     "seconds": dict(zip(list(clock)[1:], seconds, strict=True)),
                     "imbalance": {phase: self.ranks.imbalance(phase) for phase in ("rollout", "score")},
                 }
