@@ -21,12 +21,24 @@ DEFINES = dict(
 @pytest.mark.parametrize("changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)])
 def test_the_source_compiles_for_hopper(changes):
     pytest.importorskip("cuda.bindings.nvrtc")
-    code = compiled("decode.cu", tuple((DEFINES | changes).items()), "sm_90")
+    code, _ = compiled("decode.cu", tuple((DEFINES | changes).items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
 
 
+@pytest.mark.parametrize("D, G", [(128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8)])
+@pytest.mark.parametrize("items", [8, 512])
+def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(items, D, G):
+    pytest.importorskip("cuda.bindings.nvrtc")
+    config = launch.choose_config(items, D, 2560, H200)
+    defines = DEFINES | dict(D=D, G=G, WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident)
+    _, log = compiled("decode.cu", tuple(defines.items()), "sm_90", "--ptxas-options=-v")
+    assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}
+    registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
+    assert 64 < registers * 32 * config.warps * config.resident <= 65536
+
+
 def test_the_launcher_hands_over_what_the_source_declares():
-    source = Path(launch.__file__).with_name("decode.cu").read_text()
+    source = Path(launch.__file__).with_name("program.cuh").read_text()
     declared = re.search(r"struct Args \{(.*?)\};", source, re.DOTALL)[1]
     kinds = {"float": ctypes.c_float, "int": ctypes.c_int, "i64": ctypes.c_longlong}
     fields = []

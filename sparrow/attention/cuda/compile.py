@@ -18,7 +18,7 @@ class Kernel:
     """One function of a source file beside this one, compiled for a device.
 
     Args:
-        file, name: the source, and the function's name in it.
+        file, name: the source, which may include others beside it, and the function's name in it.
         defines: macros the source asks for.
         shared_bytes: dynamic shared memory of a launch.
         device: a CUDA device.
@@ -32,7 +32,8 @@ class Kernel:
         driver, _ = _bindings()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # torch makes the context
-            self._module = _call(driver.cuModuleLoadData, compiled(file, tuple(defines.items()), _target(device)))
+            code, _ = compiled(file, tuple(defines.items()), _target(device))
+            self._module = _call(driver.cuModuleLoadData, code)
             self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             _call(driver.cuFuncSetAttribute, self._function, limit, shared_bytes)
@@ -55,20 +56,21 @@ class Kernel:
 
 
 @cache
-def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str) -> bytes:
-    """Machine code for ``target`` (``sm_90``); needs no GPU."""
+def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str) -> tuple[bytes, str]:
+    """Machine code for ``target`` (``sm_90``), and what the compiler has to say of it; needs no GPU."""
     _, nvrtc = _bindings()
-    source = (Path(__file__).parent / file).read_bytes()
-    options = [f"--gpu-architecture={target}".encode(), *(f"-D{name}={value}".encode() for name, value in defines)]
-    program = _call(nvrtc.nvrtcCreateProgram, source, file.encode(), 0, [], [])
-    (result,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    folder = Path(__file__).parent
+    options = (f"--gpu-architecture={target}", f"--include-path={folder}", *options)
+    given = [option.encode() for option in (*options, *(f"-D{name}={value}" for name, value in defines))]
+    program = _call(nvrtc.nvrtcCreateProgram, (folder / file).read_bytes(), file.encode(), 0, [], [])
+    (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+    log = b" " * cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program))
+    _call(nvrtc.nvrtcGetProgramLog, program, log)
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program))
-        _call(nvrtc.nvrtcGetProgramLog, program, log)
         raise RuntimeError(f"{file} did not compile: {log.decode()}")
     code = b" " * cast(int, _call(nvrtc.nvrtcGetCUBINSize, program))
     _call(nvrtc.nvrtcGetCUBIN, program, code)
-    return code
+    return code, log.decode()
 
 
 def _target(device: torch.device) -> str:

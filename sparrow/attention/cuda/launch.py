@@ -27,7 +27,7 @@ from sparrow.attention.division import Division, divide
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 BINS, CANDIDATES = 1024, 256
-SHARED = 16  # words of decode.cu's struct ``Shared``, besides 3 for each warp
+SHARED = 16  # words of program.cuh's struct ``Shared``, besides 3 for each warp
 FEW_ITEMS = 0.3  # per multiprocessor: fewer, and Triton's launches are faster, where several programs rank one row
 
 
@@ -123,7 +123,7 @@ def run(
 
 
 class _Arguments(ctypes.Structure):
-    """``Args`` of decode.cu."""
+    """``Args`` of program.cuh."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (

@@ -1,0 +1,106 @@
+// What the kernel is handed, and what each of its programs works on and with.
+#pragma once
+
+#include "tiles.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int SLOT = 2 * TILE;                // keys and values of a page
+constexpr int COPY_ROWS = 32 / CHUNKS;        // that a warp copies at once
+constexpr int TILES_IN_FLIGHT = 2 * STAGES;   // of landmarks, per warp
+constexpr int AT_ONCE = 8;                    // scores that a thread looks at before it waits for the first
+constexpr int ALWAYS = SINK + RECENT;         // pages always kept; a row with ranked pages has them all
+
+struct Args {
+  const u16 *q, *k, *v;
+  u16 *landmarks;
+  const int* table;
+  u16 *out;
+  int *rows;
+  float *partial, *stats;
+  int *ready, *counters;
+  const int4 *plan;
+  i64 q_row, q_head, block, head, token, landmark_block, landmark_page, landmark_head, table_row, out_row, out_head;
+  i64 rows_row;
+  float scale_log2, v_scale;
+  int count, rank_before_wait, capacity;
+};
+
+struct Shared {  // what a program's warps tell each other, besides scores and lists
+  float low[WARPS], high[WARPS];
+  int sums[WARPS];
+  int candidates, last;
+};
+
+// A program: one part of the kept pages of one row and kv head, as the plan of the batch says.
+struct Program {
+  const Args& a;
+  // A thread's place, also in a tile of results: rows row8 and row8 + 8, columns 2 * column2 and the next.
+  const int lane, warp, row8, column2;
+  // Dynamic shared memory; the launcher counts the same bytes.
+  unsigned char* ring;     // [WARPS, STAGES] slots for pages on their way; afterwards the warps' results
+  int* bins;               // [BINS] how many scores fell into each
+  float* candidate_score;  // [CANDIDATES] of the last bin
+  int* candidate_index;
+  Shared* shared;
+  float* scores;           // [capacity] of the row's pages
+  int* list;               // in their place: before, blocks of the row; afterwards, kept pages by their number in it
+  u32 *prefetched, *kept;  // a bit for each page that a warp fetches before the selection, and for each that is kept
+  // slot: of the row's first part among all partial results; listed: not all pages are kept; ranks: by this program.
+  int b, head, part, parts, item, slot, tokens, pages, ranked_end, budget;
+  bool listed, ranks;
+  const int* table;
+  // Where this thread copies to and from.
+  u32 warp_ring;
+  int copy_row, copy_chunk;
+  const u16 *keys, *values, *landmarks;
+
+  DEVICE Program(const Args& a, unsigned char* memory)
+      : a(a), lane(threadIdx.x % 32), warp(threadIdx.x / 32), row8(lane / 4), column2(lane % 4), ring(memory) {
+    bins = (int*)(ring + WARPS * STAGES * SLOT);
+    candidate_score = (float*)(bins + BINS);
+    candidate_index = (int*)(candidate_score + CANDIDATES);
+    shared = (Shared*)(candidate_index + CANDIDATES);
+    scores = (float*)(shared + 1), list = (int*)scores;
+    prefetched = (u32*)(scores + a.capacity), kept = prefetched + a.capacity / 32;
+    const int4 entry = a.plan[blockIdx.x / K * 2], row = a.plan[blockIdx.x / K * 2 + 1];
+    b = entry.x, part = entry.y, parts = entry.z, head = blockIdx.x % K;
+    item = b * K + head, slot = entry.w * K + head;
+    tokens = row.x, pages = (tokens + P - 1) / P;
+    const int ranked = max(pages - ALWAYS, 0);
+    ranked_end = SINK + ranked, budget = min(ranked, max(row.y, 0));
+    listed = budget < ranked, ranks = listed && part == 0;
+    table = a.table + b * a.table_row;
+    warp_ring = shared_address(ring) + warp * STAGES * SLOT;
+    copy_row = lane / CHUNKS, copy_chunk = lane % CHUNKS;
+    keys = a.k + head * a.head + copy_chunk * 8, values = a.v + head * a.head + copy_chunk * 8;
+    landmarks = a.landmarks + head * a.landmark_head + copy_chunk * 8;
+  }
+
+  DEVICE int page_at(int n) const {  // id of the row's n-th page
+    return PER_BLOCK == 1 ? table[n] : table[n / PER_BLOCK] * PER_BLOCK + n % PER_BLOCK;
+  }
+
+  // Copies keys and values of a page by its id into a slot; n: its place in the row, or -1 if it is surely full.
+  DEVICE void load_page(int n, int page, int slot) const {
+    const u32 to = warp_ring + slot * SLOT;
+    const int inside = n == pages - 1 ? tokens - n * P : P;  // what lies beyond may be NaN, and 0 * NaN is NaN
+    i64 from = (i64)(page / PER_BLOCK) * a.block + (page % PER_BLOCK * P + copy_row) * a.token;
+#pragma unroll
+    for (int row = copy_row; row < P + copy_row; row += COPY_ROWS, from += COPY_ROWS * a.token) {
+      const int at = swizzled(row, copy_chunk), bytes = row < inside ? 16 : 0;
+      copy16(to + at, keys + from, bytes);
+      copy16(to + TILE + at, values + from, bytes);
+    }
+  }
+
+  // Copies the landmarks of 16 pages, from the first of the warp's i-th tile on; `list` holds their blocks.
+  DEVICE void load_landmarks(int i, int place) const {
+#pragma unroll
+    for (int j = 0; j < 16 / COPY_ROWS; ++j) {
+      const int row = j * COPY_ROWS + copy_row;
+      const int n = min((warp + i * WARPS) * 16 + row, pages - 1);
+      copy16(warp_ring + place * TILE + swizzled(row, copy_chunk),
+             landmarks + list[n] * a.landmark_block + n % PER_BLOCK * a.landmark_page);
+    }
+  }
+};

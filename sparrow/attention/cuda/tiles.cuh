@@ -1,0 +1,86 @@
+// What a warp does with a tile: 16 rows (tokens of a page, or landmarks) of one head, in shared memory.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+constexpr u32 ALL = 0xffffffffu;
+constexpr int P = 16;              // tokens of a page
+constexpr int ROW = 2 * D;         // bytes of a row
+constexpr int TILE = P * ROW;      // keys of a page, its values, or 16 landmarks
+constexpr int CHUNKS = ROW / 16;   // 16 bytes each, swizzled within a row so that a column of tiles has no conflicts
+constexpr int STEPS = D / 16;      // of a product of tiles
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+DEVICE int swizzled(int row, int chunk) { return row * ROW + ((chunk ^ (row & 7)) << 4); }
+// Of what is read once in a step, and leaves the cache to what is read again; zeros beyond `bytes`, 0 or 16.
+DEVICE void copy16(u32 to, const void* from, int bytes = 16) {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
+               ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
+}
+DEVICE void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+DEVICE void wait_for_all_but() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+DEVICE void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+DEVICE float exp2_of(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+DEVICE void load_tiles(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+DEVICE void load_tiles_transposed(u32* r, u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+DEVICE u32 transposed(u32 x) {
+  u32 y;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a[16, 16] b[16, 8]
+#if BF16
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#else
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#endif
+               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// A tile's 16 rows times the queries, even and odd steps added apart, which do not wait for each other.
+DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+  for (int j = 0; j < STEPS; ++j) {
+    u32 left[4];
+    load_tiles(left, tile + swizzled(row, 2 * j + chunk));
+    multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
+  }
+}
+DEVICE u32 pack(float low, float high) {
+  u32 y;
+#if BF16
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#endif
+  return y;
+}
+DEVICE float widen(u16 x) {
+#if BF16
+  return __int_as_float((u32)x << 16);
+#else
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x));
+  return y;
+#endif
+}
