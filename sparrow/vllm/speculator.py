@@ -137,7 +137,6 @@ class SparseSpeculator(DraftModelSpeculator):
         seeds: Tensor,
         *_: Any,
         dummy_run: bool = False,
-        is_profile: bool = False,
         **__: Any,
     ) -> Tensor:
         """Draft what comes after the tokens just sampled; called by vLLM after each pass over the model.
@@ -153,10 +152,7 @@ class SparseSpeculator(DraftModelSpeculator):
         """
         B = input_batch.num_reqs
         drafts = self.num_drafts
-        if dummy_run:
-            if is_profile:
-                self._clear(B)
-                self._draft(B)
+        if dummy_run:  # a draft step takes less memory than the passes that vLLM tries out before it
             return self.draft_tokens[:B]
         cached_B = input_batch.seq_lens[:B] - num_rejected[:B]
         self.runtime.count_cycle(drafts, cached_B, num_sampled[:B], num_rejected[:B], input_batch.is_prefilling_np[:B])
