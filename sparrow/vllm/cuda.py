@@ -18,6 +18,7 @@ from sparrow.attention.triton import store_tokens
 from sparrow.errors import ConfigError
 from sparrow.vllm import patches
 from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
+from sparrow.vllm.config import requested
 from sparrow.vllm.versions import installed
 
 _adapter = installed()
@@ -26,6 +27,13 @@ _adapter = installed()
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
     # Whole-model graphs for batches of single tokens; batches with prefill run attention outside the graph.
     _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """In lossless mode whatever vLLM runs is dense, so its graphs may hold verification too."""
+        decoding = requested(vllm_config)
+        is_lossless = decoding is not None and decoding.mode == "lossless"
+        return AttentionCGSupport.UNIFORM_BATCH if is_lossless else cls._cudagraph_support
 
 
 class CudaImpl(SparseImpl, FlashAttentionImpl):
