@@ -47,12 +47,32 @@ def judge(verifier, code, tests, **options):
         ("```python\na\n```\nIt prints\n```\n1\n```", "a\n"),
         ("```\na\n```\n```bash\npip\n```", "pip\n"),
         ("```py\na\n```", "a\n"),
-        ("  ```python\n  a\n  ```", "  a\n"),
+        ("  ```python\n  a\n  ```", "a\n"),
+        ("- so:\n    ```python\n    def f():\n        return 1\n    ```", "def f():\n    return 1\n"),
+        ("\t```python\n\tif x:\n\t\ty\n\t```", "if x:\n\ty\n"),
+        ("~~~python\na\n```\nb\n~~~\nDone.", "a\n```\nb\n"),
+        ("~~~\na\n~~~", "a\n"),
+        ("````python\na = '''\n```\n'''\n````", "a = '''\n```\n'''\n"),
+        ("```python\nprint(1)```", "print(1)\n"),
+        ("```python\nx = 1\nprint(x)```\nIt prints\n```\n1\n```", "x = 1\nprint(x)\n"),
+        ('```python\ns = """\nuse ```x```\n"""\n```', 's = """\nuse ```x```\n"""\n'),
+        ("```python\nx = 1  # not ```\n```", "x = 1  # not ```\n"),
+        ('```python\ns = """\n\n    ```\n"""\n```', 's = """\n\n    ```\n"""\n'),
+        ("Use ```x``` as in\n```python\na\n```", "a\n"),
+        ("```x``` is short for\n```python\na\n```", "a\n"),
+        ("First\n```python\na\n```\nand then, cut off:\n```python\nb\nc", "b\nc\n"),
+        ("```python\na\n```\nA stray fence:\n```", "a\n"),
+        ("```python\na\n```\nA stray fence:\n```\nand words", "a\n"),
+        ("```python", None),
+        ("The program is\n\n    a = 1\n\n    print(a)\n\nwhich prints 1.", "a = 1\n\nprint(a)\n"),
+        ("The program is\n\n\tif x:\n\t\ty", "if x:\n\ty\n"),
+        ("Words\n    that only hang.", None),
+        ("One:\n\n    a\n\nTwo:\n\n    b\n", "b\n"),
         ("```python title=x\na\n```", "a\n"),
         ("<think>\n```python\nold\n```\n</think>\nNo program.", None),
         ("<think>\n```python\nold\n```\n</think>\n```python\nnew\n```", "new\n"),
-        ("```python\nx = '''\n    ```inside\n'''\n", None),
-        ("```python\nprint(1)", None),
+        ("```python\nx = '''\n    ```inside\n'''\n", "x = '''\n    ```inside\n'''\n"),
+        ("```python\nprint(1)", "print(1)\n"),
         ("print(1)", None),
     ],
 )
@@ -60,7 +80,18 @@ def test_the_program_in_a_response(response, code):
     assert extract_code(response) == code
 
 
-@pytest.mark.parametrize("flood", ["```\n" * 100_001, "```python\n" * 100_001, "`" * 500_000, "\n" * 500_000])
+@pytest.mark.parametrize(
+    "flood",
+    [
+        "```\n" * 100_001,
+        "    \n" * 100_000,
+        "    a\n\nb\n\n" * 50_000,
+        "`" * 300_000 + "a```",
+        "```python\n" * 100_001,
+        "`" * 500_000,
+        "\n" * 500_000,
+    ],
+)
 def test_a_flood_of_fences_is_read_in_linear_time(flood):
     start = time.process_time()
     extract_code(flood)

@@ -10,8 +10,12 @@ The tests of a problem are a plain mapping, so that datasets can carry them:
 A ``"prelude"`` in any of them is code that runs before the program, such as imports.
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares outputs, and the
-expected ones never enter the sandbox. For assertions the test code runs in a sandbox of its own and sees the program's
-functions through calls that carry plain values; the price is that results of a program's own classes cannot be tested.
+expected ones never enter the sandbox. For assertions the test code runs in a sandbox of its own and calls the program
+in the other one, see ``sandbox.inside.exchange``; the price is that objects of a program's own classes can be called,
+read and handed back, but not compared. A name that the tests do not define is the program's, never Python's.
+
+Limits are in the program's own time: processor time, and the time it sleeps. What a busy machine keeps from it does not
+count, so that load changes no verdict.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import textwrap
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -26,10 +31,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
+from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
 
 from sparrow.rewards.sandbox import (
+    STARVED,
     ChildEndedError,
     ChildTimeoutError,
     Isolation,
@@ -47,10 +54,15 @@ FLOAT_TOLERANCE = 1e-6
 """Relative, and absolute below 1; only where the expected number is written with a point or an exponent."""
 
 _show = Repr().repr
-_FENCE = re.compile(r"[ \t]*```[ \t]*(\w*)")
+_FENCE = re.compile(r"(?P<indent>[ \t]*)(?:(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?!.*```))")
+_QUOTES = re.compile(r"\"{3}|'{3}")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
+_TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
+_LOOK_S = 0.25  # how often a sandbox that does not answer is looked at
+_RELAYED = ("value", "raised", "kinds", "with", "printed", "changed", "call", "look", "attribute", "args", "kwargs")
+"""What a program may say to the tests. Verdicts are not among it."""
 
 
 @dataclass(frozen=True)
@@ -69,21 +81,69 @@ class Judgement:
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced block behind the reasoning, one marked as Python if there is any; None without a block."""
+    """The last fenced block behind the reasoning, one marked as Python if there is any; None without a block.
+
+    Fences are those of Markdown, of backticks or tildes; code loses what its fence is indented by. A block that was not
+    closed ends with the response, one that is closed on a line of code there. Without a fence, the last block that is
+    indented by four spaces or a tab will do.
+    """
     blocks: dict[bool, str] = {}
-    language: str | None = None
+    opened: re.Match[str] | None = None
     lines: list[str] = []
-    for line in response.rpartition("</think>")[2].split("\n"):
-        fence = _FENCE.match(line)
-        if language is None:
-            if fence:
-                language, lines = fence[1].lower(), []
-        elif fence and line.strip() == "```":
-            blocks[language in ("python", "python3", "py")] = "".join(line + "\n" for line in lines)
-            language = None
+    quoted = False  # in a string of several lines, as far as a count of quotes can tell
+    text = response.rpartition("</think>")[2]
+
+    def close() -> None:
+        assert opened is not None
+        blocks[opened["language"].lower() in ("python", "python3", "py")] = "".join(line + "\n" for line in lines)
+
+    for line in text.split("\n"):
+        if opened is None:
+            if opened := _FENCE.match(line):
+                lines, quoted = [], False
+            continue
+        mark, bare = opened["mark"], line.strip()
+        indent = len(line) - len(line.lstrip())
+        if bare.startswith(mark) and not bare.strip(mark[0]) and indent < len(opened["indent"]) + 4:
+            close()
+            opened = None
+        elif bare.endswith(mark) and not quoted and "#" not in line and not _QUOTES.search(line):
+            lines.append(_unindented(line.rstrip()[: -len(mark)], opened["indent"]))
+            close()
+            opened = None
         else:
-            lines.append(line)
-    return blocks.get(True, blocks.get(False))
+            quoted ^= len(_QUOTES.findall(line)) % 2 == 1
+            lines.append(_unindented(line, opened["indent"]))
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if opened is not None and lines:
+        close()
+    return blocks.get(True, blocks.get(False)) if blocks else _indented(text)
+
+
+def _unindented(line: str, indent: str) -> str:
+    """The line without as much space at its start as a fence has."""
+    return line[min(len(indent), len(line) - len(line.lstrip())) :]
+
+
+def _indented(text: str) -> str | None:
+    """The last run of indented lines that an empty line separates from the text before it."""
+    found: list[str] = []
+    block: list[str] | None = None
+    empty = True
+    for line in [*text.split("\n"), "."]:
+        if line.startswith(("    ", "\t")) and line.strip():
+            if block is None and empty:
+                block = []
+            if block is not None:
+                block.append(line)
+        elif not line.strip():
+            if block is not None:
+                block.append("")
+        elif block is not None:
+            found, block = block, None
+        empty = not line.strip()
+    return textwrap.dedent("\n".join(found).strip("\n")) + "\n" if found else None
 
 
 def _same_token(actual: str, expected: str) -> bool:
@@ -152,7 +212,7 @@ class CodeVerifier:
         held = choose_isolation(self.isolation)
         with self._free:
             start = time.monotonic()
-            run = _Run(tests.get("prelude") or "", code, self.limits, held, start + self.limits.program_s)
+            run = _Run(tests.get("prelude") or "", code, self.limits, held, _Used())
             if "test" in tests:
                 number, results = 1, [run.assertions(tests)]
             elif "inputs" in tests and len(tests["inputs"]) == len(tests["outputs"]):
@@ -177,13 +237,35 @@ class _Run:
     code: str
     limits: Limits
     held: Literal["bwrap", "session"]
-    end: float
+    used: _Used
 
-    def _deadline(self) -> float:
-        return min(time.monotonic() + self.limits.wall_s, self.end)
+    def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
+        request = {"mode": mode, "prelude": self.prelude, "code": self.code, "exchange": exchange}
+        return Sandbox(request, self.limits, self.held)
 
-    def _sandbox(self, mode: Literal["stdio", "serve"]) -> Sandbox:
-        return Sandbox({"mode": mode, "prelude": self.prelude, "code": self.code}, self.limits, self.held)
+    def _send(self, box: Sandbox, message: Mapping[str, Any]) -> None:
+        box.send(message, time.monotonic() + STARVED * self.limits.wall_s)
+
+    def _receive(self, box: Sandbox, most: int, limit_s: float | None = None) -> dict[str, Any]:
+        """The next answer of a sandbox, within ``limit_s`` (``wall_s`` by default) of its own time.
+
+        Raises ChildTimeoutError, ChildEndedError: see ``Child``.
+        """
+        start, own, seen = time.monotonic(), 0.0, None
+        limit_s = min(limit_s or self.limits.wall_s, self.limits.program_s - self.used.seconds)
+        while True:
+            began = time.monotonic()
+            try:
+                reply = box.receive(began + max(0.0, min(_LOOK_S, limit_s - own)), most)
+                self.used.seconds += own + time.monotonic() - began
+                return reply
+            except ChildTimeoutError:
+                waited, cpu_s = time.monotonic() - began, processor_s(box.process.pid)
+                ran = waited if seen is None else cpu_s - seen
+                own, seen = own + (waited if ran < waited / 20 else min(ran, waited)), cpu_s
+                if own >= limit_s or time.monotonic() - start > STARVED * limit_s:
+                    self.used.seconds += own
+                    raise
 
     def each(self, tests: Tests, stop_early: bool) -> list[tuple[Verdict, str]]:
         """Verdicts of tests with inputs and outputs."""
@@ -199,10 +281,11 @@ class _Run:
                     result = _broken(error, box)
                     box.close()
                     box = None
-                if time.monotonic() > self.end:
+                spent = self.used.seconds >= self.limits.program_s
+                if spent:
                     result = "timeout", f"{self.limits.program_s:g} s were not enough for {len(results) + 1} tests"
                 results.append(result)
-                if result[0] != "pass" and (stop_early or time.monotonic() > self.end):
+                if result[0] != "pass" and (stop_early or spent):
                     break
         finally:
             if box is not None:
@@ -210,8 +293,9 @@ class _Run:
         return results
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
-        box.send({"stdin": given}, self._deadline() + _MARGIN_S)
-        reply = box.receive(self._deadline() + _MARGIN_S, 8 * self.limits.output_bytes)  # JSON escapes take some
+        self._send(box, {"stdin": given})
+        most = 8 * self.limits.output_bytes  # JSON escapes take some
+        reply = self._receive(box, most, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
         if outcome == "ok":
             actual = str(reply.get("stdout"))
@@ -223,8 +307,8 @@ class _Run:
 
     def _call(self, box: Sandbox, name: str, given: Sequence[Any], expected: Any) -> tuple[Verdict, str]:
         call = {"call": name, "args": pack(list(given)), "kwargs": pack({})}
-        box.send(call, self._deadline())
-        reply = box.receive(self._deadline(), self.limits.output_bytes)
+        self._send(box, call)
+        reply = self._receive(box, self.limits.output_bytes)
         if "value" not in reply:
             return _raised(str(reply.get("raised")))
         try:
@@ -245,10 +329,10 @@ class _Run:
         }
         # The tests are trusted and may need more memory than the program is given, e.g. to import numpy.
         roomy = replace(self.limits, memory_bytes=max(self.limits.memory_bytes, 1 << 30))
-        with Sandbox(judge_request, roomy, self.held) as judge, self._sandbox("serve") as program:
+        with Sandbox(judge_request, roomy, self.held) as judge, self._sandbox("serve", exchange=True) as program:
             while True:
                 try:
-                    said = judge.receive(self.end)
+                    said = self._receive(judge, _TESTS_BYTES, self.limits.program_s)
                     if "verdict" in said:
                         return said["verdict"], said["detail"]
                 except ChildTimeoutError:
@@ -256,12 +340,32 @@ class _Run:
                 except ChildEndedError as error:
                     return "error", f"in the tests: {error}"
                 try:
-                    program.send(said, self._deadline())
-                    reply = program.receive(self._deadline(), self.limits.output_bytes)
+                    self._send(program, said)
+                    reply = self._receive(program, self.limits.output_bytes)
                 except (ChildTimeoutError, ChildEndedError) as error:
                     return _broken(error, program)
                 with suppress(ChildTimeoutError, ChildEndedError):  # which the next receive reports
-                    judge.send({key: reply[key] for key in ("value", "raised") if key in reply}, self.end)
+                    self._send(judge, {key: reply[key] for key in _RELAYED if key in reply})
+
+
+@dataclass
+class _Used:
+    seconds: float = 0.0  # of a program's own time, in all its tests so far
+
+
+def processor_s(root: int) -> float:
+    """Processor seconds of a process and all below it, those that have ended included; 0 if it is gone."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for entry in os.listdir("/proc"):
+        with suppress(OSError, ValueError):
+            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
+            if fields:
+                parents[int(entry)], ticks[int(entry)] = int(fields[1]), sum(map(int, fields[11:15]))
+    family = {root}
+    while more := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= more
+    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
 def _raised(detail: str) -> tuple[Verdict, str]:

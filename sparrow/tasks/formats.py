@@ -9,6 +9,7 @@ A format turns one row into a ``Question``; it knows no verifier, only the kind 
 from __future__ import annotations
 
 import base64
+import builtins
 import io
 import json
 import pickle
@@ -30,6 +31,7 @@ IMPORTS = "".join(
 )  # fmt: skip
 """What the sites of call-based problems have imported: solutions name ``List`` or ``deque`` as if it were built in."""
 
+_BUILTIN_DEFINED = re.compile(rf"^def ({'|'.join(name for name in dir(builtins) if name.islower())})\(", re.MULTILINE)
 _DAPO_HEAD = re.compile(r"\ASolve the following math problem step by step\..*?\n\n", re.DOTALL)
 _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after "Answer:"\.?\s*\Z')
 
@@ -200,6 +202,10 @@ def mbpp(row: Row) -> Question:
         raise KeyError("test_list")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
     answer = {"setup": setup, "test": row.get("test") or "\n".join(shown)}
+    # Row 126 asks for a function ``sum``, which its test could not tell from Python's.
+    own = _BUILTIN_DEFINED.search(row.get("code") or "")
+    if own:
+        answer["entry_point"] = own[1]
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(shown)}\n```"
     code = row.get("code")
     return Question(text, answer, f"```python\n{code}\n```" if code else None)

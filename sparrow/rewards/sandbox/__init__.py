@@ -2,4 +2,5 @@
 
 from sparrow.rewards.sandbox.box import Isolation, Limits, Sandbox, choose_isolation
 from sparrow.rewards.sandbox.child import ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox.inside.confine import STARVED
 from sparrow.rewards.sandbox.inside.wire import pack, unpack

@@ -40,6 +40,7 @@ class Child:
         )
         os.set_blocking(self._input, False)
         self._unread = b""
+        self._parts: list[bytes] = []  # of an answer that has come in part
 
     def send(self, message: Mapping[str, Any], deadline: float) -> None:
         """Hand an object over.
@@ -60,7 +61,7 @@ class Child:
 
         Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent no such thing.
         """
-        parts: list[bytes] = []
+        parts = self._parts
         newline = b""
         while not newline:
             if not self._unread:
@@ -72,6 +73,7 @@ class Child:
             parts.append(part)
             if sum(map(len, parts)) > most:
                 raise ChildEndedError(f"a reply is over the limit of {most} bytes")
+        self._parts = []
         try:
             found = json.loads(b"".join(parts))
         except (ValueError, RecursionError) as error:

@@ -2,58 +2,81 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 from collections.abc import Mapping
 
 from .confine import confine
-from .programs import describe, execute
-from .wire import pack, unpack
+from .exchange import Exchange, Remote, RemoteError, describe
+from .programs import execute
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
     from .wire import Channel
 
 
-class ProgramError(Exception):
-    """The program under judgement raised an exception."""
+class Names(dict):
+    """The tests' globals, in which a name that nobody defined here is the program's, looked up each time."""
+
+    def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
+        super().__init__(defined)
+        self._exchange, self._own = exchange, own
+
+    def __missing__(self, name: str) -> Any:
+        if (name in dir(builtins) and name not in self._own) or name.startswith("__"):
+            raise KeyError(name)
+        value = self._exchange.look(name)
+        return Remote(self._exchange, name) if isinstance(value, Remote) else value
+
+
+def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
+    """The built-in name that is the program's: the one called where the tests name nothing else of the program's.
+
+    Raises ValueError: several are called, any of which may be meant.
+    """
+    nodes = list(ast.walk(tree))
+    bound = defined | {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef))}
+    aliases = [node for node in nodes if isinstance(node, ast.alias)]
+    bound |= {alias.asname or alias.name.partition(".")[0] for alias in aliases}
+    bound |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
+    known = set(dir(builtins)) - bound
+    if {node.id for node in nodes if isinstance(node, ast.Name)} - known - bound:
+        return set()
+    called = {node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)} & known
+    called = {name for name in called if not (name == "print" or name.endswith(("Error", "Exception")))}
+    if len(called) > 1:
+        raise ValueError(f"say with 'entry_point' which of {', '.join(sorted(called))} is the program's")
+    return called
 
 
 def judge(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``judge``: run the tests; a name that neither they nor their setup define is a call of the program's."""
+    """Mode ``judge``: run the tests; a name that neither they nor their setup define is the program's."""
 
-    def remote(name: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            channel.send({"call": name, "args": pack(list(args)), "kwargs": pack(kwargs)})
-            reply = channel.receive()
-            if "raised" in reply:
-                raise ProgramError(reply["raised"])
-            return unpack(reply["value"])
-
-        call.__name__ = name
-        return call
-
-    import ast
+    def not_here(name: str) -> Any:
+        raise NameError(f"the tests have no function {name!r} for the program")
 
     confine(request["limits"], request["filter"], request["limits"]["program_s"])
     try:
-        namespace = execute("tests", request["setup"])
+        exchange = Exchange(channel, not_here)
+        defined = execute("tests", request["setup"])
         tree = ast.parse(request["test"])
-        # What the tests define themselves takes the place of a call once they have run so far.
-        names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        wanted = names - set(namespace) - set(dir(builtins)) | {request["entry_point"]} - {None}
-        namespace.update({name: remote(name) for name in wanted})
-        exec(compile(tree, "tests.py", "exec", dont_inherit=True), namespace)
-        if request["entry_point"] and "check" in namespace:
-            namespace["check"](namespace[request["entry_point"]])
+        entry_point = request["entry_point"]
+        own = {entry_point} if entry_point else builtins_under_test(tree, set(defined))
+        names = Names(defined, exchange, own)
+        if entry_point:
+            names[entry_point] = Remote(exchange, entry_point)
+        exec(compile(tree, "tests.py", "exec", dont_inherit=True), names)
+        if entry_point and "check" in names:
+            names["check"](names[entry_point])
         verdict = {"verdict": "pass", "detail": ""}
+    except RemoteError as error:
+        verdict = {"verdict": "memory" if error.detail.startswith("MemoryError") else "error", "detail": error.detail}
     except AssertionError as error:
         verdict = {"verdict": "wrong", "detail": describe(error)}
-    except ProgramError as error:
-        detail = str(error)
-        verdict = {"verdict": "memory" if detail.startswith("MemoryError") else "error", "detail": detail}
     except BaseException as error:
         verdict = {"verdict": "error", "detail": f"in the tests: {describe(error)}"}
     channel.send(verdict)

@@ -6,32 +6,30 @@ say what it computed.
 
 from __future__ import annotations
 
+import builtins
+import io
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from .confine import allow_cpu, confine
+from .confine import STARVED, allow_cpu, confine
+from .exchange import DETAIL_CHARS, Exchange, describe
 from .wire import pack, unpack, write_whole
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any, NoReturn
 
     from .wire import Channel
 
-_DETAIL_CHARS = 400
-
-
-def describe(error: BaseException) -> str:
-    """Type and message of an exception, in one short line; safe with exceptions whose own text fails."""
-    try:
-        text = str(error)
-    except BaseException:
-        text = ""
-    return " ".join([type(error).__name__ + ":" * bool(text.strip()), *text.split()])[:_DETAIL_CHARS]
+_PRINTED_CHARS = 1 << 16  # of what a called function prints, as far as tests can see it
+_LOOK_S = 0.1  # how often a running program is looked at
+_STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
 def execute(name: str, *sources: str) -> dict[str, Any]:
@@ -40,8 +38,32 @@ def execute(name: str, *sources: str) -> dict[str, Any]:
     sys.modules[name] = module
     sys.argv = ["program.py"]
     for source in sources:
-        exec(compile(source, "program.py", "exec", dont_inherit=True), module.__dict__)
+        run_source(source, module.__dict__)
     return module.__dict__
+
+
+def run_source(source: str, namespace: dict[str, Any]) -> None:
+    exec(compile(source, "program.py", "exec", dont_inherit=True), namespace)
+
+
+def open_standard_input() -> None:
+    """Let programs open standard input by name, for which there is no /proc here."""
+
+    def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
+        def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+            named = isinstance(file, (str, os.PathLike)) and os.fspath(file) in _STDIN
+            return real(os.dup(0) if named else file, *args, **kwargs)
+
+        return opened
+
+    builtins.open = io.open = with_stdin(io.open)
+    real_open = os.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        named = isinstance(path, (str, os.PathLike)) and os.fspath(path) in _STDIN
+        return os.dup(0) if named else real_open(path, *args, **kwargs)
+
+    os.open = opened
 
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
@@ -59,6 +81,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
             os.closerange(3, 256)
             for stream in (sys.stdin, sys.stdout, sys.stderr):
                 stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
+            open_standard_input()
             confine(request["limits"], request["filter"], request["limits"]["cpu_s"])
             finish(request["prelude"], request["code"])
         reply = wait(pid, request["limits"])
@@ -66,7 +89,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
             reply["stdout"] = os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace")
         else:
             tail = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace")
-            reply["detail"] = (tail.strip().splitlines() or [reply["detail"]])[-1][:_DETAIL_CHARS]
+            reply["detail"] = (tail.strip().splitlines() or [reply["detail"]])[-1][:DETAIL_CHARS]
             if reply["outcome"] == "error" and reply["detail"].startswith("MemoryError"):
                 reply["outcome"] = "memory"
         for fd in (stdin, stdout, stderr):
@@ -103,17 +126,21 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
-    """How the process ended, killed if it takes longer than ``wall_s``."""
-    late = False
+    """How the process ended, killed once it has slept for ``wall_s``: time kept from the processor does not count."""
+    late, start, slept, seen = False, time.monotonic(), 0.0, 0.0
 
-    def kill(*_: object) -> None:
-        nonlocal late
-        late = True
-        with suppress(ProcessLookupError):  # it has just ended by itself
-            os.kill(pid, signal.SIGKILL)
+    def look(*_: object) -> None:
+        nonlocal late, slept, seen
+        with suppress(ProcessLookupError, OSError):  # it has just ended by itself
+            ran = time.clock_gettime((~pid << 3) | 2) - seen  # the processor time of another process
+            seen += ran
+            slept += _LOOK_S if ran < _LOOK_S / 20 else min(ran, _LOOK_S)
+            if slept >= limits["wall_s"] or time.monotonic() - start > STARVED * limits["wall_s"]:
+                late = True
+                os.kill(pid, signal.SIGKILL)
 
-    signal.signal(signal.SIGALRM, kill)
-    signal.setitimer(signal.ITIMER_REAL, limits["wall_s"])
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
     _, status, used = os.wait4(pid, 0)
     signal.setitimer(signal.ITIMER_REAL, 0)
     cpu_s = used.ru_utime + used.ru_stime
@@ -129,30 +156,77 @@ def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
     return {"outcome": outcome, "detail": detail}
 
 
+class Program:
+    """A program that has been loaded, or failed to be."""
+
+    def __init__(self, prelude: str, code: str) -> None:
+        self._code = code
+        self._failure: BaseException | None = None
+        try:
+            self._namespace = execute("program", prelude)
+            self._given = dict(self._namespace)
+            run_source(code, self._namespace)
+        except BaseException as error:
+            self._failure = error
+
+    def find(self, name: str) -> Any:
+        """A function or other global that the program itself defines, or a method of its ``Solution``.
+
+        Raises NameError: it defines none, whatever the prelude or Python does. What loading it raised, if it did.
+        """
+        if self._failure is not None:
+            raise self._failure
+        found = self._namespace.get(name)
+        if found is not None and found is self._given.get(name) and not self._stores(name):
+            found = None
+        if found is None and "Solution" in self._namespace:
+            found = getattr(self._namespace["Solution"](), name, None)
+        if found is None:
+            raise NameError(f"the program defines no function {name!r}")
+        return found
+
+    def _stores(self, name: str) -> bool:
+        """Whether the program gives a name the value that the prelude gave it, as by importing it again."""
+        import dis
+
+        code = compile(self._code, "program.py", "exec", dont_inherit=True)
+        return any(i.opname.startswith("STORE_") and i.argval == name for i in dis.get_instructions(code))
+
+
+class Printed(io.StringIO):
+    """What a called function prints: its start is kept."""
+
+    def write(self, text: str) -> int:
+        super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
+        return len(text)
+
+    def take(self) -> str:
+        text = self.getvalue()
+        self.seek(0)
+        self.truncate()
+        return text
+
+
 def serve(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``serve``."""
+    """Mode ``serve``: answer calls, of plain values or, with ``exchange``, of all that tests hand over."""
     limits = request["limits"]
     confine(limits, request["filter"], limits["program_s"])
     allow_cpu(limits)
-    namespace: dict[str, Any] = {}
-    failure: BaseException | None = None
-    try:
-        namespace = execute("program", request["prelude"], request["code"])
-    except BaseException as error:
-        failure = error
+    printed = Printed()
+    if request["exchange"]:
+        sys.stdout = printed
+    program = Program(request["prelude"], request["code"])
+    printed.take()
+    exchange = Exchange(channel, program.find)
     while True:
         header = channel.receive()
         allow_cpu(limits)
+        if request["exchange"]:
+            exchange.answer(header, printed.take)
+            continue
         try:
-            if failure is not None:
-                raise failure
-            name, args, kwargs = header["call"], unpack(header["args"]), unpack(header["kwargs"])
-            function = namespace.get(name)
-            if function is None and "Solution" in namespace:
-                function = getattr(namespace["Solution"](), name, None)
-            if function is None:
-                raise NameError(f"the program defines no function {name!r}")
-            reply = {"value": pack(function(*args, **kwargs))}
+            function = program.find(header["call"])
+            reply = {"value": pack(function(*unpack(header["args"]), **unpack(header["kwargs"])))}
             json.dumps(reply)
         except BaseException as error:
             reply = {"raised": describe(error)}

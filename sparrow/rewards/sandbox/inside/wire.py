@@ -8,32 +8,42 @@ from collections.abc import Iterator, Mapping
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Any
 
 
-def pack(value: Any) -> Any:
+_PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
+# The values themselves of subclasses, whose own conversions and comparisons could claim anything.
+_SCALARS: tuple[tuple[type, Any], ...] = ((int, int.__int__), (float, float.__float__), (str, str.__str__))
+
+
+def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """A built-in value as JSON that keeps its type; the wire format of arguments and results.
+
+    ``other`` is asked for what a value of no plain type is written as, and answers None if it does not know either.
 
     Raises TypeError: a value of another kind.
     """
     if value is None or value is True or value is False:
         return value
-    for scalar in (int, float, str):
+    for scalar, exact in _SCALARS:
         if isinstance(value, scalar):
-            return scalar(value)  # not a subclass, whose own comparisons could claim anything
+            return exact(value)
+    if other is not None and type(value) not in _PLAIN and (packed := other(value)) is not None:
+        return packed
     if isinstance(value, list):
-        return [pack(item) for item in value]
+        return [pack(item, other) for item in value]
     if isinstance(value, Mapping):
-        return {"dict": [[pack(key), pack(item)] for key, item in value.items()]}
+        return {"dict": [[pack(key, other), pack(item, other)] for key, item in value.items()]}
     for group in (tuple, set, frozenset):
         if isinstance(value, group):
-            return {group.__name__: [pack(item) for item in value]}
+            return {group.__name__: [pack(item, other) for item in value]}
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if hasattr(value, "tolist"):  # arrays and their scalars
-        return pack(value.tolist())
+        return pack(value.tolist(), other)
     if isinstance(value, Iterator) or type(value).__name__ in (
         "range",
         "deque",
@@ -41,26 +51,28 @@ def pack(value: Any) -> Any:
         "dict_values",
         "dict_items",
     ):
-        return [pack(item) for item in value]
+        return [pack(item, other) for item in value]
     raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
 
 
-def unpack(value: Any) -> Any:
+def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
     """The value that ``pack`` wrote. Raises ValueError: not written by ``pack``."""
     if isinstance(value, list):
-        return [unpack(item) for item in value]
+        return [unpack(item, other) for item in value]
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {unpack(key): unpack(item) for key, item in content}
+        return {unpack(key, other): unpack(item, other) for key, item in content}
     if kind == "bytes":
         return content.encode("latin-1")
     if kind == "complex":
         return complex(*content)
     if kind not in ("tuple", "set", "frozenset"):
+        if other is not None:
+            return other(kind, content)
         raise ValueError(f"no type {kind!r} in the wire format")
-    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](map(unpack, content))
+    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpack(item, other) for item in content)
 
 
 class Channel:
