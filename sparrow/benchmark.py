@@ -16,10 +16,12 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from sparrow.engines.base import Engine
+from sparrow.errors import ConfigError, PromptError
 from sparrow.evaluate import Score, majority_at_k, mean_at_k, pass_at_k
 from sparrow.rewards import extract_answer
 from sparrow.rollout import Sampling, derived_seed
 from sparrow.tasks import Problem
+from sparrow.tasks.verify import verify_all
 
 CHUNK = 32  # problems sampled between writes
 
@@ -76,10 +78,14 @@ def run_benchmark(
         asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
         prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
         seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
-        rollouts = engine.generate(prompts, replace(sampling, seeds=seeds))
+        try:
+            rollouts = engine.generate(prompts, replace(sampling, seeds=seeds))
+        except PromptError as error:
+            raise ConfigError(f"problem {problems[asked[error.index][0]].id!r} {error.reason}") from error
+        texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
+        rewards = verify_all([problems[i] for i, _ in asked], texts)
         new = []
-        for (i, n), rollout in zip(asked, rollouts, strict=True):
-            text = str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True))
+        for (i, n), rollout, text, reward in zip(asked, rollouts, texts, rewards, strict=True):
             new.append(
                 {
                     "index": i,
@@ -87,7 +93,7 @@ def run_benchmark(
                     "prompt": names[i][2],
                     "sample": n,
                     "response": text,
-                    "reward": problems[i].verify(text),
+                    "reward": reward,
                     "answer": extract_answer(text, last_number=True),
                     "tokens": len(rollout),
                     "finish_reason": rollout.finish_reason,
@@ -99,9 +105,9 @@ def run_benchmark(
             os.fsync(file.fileno())
         found |= {_name_of(row): row for row in new}
     groups = [[found[(*name, n)] for n in range(k)] for name in names]
-    rewards = [[row["reward"] for row in group] for group in groups]
-    majority = majority_at_k(rewards, [[row["answer"] for row in group] for group in groups])
-    scores = mean_at_k(rewards), pass_at_k(rewards, k), majority
+    rewards_Nk = [[row["reward"] for row in group] for group in groups]
+    majority = majority_at_k(rewards_Nk, [[row["answer"] for row in group] for group in groups])
+    scores = mean_at_k(rewards_Nk), pass_at_k(rewards_Nk, k), majority
     tokens = [row["tokens"] for group in groups for row in group]
     return BenchmarkResult(benchmark, schedule, len(groups), k, *scores, sum(tokens) / len(tokens))
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import Field
 
+from sparrow import files
 from sparrow.errors import ConfigError, SparrowError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, CountOrZero, NotNegative, Positive, Probability, Seed, Settings, Share
@@ -111,6 +112,8 @@ class Eval(Sampled):
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
     out: str  # Folder for the samples; a second call goes on from those it finds there.
+    # A function of your own that judges in place of the datasets' verifiers, module:function.
+    reward: str | None = None
     schedule: str | None = None  # Evaluate the sparse actor under this schedule too, beside the dense model.
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     k: Count = 16  # Responses per problem.
@@ -145,16 +148,34 @@ class Report(Settings):
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError, with 130 on Ctrl-C."""
+    """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError, with 130 on Ctrl-C."""
     # Idle OpenMP threads must not spin: on a CPU shared with anything else that costs several times the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    command: Any = None
     try:
         command = _parse(list(sys.argv[1:] if argv is None else argv))
         COMMANDS[type(command)](command)
     except SparrowError as error:
         _stop(error, code=1)
+    except BrokenPipeError:  # whoever read the output has seen enough; Python would complain again at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        _stop(f"{where}{error.strerror or error}; make room, or choose another path", code=1)
     except KeyboardInterrupt:
-        _stop("interrupted; --resume goes on from the last checkpoint", code=130)
+        _stop(_interrupted(command), code=130)
+
+
+def _interrupted(command: object) -> str:
+    """What is left of an interrupted command, and how to go on."""
+    if isinstance(command, Train | Demo):
+        if not any(Path(command.run_dir, "checkpoints").glob("step-*")):
+            return f"interrupted before the first checkpoint; remove {command.run_dir} to start again"
+        return f"interrupted; 'sparrow train --resume --run-dir {command.run_dir}' goes on from the last checkpoint"
+    if isinstance(command, Calibrate | Eval):
+        return "interrupted; the same command goes on from what is done"
+    return "interrupted"
 
 
 def _stop(reason: object, code: int) -> NoReturn:
@@ -212,7 +233,7 @@ def demo(command: Demo) -> None:
 def train(command: Train) -> None:
     from accelerate import PartialState
 
-    from sparrow.loading import load_engine, load_model, load_problems
+    from sparrow.loading import load_engine, load_model, load_problems, prompt_room
     from sparrow.report import summary_rows
     from sparrow.terminal import Progress, print_rows, say
     from sparrow.train.ranks import asked_to_shard
@@ -222,12 +243,14 @@ def train(command: Train) -> None:
     check_trackers(command.trackers)
     start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
     schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
+    files.check_folder(command.run_dir)
     # Schedulers, and launchers whose other process died, end a run this way: as good a reason to save as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
     model, tokenizer = load_model(command.model)
-    task = load_problems(command.task, command.dataset, tokenizer)
+    room = prompt_room(model, command.engine, command.rollout.max_new_tokens)
+    task = load_problems(command.task, command.dataset, tokenizer, room, command.reward.function)
     # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
     own = command.distill.enabled or asked_to_shard()
     actor = copy.deepcopy(model) if own and command.engine == "hf" else model
@@ -250,14 +273,16 @@ def measure(command: Measure) -> None:
     from sparrow.terminal import print_mismatch
 
     schedule = SparsitySchedule.load(command.schedule)
+    if command.out:
+        files.check_file(command.out)
     engine, scorer, prompts = _load_sampler(command, schedule)
     sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
     found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
     engine.close()
-    if command.out:
-        Path(command.out).write_text(json.dumps(found.to_dict(), indent=1), encoding="utf-8")
     print_mismatch(found, command.tau, counters.read_fraction)
+    if command.out:
+        files.write_text(Path(command.out), json.dumps(found.to_dict(), indent=1))
 
 
 def calibrate(command: Calibrate) -> None:
@@ -269,8 +294,9 @@ def calibrate(command: Calibrate) -> None:
     from sparrow.terminal import CalibrationProgress, print_calibration
 
     layout = SparsitySchedule.load(command.layout)
+    out = files.check_file(command.out)
+    work = files.check_folder(out.with_name(out.name + ".work"))
     engine, scorer, prompts = _load_sampler(command, layout)
-    out = Path(command.out)
     source = {"model": command.model, "prompts": command.prompts or command.task, "temperature": command.temperature}
     with CalibrationProgress() as progress:
         found = calibrate_engine(
@@ -278,7 +304,7 @@ def calibrate(command: Calibrate) -> None:
             scorer,
             prompts,
             Sampling(command.max_new_tokens, command.temperature, seed=command.seed),
-            out.with_name(out.name + ".work"),
+            work,
             budgets=command.budgets,
             target=command.target,
             layout=layout,
@@ -288,30 +314,34 @@ def calibrate(command: Calibrate) -> None:
             listener=progress,
         )
     engine.close()
-    out.write_text(found.schedule.to_json(), encoding="utf-8")
     print_calibration(found, command.target, out)
+    files.write_text(out, found.schedule.to_json())
 
 
 def evaluate(command: Eval) -> None:
     from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
-    from sparrow.loading import load_benchmark, load_engine, load_model
+    from sparrow.loading import load_benchmark, load_engine, load_model, prompt_room
     from sparrow.rollout import Sampling
     from sparrow.terminal import say, status
 
     schedules = {"dense": SparsitySchedule.dense()}
     if command.schedule is not None:
         schedules[command.schedule] = SparsitySchedule.load(command.schedule)
+    folder = files.check_folder(command.out)
     model, tokenizer = load_model(command.model, command.precision)
     engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
     sampling = Sampling(command.max_new_tokens, command.temperature, top_n=0, seed=command.seed)
     made_by = {
         "model": command.model, "weights": weights_digest(model), "engine": command.engine,
-        "precision": command.precision,
+        "precision": command.precision, "reward": command.reward,
     }  # fmt: skip
-    results, folder = [], Path(command.out)
+    results = []
+    room = prompt_room(model, command.engine, command.max_new_tokens)
+    benchmarks = {
+        name: load_benchmark(name, command.limit, tokenizer, room, command.reward) for name in command.benchmark
+    }
     with status("starting") as shown:
-        for name in command.benchmark:
-            problems = load_benchmark(name, command.limit, tokenizer)
+        for name, problems in benchmarks.items():
             for label, schedule in schedules.items():
                 shown.update(f"{name}, {label}")
                 engine.set_schedule(schedule)
@@ -321,8 +351,8 @@ def evaluate(command: Eval) -> None:
                 )
     engine.close()
     table = markdown_table(results)
-    (folder / "results.md").write_text(table, encoding="utf-8")
     say(table)
+    files.write_text(folder / "results.md", table)
 
 
 def cost(command: Cost) -> None:
@@ -365,10 +395,12 @@ def report(command: Report) -> None:
 
 def _load_sampler(command: FromPrompts, schedule: SparsitySchedule) -> tuple[Engine, Scorer, list[list[int]]]:
     """An engine that samples as the command says, transformers to score, and the prompts as token ids."""
-    from sparrow.loading import load_engine, load_model, load_prompts, load_scorer
+    from sparrow.loading import encode_prompts, load_engine, load_model, load_scorer, prompt_room, read_prompts
 
+    named = read_prompts(command.prompts, command.task, command.count, command.seed)
     model, tokenizer = load_model(command.model, command.precision)
-    prompts = load_prompts(command.prompts, command.task, command.count, command.seed, tokenizer)
+    room = prompt_room(model, command.engine, command.max_new_tokens)
+    prompts = encode_prompts(named, command.count, tokenizer, room)
 
     loaded = model, tokenizer, schedule, command.precision
     scorer = load_scorer(*loaded)

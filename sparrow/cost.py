@@ -61,7 +61,10 @@ class ModelShape:
             path = Path(config) / "config.json" if Path(config).is_dir() else Path(config)
             if not path.is_file():
                 raise ConfigError(f"no model config at {path}; expected a config.json or its folder")
-            config = {"_name_or_path": path.parent.name, **json.loads(path.read_text(encoding="utf-8"))}
+            try:
+                config = {"_name_or_path": path.parent.name, **json.loads(path.read_text(encoding="utf-8"))}
+            except (OSError, ValueError, TypeError, RecursionError) as error:
+                raise ConfigError(f"{path} is not a model config ({error}); expected a JSON object") from error
         get, kind = config.get, config.get("model_type")
         windowed = get("sliding_window", kind == "mistral") and get("use_sliding_window", kind == "mistral")
         windowed = bool(windowed or "sliding_attention" in (get("layer_types") or ()))
@@ -72,10 +75,14 @@ class ModelShape:
                 f"model_type {kind!r}, {windowed=}, {quantized=}; describe this model with a ModelShape of your own"
             )
         sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-        if missing := [key for key in sizes if not get(key)]:
-            raise ConfigError(f"the model config has no {missing[0]!r}; expected a whole config.json")
-        hidden, layers, heads, mlp, vocab = (int(config[key]) for key in sizes)
-        kv_heads, head_dim = int(get("num_key_value_heads") or heads), int(get("head_dim") or hidden // heads)
+        for key in (*sizes, "num_key_value_heads", "head_dim"):
+            value = get(key)
+            if key in sizes and value is None:
+                raise ConfigError(f"the model config has no {key!r}; expected a whole config.json")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ConfigError(f"the model config's {key!r} is {value!r}, but must be a whole number of at least 1")
+        hidden, layers, heads, mlp, vocab = (config[key] for key in sizes)
+        kv_heads, head_dim = get("num_key_value_heads") or heads, get("head_dim") or hidden // heads
         qkv = (heads + 2 * kv_heads) * head_dim
         layer = hidden * (qkv + heads * head_dim + 3 * mlp + 2)  # projections, MLP, two norms
         layer += qkv * (kind == "qwen2") + 2 * head_dim * (kind == "qwen3")  # biases; norms of queries and keys

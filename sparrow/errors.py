@@ -1,5 +1,14 @@
 """Errors a user can act on. The command line prints their one sentence and no traceback."""
 
+import traceback
+
+
+def place(error: BaseException) -> str:
+    """What somebody else's code raised and where, for a message: ``KeyError: 'x' (tasks.py, line 7, in verify)``."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
 
 class SparrowError(Exception):
     """Something the user can fix; the message gives the value, what was expected and the remedy."""
@@ -7,6 +16,18 @@ class SparrowError(Exception):
 
 class ConfigError(SparrowError):
     """A setting, schedule or file that cannot be used as it is."""
+
+
+class PromptError(ConfigError):
+    """A prompt that an engine cannot take: the ``index``-th of those it was given, for a ``reason``."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"prompt {index} {reason}")
+        self.index, self.reason = index, reason
+
+
+class TaskError(SparrowError):
+    """A task that raised where it should have given a problem."""
 
 
 class UnsupportedModel(SparrowError):

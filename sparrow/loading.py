@@ -5,10 +5,14 @@ A ``spec`` is a name with options, ``name:key=value,key=value``.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import os
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import resources
 from itertools import islice
@@ -23,15 +27,30 @@ from transformers.utils.logging import disable_progress_bar
 
 from sparrow.engines import hf
 from sparrow.engines.base import Engine
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, place
 from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
 from sparrow.schedule import SparsitySchedule
+from sparrow.settings import Count, Settings
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
-from sparrow.tasks.base import TASKS
+from sparrow.tasks.base import TASKS, draw, make_task
 from sparrow.tasks.dataset import load_rows
+from sparrow.tasks.formats import FORMATS
 
+log = logging.getLogger(__name__)
 REASONER = "reasoner"
 HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
+
+
+@dataclass(frozen=True)
+class DatasetOptions(Settings):
+    """Options of a dataset."""
+
+    path: str | None = None  # a local file in place of the hub
+    split: str | None = None  # of the hub's dataset
+    template: str | None = None  # the prompt, with {question} where the question goes
+    max_length: Count | None = None  # rows whose prompt has more characters are dropped
+    isolation: Literal["auto", "bwrap", "session"] = "auto"  # of programs that are run against tests
+    weight: Count = 1  # how often it is drawn from, beside other datasets
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -40,16 +59,44 @@ def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
     Raises ConfigError: an option that is no ``key=value``.
     """
     name, _, text = spec.partition(":")
+    return name, _parse_options(text, spec)
+
+
+def _parse_options(text: str, spec: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for option in filter(None, re.split(r",(?=\w+=)", text)):
         key, equals, value = option.partition("=")
         if not equals:
             raise ConfigError(f"the option {option!r} in {spec!r} should read name=value, as in trace:lines=24")
+        if key in options:
+            raise ConfigError(f"the option {key!r} stands twice in {spec!r}; remove one of them")
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[key] = value
-    return name, options
+    return options
+
+
+def load_object(spec: str, what: str) -> Any:
+    """What ``module:name`` names; modules are also looked for in the working directory.
+
+    Raises ConfigError: no such module or name, or a module that raises.
+    """
+    module, _, name = spec.partition(":")
+    if not re.fullmatch(r"[\w.]+:\w+", spec):
+        raise ConfigError(f"{what} {spec!r} should read module:name, such as my_rewards:judge")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        if error.name != module.partition(".")[0]:
+            raise ConfigError(f"{what} {spec!r}: {module} raised {place(error)}; install what it needs") from error
+        raise ConfigError(f"{what} {spec!r}: no module {error.name!r} here or on PYTHONPATH; check the name") from error
+    except AttributeError as error:
+        raise ConfigError(f"{what} {spec!r}: {place(error)}; check the name") from error
+    except Exception as error:
+        raise ConfigError(f"{what} {spec!r}: importing {module} raised {place(error)}; fix it") from error
 
 
 def load_model(
@@ -66,82 +113,176 @@ def _model_path(name: str) -> str:
     return str(resources.files("sparrow") / REASONER) if name == REASONER else name
 
 
-def load_problems(task: str | None, datasets: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Task:
-    """A synthetic task, or a mixture of datasets: whichever is given.
+def prompt_room(model: PreTrainedModel, engine: str, max_new_tokens: int) -> int:
+    """Tokens that a prompt may have beside a response, in the model's context or vLLM's, where that is smaller.
+
+    Raises ConfigError: none are left.
+    """
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    if engine.startswith("vllm:"):
+        limit = parse_spec(engine)[1].get("max_model_len")
+        context = min(context, limit) if isinstance(limit, int) else context
+    if max_new_tokens >= context:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} leaves no room for a prompt in the context of {context}")
+    return context - max_new_tokens
+
+
+def load_problems(
+    task: str | None,
+    datasets: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    room: int | None = None,
+    reward: str | None = None,
+) -> Task:
+    """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
+
+    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted. ``reward``,
+    ``module:function``, judges in place of the datasets' verifiers.
 
     Raises ConfigError: both or neither, unknown names or options, rows that cannot be used.
     """
     if (task is None) == (not datasets):
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
     if task is not None:
-        return _load_task(task)
-    specs: list[tuple[str, dict[str, Any]]] = [
-        ("qa", {"path": d}) if Path(d).is_file() else parse_spec(d) for d in datasets
-    ]
-    weights: list[Any] = [options.pop("weight", 1) for _, options in specs]
-    tasks = [_load_dataset(name, options, tokenizer) for name, options in specs]
+        if reward is not None:
+            raise ConfigError(f"--reward {reward} goes with --dataset; the task {task} brings its own verifier")
+        return load_task_spec(task)
+    judge = None if reward is None else load_object(reward, "reward")
+    if judge is not None and not callable(judge):
+        raise ConfigError(f"reward {reward!r} is a {type(judge).__name__}, expected a function of response and answer")
+    parts = [_load_dataset(spec, tokenizer, room, judge) for spec in datasets]
+    tasks, weights = [task for task, _ in parts], [weight for _, weight in parts]
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
 
 
-def load_benchmark(spec: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
+def load_benchmark(
+    spec: str, limit: int, tokenizer: PreTrainedTokenizerBase, room: int | None = None, reward: str | None = None
+) -> list[Problem]:
     """The first ``limit`` problems: of a task's held-out stream, or of a dataset in the order of its rows."""
-    if spec.partition(":")[0] in TASKS:
-        task = _load_task(spec)
-        return [task.problem(i, HELD_OUT) for i in range(limit)]
-    dataset: Any = load_problems(None, (spec,), tokenizer)
+    if _is_task(spec):
+        task = load_task_spec(spec)
+        return [draw(task, i, HELD_OUT) for i in range(limit)]
+    dataset: Any = load_problems(None, (spec,), tokenizer, room, reward)
     return list(islice(dataset, limit))
 
 
-def _load_task(spec: str) -> Task:
-    name, options = parse_spec(spec)
-    return load_task(name, **options)
+_OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, perhaps with options
 
 
-def _load_dataset(name: str, options: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Task:
+def _is_task(spec: str) -> bool:
+    name = spec.partition(":")[0]
+    return name in TASKS or bool(name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec))
+
+
+def load_task_spec(spec: str) -> Task:
+    """A task as a user writes it: ``trace:lines=24``, or one of their own, ``module:Class`` with options or without.
+
+    Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself raised.
+    """
+    own = _OWN.fullmatch(spec)
+    if own is None or spec.partition(":")[0] in TASKS:
+        name, options = parse_spec(spec)
+        return load_task(name, **options)
+    return make_task(own[1], load_object(own[1], "task"), _parse_options(own[2] or "", spec))
+
+
+def _load_dataset(
+    spec: str, tokenizer: PreTrainedTokenizerBase, room: int | None, judge: Callable[..., float] | None
+) -> tuple[Task, int]:
+    """A dataset as a user writes it, and its weight in a mixture."""
+
     def chat(prompt: str) -> str:
         messages = [{"role": "user", "content": prompt}]
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
-    isolation = options.pop("isolation", "auto")
-    return load_dataset_task(
+    name, options = ("qa", {"path": spec}) if os.path.isfile(spec) else parse_spec(spec)
+    taken = {field.name for field in fields(DatasetOptions)}
+    if unknown := sorted(set(options) - taken):
+        raise ConfigError(f"dataset {spec!r} has the option {unknown[0]!r}; it takes {', '.join(sorted(taken))}")
+    try:
+        chosen = DatasetOptions(**options)
+    except ConfigError as error:
+        raise ConfigError(f"dataset {spec!r}: {error}") from error
+    task = load_dataset_task(
         name,
-        verifiers={"math": verify_math, "code": partial(verify_code, isolation=isolation)},
+        verifiers={
+            "math": judge or verify_math,
+            "code": judge or partial(verify_code, isolation=chosen.isolation),
+        },
         extractors={"math": extract_answer, "code": extract_code},
         render=chat if tokenizer.chat_template else str,
-        **options,
+        path=chosen.path,
+        split=chosen.split,
+        template=chosen.template,
+        max_length=chosen.max_length,
+        tokens=lambda prompt: len(tokenizer(prompt, add_special_tokens=False).input_ids),
+        max_tokens=room,
     )
+    return task, chosen.weight
 
 
-def load_prompts(
-    path: str | None, task: str | None, count: int, seed: int, tokenizer: PreTrainedTokenizerBase
-) -> list[list[int]]:
-    """Token ids of ``count`` prompts: of a file's, repeated as needed, or of a synthetic task's problems.
+def read_prompts(path: str | None, task: str | None, count: int, seed: int) -> list[tuple[str, str]]:
+    """Prompts with their names, for messages: all of a file's, or ``count`` of a task's problems.
 
     Raises ConfigError: both or neither are given, or a file that cannot be read.
     """
     if (path is None) == (task is None):
         raise ConfigError("say where prompts come from: either --prompts FILE or --task NAME")
     if path is not None:
-        texts: Iterable[str] = _read_prompts(Path(path), count)
+        return _read_prompts(Path(path))
+    problems = load_task_spec(str(task))
+    drawn = (draw(problems, i, seed) for i in range(count))
+    return [(f"problem {problem.id!r}", problem.prompt) for problem in drawn]
+
+
+def encode_prompts(
+    named: Sequence[tuple[str, str]], count: int, tokenizer: PreTrainedTokenizerBase, room: int
+) -> list[list[int]]:
+    """Token ids of ``count`` prompts, repeated as needed.
+
+    Those without tokens, or with more than ``room``, are left out and counted.
+
+    Raises ConfigError: none is left.
+    """
+    encoded = [(name, list(tokenizer(text, add_special_tokens=False).input_ids)) for name, text in named]
+    kept = [ids for _, ids in encoded if 0 < len(ids) <= room]
+    if len(kept) < len(encoded):
+        name, ids = next((name, ids) for name, ids in encoded if not 0 < len(ids) <= room)
+        left_out = (
+            f"{len(encoded) - len(kept)} of {len(encoded)} prompts have no tokens, or more than the {room} that the "
+            f"model's context has beside a response; the first is {name} with {len(ids)}"
+        )
+        if not kept:
+            raise ConfigError(f"{left_out}; shorten them, or lower max_new_tokens")
+        log.warning("left out: %s", left_out)
+    return [kept[i % len(kept)] for i in range(count)]
+
+
+def _read_prompts(path: Path) -> list[tuple[str, str]]:
+    if path.suffix in (".jsonl", ".json", ".parquet"):
+        named = []
+        for number, row in enumerate(load_rows(path), 1):
+            text = row.get("prompt")
+            if not isinstance(text, str):
+                found = f"a {type(text).__name__}" if "prompt" in row else "none"
+                raise ConfigError(
+                    f'row {number} of {path}: every row needs a "prompt" that is text, got {found}; render messages '
+                    "with the model's chat template first"
+                )
+            named.append((f"row {number} of {path}", text))
     else:
-        problems = _load_task(str(task))
-        texts = (problems.problem(i, seed).prompt for i in range(count))
-    return [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-
-
-def _read_prompts(path: Path, count: int) -> list[str]:
-    try:
-        if path.suffix == ".jsonl":
-            prompts = [row["prompt"] for row in load_rows(path)]
-        else:
-            prompts = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except OSError as error:
-        raise ConfigError(f"cannot read the prompts {path}: {error.strerror}") from error
-    except KeyError as error:
-        raise ConfigError(f'{path}: every line must be a JSON object with a "prompt" field') from error
-    if not prompts:
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            expected = "expected text with one prompt a line, or a .jsonl, .json or .parquet file"
+            raise ConfigError(f"cannot read the prompts {path}: {reason}; {expected}") from error
+        if any("\0" in line for line in lines):
+            raise ConfigError(f"{path} is not text: it holds zero bytes; give prompts one a line, or a .jsonl file")
+        named = [(f"line {i} of {path}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not named:
         raise ConfigError(f"{path} holds no prompts")
-    return [prompts[i % len(prompts)] for i in range(count)]
+    return named
 
 
 def load_engine(

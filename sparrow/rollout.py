@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from sparrow.errors import ConfigError
+from sparrow.errors import PromptError
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,17 @@ class Sampling:
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
         """Refuse prompts that leave no room for a response in a context of so many tokens.
 
-        Raises ConfigError: the first such prompt.
+        Raises PromptError: the first such prompt.
         """
         for i, prompt in enumerate(prompts):
-            if not 0 < len(prompt) <= context - self.max_new_tokens:
-                raise ConfigError(
-                    f"prompt {i} has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} does not "
-                    f"fit the model's context of {context} (in vLLM, max_model_len); shorten or drop it, or lower "
-                    "max_new_tokens"
+            if not len(prompt):
+                raise PromptError(i, "has no tokens; remove it, or check that this is the model's tokenizer")
+            if len(prompt) > context - self.max_new_tokens:
+                raise PromptError(
+                    i,
+                    f"has {len(prompt)} tokens, which with max_new_tokens={self.max_new_tokens} does not fit the "
+                    f"model's context of {context} (in vLLM, max_model_len); shorten or drop it, or lower "
+                    "max_new_tokens",
                 )
 
 

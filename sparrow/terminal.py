@@ -1,16 +1,17 @@
-"""What the command line shows: progress bars and tables."""
+"""What the command line shows: progress, bars on a terminal and lines elsewhere, and tables."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from rich import box, progress
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 from rich.table import Table
 
 from sparrow.schedule import ALL_PAGES
@@ -19,64 +20,124 @@ if TYPE_CHECKING:
     from sparrow.calibrate import Calibration
     from sparrow.mismatch import MismatchReport
 
-
-class _Bar(progress.Progress):
-    """A progress bar on stderr, in a ``with`` block."""
-
-    def __init__(self, total: int | None, *columns: progress.ProgressColumn, shown: bool = True) -> None:
-        named = progress.TextColumn("{task.description}")
-        noted = progress.TextColumn("{task.fields[note]}")
-        super().__init__(named, progress.BarColumn(), *columns, noted, console=Console(stderr=True), disable=not shown)
-        self._bar = self.add_task("starting", total=total, note="")
+NARROW = 60  # columns below which a bar and its times would leave no room for what they are about
+QUIET_S = 30.0  # a step that takes longer is logged by its phases
 
 
-class Progress(_Bar):
-    """A progress bar for training, told of events as ``trainer.Listener``."""
+class _Shown:
+    """Progress on stderr, in a ``with`` block: a bar on a terminal, else lines, each written out at once."""
+
+    def __init__(self, total: int | None, shown: bool, *, counted: bool) -> None:
+        self._console = Console(stderr=True)
+        self._shown, self._began = shown, time.monotonic()
+        self._bar: progress.Progress | None = None
+        if shown and self._console.is_terminal:
+            columns: list[progress.ProgressColumn] = [progress.SpinnerColumn()]
+            wide = self._console.width >= NARROW
+            if counted:
+                columns.append(progress.MofNCompleteColumn())
+            columns.append(progress.TextColumn("{task.description}"))
+            if wide:
+                columns += [progress.BarColumn(bar_width=None), progress.TimeElapsedColumn()]
+                columns += [progress.TimeRemainingColumn()] if counted else []
+            # The note stands on a line of its own where it would not fit beside the bar.
+            self._bar = progress.Progress(*columns, console=self._console, expand=wide)
+            self._task = self._bar.add_task("starting", total=total)
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def _line(self, text: str) -> None:
+        """Above the bar, or on a line of its own."""
+        if not self._shown:
+            return
+        if self._bar:
+            self._bar.console.print(escape(text), soft_wrap=self._bar.console.width >= NARROW, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def _show(self, description: str, **update: Any) -> None:
+        if self._bar:
+            self._bar.update(self._task, description=escape(description), **update)
+
+
+class Status(_Shown):
+    """What is going on, of unknown length."""
+
+    def __init__(self, text: str, shown: bool = True) -> None:
+        super().__init__(None, shown, counted=False)
+        self.update(text)
+
+    def update(self, text: str) -> None:
+        self._show(text)
+        if not self._bar:
+            self._line(text)
+
+
+class Progress(_Shown):
+    """Progress of training, told of events as ``trainer.Listener``: a line for each step, and a bar on a terminal."""
 
     def __init__(self, steps: int, shown: bool = True) -> None:
-        columns = progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
-        super().__init__(steps, *columns, shown=shown)
+        super().__init__(steps, shown, counted=True)
+        self._steps, self._done, self._seconds = steps, 0, 0.0
 
     def __call__(self, event: str, metrics: dict[str, Any]) -> None:
         if event == "step":
-            bins = metrics["mismatch"]["bins"]
-            # Bins that hardly any response reaches jump about.
-            tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
-            reward, read = metrics["reward"]["mean"], metrics["kv"]["read_fraction"]
-            note = f"reward {reward:.3f}  lowest p5 {tail:.3f}  KV read {read:.0%}"
-            self.update(self._bar, completed=metrics["step"], note=note)
+            self._done, self._seconds = metrics["step"], sum(metrics["seconds"].values())
+            self._line(f"step {self._done}/{self._steps}  {step_line(metrics)}")
+            self._show("", completed=self._done)
         else:
-            self.update(self._bar, description=event)
+            self._show(event)
+            if not self._bar and (self._seconds > QUIET_S or not self._done):
+                self._line(f"step {self._done + 1}/{self._steps}  {event}  {time.monotonic() - self._began:.0f} s")
 
 
-class CalibrationProgress(_Bar):
-    """A progress bar for a calibration, told of each pass and of the seconds left as it begins."""
+def step_line(metrics: dict[str, Any]) -> str:
+    """A step in a few numbers: reward, tail of acceptance, response length, speed, share of the cache read."""
+    bins, seconds, response = metrics["mismatch"]["bins"], metrics["seconds"], metrics["response"]
+    # Bins that hardly any response reaches jump about.
+    tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
+    speed = response["tokens"] / max(seconds["rollout"], 1e-9)
+    return (
+        f"reward {metrics['reward']['mean']:.3f}  lowest p5 {tail:.3f}  length {response['mean']:.0f}  "
+        f"{speed:,.0f} tokens/s  KV read {metrics['kv']['read_fraction']:.0%}  {sum(seconds.values()):.1f} s"
+    )
+
+
+class CalibrationProgress(_Shown):
+    """Progress of a calibration, told of each pass and of the seconds left as it begins."""
 
     def __init__(self) -> None:
-        super().__init__(None, progress.TimeElapsedColumn())
+        super().__init__(None, True, counted=False)
 
     def __call__(self, phase: str, left: float) -> None:
-        spent = self.tasks[self._bar].elapsed or 0.0
-        if isnan(left):
-            self.update(self._bar, description=phase)
-        else:
-            note = f"about {left / 60:.0f} min left" if left >= 90 else f"about {left:.0f} s left"
-            self.update(self._bar, description=phase, completed=spent, total=spent + left, note=note)
+        text = phase
+        if not isnan(left):
+            text += f", about {left / 60:.0f} min left" if left >= 90 else f", about {left:.0f} s left"
+        self._show(text)
+        if not self._bar:
+            self._line(text)
 
 
 def say(text: str) -> None:
-    """One line, or several, as they are."""
-    Console().print(escape(text))
+    """One line, or several, as they are: a path that is broken in two cannot be copied."""
+    Console().print(escape(text), soft_wrap=True)
 
 
 def complain(reason: str) -> None:
     """Why a command stops, on stderr."""
-    Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(reason)}")
+    Console(stderr=True).print(f"[bold red]sparrow:[/] {escape(reason)}", soft_wrap=True)
 
 
-def status(text: str) -> Status:
+def status(text: str, shown: bool = True) -> Status:
     """What is going on, on stderr, in a ``with`` block."""
-    return Console(stderr=True).status(text)
+    return Status(text, shown)
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:

@@ -89,6 +89,7 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     assert "invalid choice 'mean'" in fails(capsys, "train", "--config", str(config), code=2)
     config.write_text(
         f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
+        "rollout.max_new_tokens = 8\n"
     )
     assert "no dataset file" in fails(capsys, "train", "--config", str(config))
     assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (

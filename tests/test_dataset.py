@@ -101,7 +101,7 @@ def test_duplicates_and_long_prompts_are_dropped_and_counted(caplog):
     assert caplog.messages == ["the dataset: dropped 2 of 12 rows: 1 duplicate, 1 too long"] and len(kept) == 10
     longest = max(len(p.prompt) for p in kept)
     assert len(task(rows, max_length=longest)) == 10
-    with pytest.raises(ConfigError, match="leaves no problem of 12 rows; raise max_length"):
+    with pytest.raises(ConfigError, match=r"no problem of 12 rows \(11 too long, 1 duplicate\); raise max_length"):
         task(rows, max_length=longest - 1)
 
 

@@ -21,13 +21,14 @@ ALLOWED = {
     "schedule": [],
     "rollout": [],
     "settings": [],
+    "files": [],
     "mode": ["schedule"],
     "cost": ["schedule"],
     "cluster": ["cost", "schedule"],
     "evaluate": [],
     "mismatch": [],
     "rewards": [],
-    "tasks": [],
+    "tasks": ["settings"],
     "attention": ["attention.api", "attention.decode", "attention.pages"],
     "attention.api": [
         "attention.cuda", "attention.decode", "attention.pages", "attention.reference", "attention.triton",
@@ -58,7 +59,7 @@ ALLOWED = {
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": ["engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],
-    "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "tasks"],
+    "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "settings", "tasks"],
     "cli": EVERYTHING,
 }  # fmt: skip
 PURE = [

@@ -281,10 +281,10 @@ def test_reasoner_needs_far_pages_by_degrees(reasoner: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Trace(1), "at least 2 lines, got lines=1"),
-        (lambda: Trace(8, slip=1.0), "slip is a probability below 1, got 1.0"),
-        (lambda: Chase(1), "at least 2 steps, got steps=1"),
-        (lambda: Chase(8, slip=1.0), "slip is a probability below 1, got 1.0"),
+        (lambda: Trace(1), "lines is 1, but must be greater than or equal to 2"),
+        (lambda: Trace(8, slip=1.0), "slip is 1.0, but must be less than 1"),
+        (lambda: Chase(1), "steps is 1, but must be greater than or equal to 2"),
+        (lambda: Chase(8, slip=1.0), "slip is 1.0, but must be less than 1"),
     ],
 )
 def test_impossible_tasks_are_refused(make: Callable[[], object], message: str) -> None:

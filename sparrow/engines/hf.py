@@ -6,6 +6,8 @@ Shapes: B sequences, T response tokens, k drafts of a cycle, n entries of a top-
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -278,19 +280,56 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A Hugging Face causal language model and its tokenizer, by hub name or local path.
 
-    Raises ConfigError: nothing there, or the hub cannot be reached.
+    Raises ConfigError: nothing there, files that are damaged, lack weights or do not fit the config, or the hub cannot
+    be reached.
     """
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    path = _find(name, "model")
+    load: Any = AutoModelForCausalLM.from_pretrained  # its type leaves out what it returns here
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation="sdpa")
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        model, loaded = load(
+            path, dtype=dtype, attn_implementation="sdpa", ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except Exception as error:  # transformers, safetensors, tokenizers and the hub raise many unrelated types
         raise ConfigError(
-            f"cannot load model {name!r} ({str(error).splitlines()[0]}); give the path of a local checkpoint folder, "
-            "or a hub name with the hub in reach"
+            f"cannot load model {name!r} ({_reason(error)}); give the path of a whole local checkpoint folder, or "
+            "a hub name with the hub in reach"
         ) from error
+    # Weights that transformers would fill with random numbers.
+    if mismatched := sorted(loaded["mismatched_keys"]):
+        key, stored, expected = mismatched[0]
+        raise ConfigError(
+            f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights and {tuple(expected)} by its "
+            f"config.json ({len(mismatched)} weights differ); give weights and config of the same model"
+        )
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigError(f"cannot load model {name!r}: {missing[0]} and {len(missing) - 1} more weights are missing")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ConfigError(f"cannot load model {name!r}: its tokenizer is empty; add the tokenizer's files")
     torch.nn.Module.to(model, device)
     return model, tokenizer
+
+
+def _find(name: str, what: str) -> str:
+    """A local path or a hub name; what can only be a path is not asked of the hub, which takes minutes to give up.
+
+    Raises ConfigError: a path with nothing there.
+    """
+    if os.path.exists(name):
+        return name
+    first, _, rest = name.partition("/")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) or first in (".", "..") or (rest and os.path.isdir(first)):
+        raise ConfigError(
+            f"cannot load {what} {name!r}: there is no such file or folder; check the path, or give a hub name"
+        )
+    return name
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return f"{kind}{lines[0]}" if lines else type(error).__name__
 
 
 def load_config(name: str) -> dict[str, Any]:
@@ -299,11 +338,9 @@ def load_config(name: str) -> dict[str, Any]:
     Raises ConfigError: nothing there, or the hub cannot be reached.
     """
     try:
-        return AutoConfig.from_pretrained(name).to_dict()
+        return AutoConfig.from_pretrained(_find(name, "the config of")).to_dict()
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"cannot load the config of {name!r} ({str(error).splitlines()[0]}); give the path of its config.json"
-        ) from error
+        raise ConfigError(f"cannot load the config of {name!r} ({_reason(error)}); give its config.json") from error
 
 
 def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -110,7 +110,8 @@ class TokenScorer(nn.Module):
     def _head(self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float) -> tuple:
         logits = self.model.get_output_embeddings()(hidden).float()
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
-        entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
+        with torch.autocast(logits.device.type, enabled=False):  # on a CPU it would take the product in bfloat16
+            entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
         found = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
         return found[:, 0], found[:, 1:], entropy
 

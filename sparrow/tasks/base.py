@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, SparrowError, TaskError, place
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,28 @@ class Task(Protocol):
         """Problem ``index`` of the stream ``seed``; distinct seeds serve as splits."""
 
 
+def draw(task: Task, index: int, seed: int) -> Problem:
+    """Problem ``index`` of the stream ``seed``.
+
+    Raises TaskError: the task raised, or gave something else.
+    """
+    try:
+        problem = task.problem(index, seed)
+    except SparrowError:
+        raise
+    except Exception as error:
+        raise TaskError(
+            f"problem {index} of the task {type(task).__name__} could not be made, it raised {place(error)}; "
+            "fix the task or its options"
+        ) from error
+    if not isinstance(problem, Problem):
+        raise TaskError(
+            f"problem {index} of the task {type(task).__name__} is a {type(problem).__name__}, expected a "
+            "sparrow.tasks.Problem"
+        )
+    return problem
+
+
 @dataclass(frozen=True)
 class Mixture:
     """Problems of several tasks in fixed proportions.
@@ -45,7 +67,7 @@ class Mixture:
     weights: Sequence[int]
 
     def __post_init__(self) -> None:
-        whole = all(isinstance(weight, int) and weight >= 1 for weight in self.weights)
+        whole = all(type(weight) is int and weight >= 1 for weight in self.weights)
         if not self.tasks or len(self.tasks) != len(self.weights) or not whole:
             raise ConfigError(
                 f"a mixture takes a whole number of at least 1 for each of its {len(self.tasks)} tasks, got weights "
@@ -77,8 +99,24 @@ def load_task(name: str, **options: Any) -> Task:
     Raises ConfigError: no such task, or options it does not take.
     """
     if name not in TASKS:
-        raise ConfigError(f"no task {name!r}; known ones: {', '.join(sorted(TASKS))}")
+        known = ", ".join(sorted(TASKS))
+        raise ConfigError(f"no task {name!r}; known ones: {known}; one of your own is given as module:Class")
+    return make_task(name, TASKS[name], options)
+
+
+def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
+    """What ``factory(**options)`` gives.
+
+    Raises ConfigError: options that it does not take. TaskError: it raised, or gave no task.
+    """
     try:
-        return TASKS[name](**options)
+        task = factory(**options)
+    except SparrowError:
+        raise
     except TypeError as error:
-        raise ConfigError(f"task {name!r} does not take the options {options}: {error}") from error
+        raise ConfigError(f"task {name!r} does not take the options {dict(options)}: {error}") from error
+    except Exception as error:
+        raise TaskError(f"task {name!r} could not be made, it raised {place(error)}; fix it or its options") from error
+    if not callable(getattr(task, "problem", None)):
+        raise TaskError(f"task {name!r} is a {type(task).__name__} without a method problem(index, seed)")
+    return task

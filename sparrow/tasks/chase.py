@@ -16,27 +16,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
-from sparrow.errors import ConfigError
+from pydantic import Field
+
+from sparrow.settings import Settings
 from sparrow.tasks.base import Problem, register_task
 from sparrow.tasks.vocabulary import NAMES, answered
 
 
 @dataclass(frozen=True)
-class Chase:
+class Chase(Settings):
     """Walks of ``steps`` steps over distinct nodes; beyond 127 steps the map is a ring walked more than once.
 
     Raises ConfigError: fewer than 2 steps, or a slip outside [0, 1).
     """
 
-    steps: int = 24  # walk length, the difficulty; a response has about 16 tokens a step
-    slip: float = 0.0  # as for ``Trace``: chance that the reference solution miscalculates a step and carries on
-
-    def __post_init__(self) -> None:
-        if self.steps < 2:
-            raise ConfigError(f"a chase needs at least 2 steps, got steps={self.steps}")
-        if not 0 <= self.slip < 1:
-            raise ConfigError(f"slip is a probability below 1, got {self.slip}")
+    steps: Annotated[int, Field(ge=2)] = 24  # walk length, the difficulty; a response has about 16 tokens a step
+    # as for ``Trace``: chance that the reference solution miscalculates a step and carries on
+    slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Walk ``index`` of the stream ``seed``, verified by the sum of the two totals asked for."""

@@ -52,6 +52,7 @@ class DatasetTask:
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
         render: prompt -> text for the tokenizer, e.g. a chat template.
         max_length: drop rows whose rendered prompt has more characters than this.
+        tokens: drop rows whose rendered prompt has none, or more than ``max_tokens``, by this count.
         source: where the rows come from, for error messages.
 
     Rows that repeat an earlier question, up to spaces and case, are dropped; how many rows were is logged.
@@ -70,6 +71,8 @@ class DatasetTask:
         template: str | None = None,
         render: Callable[[str], str] = str,
         max_length: int | None = None,
+        tokens: Callable[[str], int] = len,
+        max_tokens: int | None = None,
         source: str = "the dataset",
     ) -> None:
         if format.kind not in verifiers:
@@ -92,16 +95,33 @@ class DatasetTask:
             key = " ".join(question.text.casefold().split())
             if key in seen:
                 dropped["duplicate"] += 1
-            elif max_length is not None and len(self._prompt(question)) > max_length:
-                dropped["too long"] += 1
+            elif unfit := self._unfit(self._prompt(question), max_length, tokens, max_tokens):
+                dropped[unfit] += 1
             else:
                 self._kept.append(i)
             seen.add(key)
         if not self._kept:
-            raise ConfigError(f"{source} leaves no problem of {len(rows)} rows; raise max_length or check the file")
+            why = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
+            raise ConfigError(
+                f"{source} leaves no problem of {len(rows)} rows ({why}); raise max_length, leave prompts more room, "
+                "or check the file"
+            )
         if dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
             log.warning("%s: dropped %d of %d rows: %s", source, dropped.total(), len(rows), reasons)
+
+    @staticmethod
+    def _unfit(prompt: str, max_length: int | None, tokens: Callable[[str], int], max_tokens: int | None) -> str | None:
+        """Why a prompt cannot be used; None if it can."""
+        if max_length is not None and len(prompt) > max_length:
+            return "too long"
+        if max_tokens is None:
+            return None
+        # A token stands for a byte at least, so most prompts need not be counted.
+        if prompt.strip() and len(prompt.encode(errors="replace")) <= max_tokens:
+            return None
+        count = tokens(prompt)
+        return "without tokens" if not count else f"of more than {max_tokens} tokens" if count > max_tokens else None
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -140,7 +160,7 @@ class DatasetTask:
                     raise ValueError("it has no answer, and its solution states none in \\boxed{}")
                 question = replace(question, answer=stated)
             return question
-        except (KeyError, ValueError) as error:
+        except (LookupError, ValueError, TypeError, AttributeError) as error:
             wrong = f"has no {error.args[0]}" if isinstance(error, KeyError) else f"cannot be used: {error}"
             raise ConfigError(
                 f"row {row + 1} of {self._source} {wrong}; its fields are {', '.join(fields) or 'none'}; "
@@ -171,7 +191,7 @@ def load_rows(path: str | Path) -> Sequence[Row]:
                 return datasets.Dataset(parquet.read_table(path))  # its rows are made when asked for
             case other:
                 raise ValueError(f"files named {other or 'without a suffix'!r} are not read")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}; {expected}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f"{path} does not hold objects; {expected} with one object per row")
@@ -221,7 +241,7 @@ def load_dataset_task(
         verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
         path: a local file to read in place of the hub.
         split: a split of the hub's dataset; the format's usual one by default.
-        options: passed to ``DatasetTask``: extractors, template, render, max_length.
+        options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens, max_tokens.
 
     Raises ConfigError: no such format, or rows that cannot be loaded or used.
     """

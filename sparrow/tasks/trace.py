@@ -23,29 +23,26 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from typing import Annotated
 
-from sparrow.errors import ConfigError
+from pydantic import Field
+
+from sparrow.settings import Settings
 from sparrow.tasks.base import Problem, register_task
 from sparrow.tasks.vocabulary import LINKS, NAMES, answered
 
 
 @dataclass(frozen=True)
-class Trace:
+class Trace(Settings):
     """Random programs of ``lines`` lines, a quarter as many values waiting to be used at any time.
 
     Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
     """
 
-    lines: int = 24  # program length, the difficulty; a response has about 10 tokens a line
+    lines: Annotated[int, Field(ge=2)] = 24  # program length, the difficulty; a response has about 10 tokens a line
     # chance that the reference solution miscalculates a line and carries on with the wrong digit. Demonstrations with
     # slips teach the skill and leave reinforcement learning room to improve
-    slip: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.lines < 2:
-            raise ConfigError(f"a trace needs at least 2 lines, got lines={self.lines}")
-        if not 0 <= self.slip < 1:
-            raise ConfigError(f"slip is a probability below 1, got {self.slip}")
+    slip: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Program ``index`` of the stream ``seed``, verified by the value of its last line."""

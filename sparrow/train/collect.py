@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from sparrow.engines.base import Engine
+from sparrow.errors import ConfigError, PromptError
 from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem, Task
+from sparrow.tasks.base import draw
+from sparrow.tasks.verify import stated, verify_all
 from sparrow.train.config import TrainConfig
-from sparrow.train.experience import Experience, Group, verify
+from sparrow.train.experience import Experience, Group
 from sparrow.train.ranks import Ranks
 from sparrow.train.reward import reward_parts
-
-VERIFYING = 64
-"""Responses verified at a time. Verifiers that need processors wait for their own pools, so one bad program holds up
-itself only."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,8 @@ class Collector:
         Groups whose rewards are all equal have no advantage; for ``resample`` rounds they are replaced by groups of
         further problems (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
 
-        Raises RewardError: a verifier that failed.
+        Raises RewardError: a verifier that failed. TaskError: a task that gave no problem. ConfigError: a prompt that
+        the engine cannot take.
         """
         rollout = self.config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
@@ -59,13 +58,17 @@ class Collector:
         are spread over the processes."""
         config, rollout = self.config, self.config.rollout
         n, limit = rollout.samples, rollout.max_new_tokens
-        problems = [self.task.problem(i, config.seed) for i in indices]
+        problems = [draw(self.task, i, config.seed) for i in indices]
         prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
 
         def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
-            rollouts = self.engine.generate([prompts[row // each] for row in rows], sampling)
+            try:
+                rollouts = self.engine.generate([prompts[row // each] for row in rows], sampling)
+            except PromptError as error:
+                problem = problems[rows[error.index] // each]
+                raise ConfigError(f"problem {problem.id!r} {error.reason}") from error
             parts = self._verify([problems[row // each] for row in rows], rollouts)
             return list(zip(rollouts, parts, strict=True))
 
@@ -91,7 +94,6 @@ class Collector:
         """The parts of every response's reward."""
         limit, config = self.config.rollout.max_new_tokens, self.config.reward
         texts = [str(self.tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
-        with ThreadPoolExecutor(VERIFYING) as threads:
-            correct = list(threads.map(verify, problems, texts))
-        stated = [p.extract is not None and p.extract(t) is not None for p, t in zip(problems, texts, strict=True)]
-        return [reward_parts(c, s, len(r), limit, config) for c, s, r in zip(correct, stated, rollouts, strict=True)]
+        correct = verify_all(problems, texts, config.time_limit)
+        answered = map(stated, problems, texts)
+        return [reward_parts(c, s, len(r), limit, config) for c, s, r in zip(correct, answered, rollouts, strict=True)]

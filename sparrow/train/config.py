@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
+import tyro
 from pydantic import Field
 
 from sparrow.settings import (
@@ -84,6 +85,10 @@ class RolloutConfig(Settings):
 class RewardConfig(Settings):
     """What a response's reward is made of, beside the verifier's verdict (sparrow.train.reward)."""
 
+    # A function of your own that judges in place of the dataset's verifier, module:function, called as
+    # function(response, answer=...); it returns a number, by custom in 0..1.
+    function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
+    time_limit: Positive = 300.0  # Seconds without any verdict after which a verifier is taken to hang.
     format: NotNegative = 0.0  # Added for a response that states an answer in the form asked for, right or wrong.
     # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no loss. penalty: a
     # response loses up to 1, linearly over the last overlong_window tokens (DAPO).

@@ -5,7 +5,6 @@ Shapes: B responses, T response tokens (right-padded), n top tokens.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparrow.errors import RewardError
 from sparrow.model.scoring import Batch
 from sparrow.rollout import Rollout
 from sparrow.tasks import Problem
@@ -85,24 +83,6 @@ class Assessment:
     policy_top: list[np.ndarray]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
     accepted: list[np.ndarray]  # per response, float64 [T] lower bounds on the acceptance rate
     obrs_z_BT: Tensor  # what Jackpot's correction needs, ``sum_v min(q, p / lambda)`` over the actor's top-n tokens
-
-
-def verify(problem: Problem, text: str) -> float:
-    """The reward of one response.
-
-    Raises RewardError: the verifier raised, or returned something that is not a finite number.
-    """
-    try:
-        reward = float(problem.verify(text))
-    except Exception as error:
-        raise RewardError(
-            f"the verifier of problem {problem.id!r} raised {type(error).__name__}: {error}; fix it and resume the run"
-        ) from error
-    if not math.isfinite(reward):
-        raise RewardError(
-            f"the verifier of problem {problem.id!r} returned {reward}, expected a finite number; fix it and resume"
-        )
-    return reward
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sparrow.engines.base import Counters, Engine, total
-from sparrow.errors import ConfigError, EngineError, RewardError, TrainingDiverged
+from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
 from sparrow.model.scoring import TokenScorer
@@ -151,7 +151,7 @@ class Trainer:
                         f"{self.steering.warning}; the checkpoint of step {self.step} is saved, and --resume "
                         "--guard.action raise goes on from it with more pages"
                     )
-        except (KeyboardInterrupt, RewardError, EngineError) as error:
+        except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Rollouts and scores change nothing, and updates are not interrupted: the state is that of self.step.
             # An interrupt may catch processes at different places, where they cannot save anything together.
             if self.step > saved and (self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)):

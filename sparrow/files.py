@@ -1,0 +1,72 @@
+"""Files that a command writes: tried before the work, so that it is not lost for want of a folder or of room."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sparrow.errors import ConfigError
+
+ROOM = 2**16  # bytes that must find room beside the file
+
+
+def check_folder(path: str | Path) -> Path:
+    """A folder that can be written to; made if it is missing.
+
+    Raises ConfigError: a file is there, or nothing can be written.
+    """
+    path = Path(path)
+    with _writing(path):
+        if path.exists() and not path.is_dir():
+            raise ConfigError(f"{path} is a file, expected a folder to write to; choose another path")
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(bytes(ROOM))
+    return path
+
+
+def check_file(path: str | Path) -> Path:
+    """A file that can be written, or a device such as /dev/stdout; its folder is made if it is missing.
+
+    Raises ConfigError: a folder is there, or nothing can be written.
+    """
+    path = Path(path)
+    with _writing(path):
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder, expected a file to write to; choose another path")
+    check_folder(path.parent)
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises ConfigError: it cannot be written.
+    """
+    with _writing(path):
+        if path.exists() and not path.is_file():  # a device or a pipe
+            path.write_text(text, encoding="utf-8")
+            return
+        partial = path.with_name(path.name + ".partial")
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Say in one sentence what the operating system refused."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot write to {path}: {reason}; choose another path or make room") from error
