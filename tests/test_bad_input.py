@@ -379,7 +379,9 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
         run = str(tmp_path / "demo")
         refused = fails(capsys, "demo", "--run-dir", run, code=130)
         assert refused.endswith(f"sparrow: interrupted before the first checkpoint; remove {run} to start again")
-        assert fails(capsys, *MEASURE, "--model", checkpoint, code=130) == "sparrow: interrupted"
+        assert (
+            fails(capsys, *MEASURE, "--max-new-tokens", "8", "--model", checkpoint, code=130) == "sparrow: interrupted"
+        )
     (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr("sparrow.loading.load_model", interrupted)
