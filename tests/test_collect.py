@@ -120,7 +120,7 @@ def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
     assert "reward, taco" in (tmp_path / "run" / "report" / "index.html").read_text()
     with pytest.raises(SystemExit):
         main([*command, str(tmp_path / "sums.jsonl"), f"taco:path={tmp_path / 'code.jsonl'},weight=0.5"])
-    assert "whole number of at least 1" in " ".join(capsys.readouterr().err.split())
+    assert "weight is 0.5, but must be a valid integer" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_bundled_task_says_what_answer_a_response_states():
