@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import re
 import signal
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
@@ -193,6 +194,8 @@ def _parse(argv: list[str]) -> Any:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         # First, so that options on the command line win.
         argv = [*argv[:1], *_read_config(Path(argv[at + 1])), *argv[1:at], *argv[at + 2 :]]
+    if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
+        argv = ["train", *_read_recorded(argv), *argv[1:]]
     try:
         return tyro.cli(
             Demo | Train | Measure | Calibrate | Eval | Cost | Report,
@@ -205,22 +208,48 @@ def _parse(argv: list[str]) -> Any:
         _stop(error, code=2)
 
 
-def _read_config(path: Path) -> list[str]:
-    def options(table: dict[str, Any], section: str) -> Iterator[str]:
-        for key, value in table.items():
-            if isinstance(value, dict):
-                yield from options(value, f"{section}{key}.")
-                continue
-            yield f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
-            if not isinstance(value, bool):
-                yield from map(str, value if isinstance(value, list) else [value])
+def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Nested settings as they stand on a command line."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _options(value, f"{section}{key}.")
+            continue
+        yield f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
+        if not isinstance(value, bool):
+            yield from map(str, value if isinstance(value, list) else [value])
 
+
+def _read_config(path: Path) -> list[str]:
     try:
-        return list(options(tomllib.loads(path.read_text(encoding="utf-8")), ""))
+        return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+
+
+def _read_recorded(argv: Sequence[str]) -> list[str]:
+    """The settings of the run that is resumed, as it recorded them: what the command line leaves out is as it was."""
+    from sparrow.run import RunConfig
+
+    run_dir = TrainConfig.run_dir
+    for argument, following in itertools.zip_longest(argv, argv[1:]):
+        name, equals, value = argument.partition("=")
+        if name in ("--run-dir", "--run_dir") and (equals or following):
+            run_dir = value if equals else following
+    return list(_options(_known(RunConfig.load(Path(run_dir)).train, Train)))
+
+
+def _known(recorded: Mapping[str, Any], settings: type) -> dict[str, Any]:
+    """The recorded settings that still exist and were set; an older Sparrow may have had others."""
+    found = {}
+    for setting in fields(settings):
+        value = recorded.get(setting.name)
+        if isinstance(value, dict):
+            value = _known(value, type(setting.default))
+        if setting.name not in ("run_dir", "resume") and value not in (None, [], {}):
+            found[setting.name] = value
+    return found
 
 
 def demo(command: Demo) -> None:

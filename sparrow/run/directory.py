@@ -1,6 +1,7 @@
 """The run directory: its files and what stands in them, written so that a kill loses nothing, and read back.
 
 config.json             ``RunConfig``
+lock                    held by the process that trains; says which it is
 metrics.jsonl           an object per step, with at least the keys ``RECORDED``; docs/run-directory.md lists all
 rollouts.jsonl          a ``LoggedResponse`` per line
 checkpoints/step-N/     everything needed to go on after step N; in ``state.json`` a ``TrainerState``
@@ -10,18 +11,21 @@ model/, adapter/        the trained model and its tokenizer, and the actor's LoR
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from sparrow.errors import CheckpointError, ConfigError
 from sparrow.schedule import SparsitySchedule
 
-CONFIG, METRICS, ROLLOUTS, STATE = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json"
+CONFIG, METRICS, ROLLOUTS, STATE, LOCK = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json", "lock"
 RECORDED = {"step", "reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # of every step
 
 Row = Mapping[str, Any]
@@ -32,10 +36,12 @@ class RunConfig:
     """What ``config.json`` says of a run."""
 
     train: Row  # the resolved settings
-    schedule: SparsitySchedule  # what the run started with
+    schedule: SparsitySchedule  # what the run was last started with
+    # every resumption with other settings: the "step" it went on from, and what "changed", name -> [before, then]
+    resumed: Sequence[Row] = ()
 
     def save(self, run_dir: Path) -> None:
-        plain = {"train": self.train, "schedule": self.schedule.to_dict()}
+        plain = {"train": self.train, "schedule": self.schedule.to_dict(), "resumed": list(self.resumed)}
         _write_atomically(run_dir / CONFIG, json.dumps(plain, indent=1))
 
     @classmethod
@@ -47,7 +53,7 @@ class RunConfig:
         plain = parse(path.read_bytes(), str(path))
         if missing := {"train", "schedule"} - set(plain):
             raise ConfigError(f"{path} has no {min(missing)!r}, so sparrow train did not write it")
-        return cls(plain["train"], SparsitySchedule.from_dict(plain["schedule"]))
+        return cls(plain["train"], SparsitySchedule.from_dict(plain["schedule"]), plain.get("resumed", ()))
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,54 @@ class RunDir:
 
     def __init__(self, path: str | Path, resume: bool) -> None:
         self.path = Path(path)
+        self._resume = resume
+        self._lock: IO[str] | None = None
+        self._entered = False
+        self._check()
+
+    def _check(self) -> None:
+        resume = self._resume
         exists = (self.path / METRICS).exists() or self.last_checkpoint() is not None
         if exists and not resume:
             raise ConfigError(f"{self.path} already holds a run; resume it (--resume) or choose another run_dir")
         if resume and self.last_checkpoint() is None:
             raise ConfigError(f"{self.path} has no checkpoint to resume from; start it without --resume")
+
+    def lock(self) -> None:
+        """Keep other runs out of the directory until ``release``, or until this process ends in whatever way.
+
+        Raises ConfigError: another run is in it, or was since this object was made.
+        """
+        if self._lock is not None:
+            return
         (self.path / "checkpoints").mkdir(parents=True, exist_ok=True)
+        file = open(self.path / LOCK, "a+", encoding="utf-8")  # noqa: SIM115 - open as long as it is locked
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            file.close()
+            raise ConfigError(
+                f"{self.path} is in use by {holder}; wait until that run has ended, or choose another run_dir"
+            ) from error
+        try:
+            if not self._entered:
+                self._check()
+        except ConfigError:
+            file.close()
+            raise
+        self._entered = True
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
+        file.flush()
+        self._lock = file
+
+    def release(self) -> None:
+        """Let other runs in again."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
         """Log a step: its line of ``metrics.jsonl`` and those of ``rollouts.jsonl``; on disk before this returns.

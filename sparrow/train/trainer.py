@@ -47,6 +47,7 @@ from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks, reshard, sharding, whole
+from sparrow.train.resume import describe, resumed
 from sparrow.train.reward import reward_metrics
 from sparrow.train.trackers import check_trackers, flatten, tracked
 
@@ -98,6 +99,16 @@ class Trainer:
             fsdp_plugin=sharding(model, config.optimizer.precision == "bf16"),
         )
         self.ranks = Ranks(self.accelerator)
+        self.ranks.on_main("start", self.run_dir.lock)
+        try:
+            self._start(model, task, schedule)
+        except BaseException:
+            self.run_dir.release()
+            raise
+
+    def _start(self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule) -> None:
+        """Prepare model and optimiser, and read the checkpoint if the run is resumed."""
+        config = self.config
         responses = config.rollout.prompts * config.rollout.samples
         if responses < self.ranks.count:
             raise ConfigError(f"{self.ranks.count} processes cannot share {responses} responses; start fewer")
@@ -121,13 +132,14 @@ class Trainer:
         self.scorer, self.optimizer = self.accelerator.prepare(TokenScorer(model), torch.optim.AdamW(groups))
         # Data parallelism hooks itself into the wrapper's passes; those that train nothing, or phi, go past it.
         self.plain_scorer: TokenScorer = self.accelerator.unwrap_model(self.scorer)
-        self._collector = Collector(config, tokenizer, task, engine, self.ranks)
+        self._collector = Collector(config, self.tokenizer, task, self.engine, self.ranks)
         if self.distiller:
             self.distiller.prepare(self.accelerator, self.ranks, self.plain_scorer, self.optimizer)
+        recorded = RunConfig(asdict(config), schedule)
         if config.resume:
-            self._load()
+            recorded = self._load(recorded)
         if self.ranks.is_main:
-            RunConfig(asdict(config), schedule).save(self.run_dir.path)
+            recorded.save(self.run_dir.path)
         self.accelerator.init_trackers("sparrow", config=flatten(asdict(config)))
 
     def train(self) -> None:
@@ -137,6 +149,13 @@ class Trainer:
 
         Raises SparrowError: a verifier, loss or checkpoint that failed; finished steps can be resumed from.
         """
+        try:
+            self._train()
+        finally:
+            self.run_dir.release()
+
+    def _train(self) -> None:
+        self.ranks.on_main("start", self.run_dir.lock)
         saved = self.step
         try:
             self._sync()
@@ -396,17 +415,33 @@ class Trainer:
             self.ranks.gather(name, write)
             self.ranks.on_main(name, lambda: self.run_dir.finish_checkpoint(self.step, keep))
 
-    def _load(self) -> None:
+    def _load(self, given: RunConfig) -> RunConfig:
+        """Go on from the last checkpoint; what to record of the settings ``given``.
+
+        Raises ConfigError: a setting differs that cannot, see ``resumed``.
+        """
         found = self.run_dir.last_checkpoint()
         assert found is not None, "RunDir refuses to resume without a checkpoint"
         self.step, folder = found
+        before = RunConfig.load(self.run_dir.path)
+        changes = resumed(before, self.config, given.schedule, self.step)
+        if changes and self.ranks.is_main:
+            log.warning("resuming %s after step %d with other settings: %s", folder.parent.parent, self.step,
+                        describe(changes))  # fmt: skip
         with self.distiller.everything_trains() if self.distiller else contextlib.nullcontext():
             self.accelerator.load_state(str(folder))
         state = TrainerState.load(folder)
         self.cursor = state.cursor
-        self._set_schedule(state.schedule)
+        self._set_schedule(given.schedule if "schedule.top_k" in changes else state.schedule)
         self.steering.load(state.steering)
+        # The optimiser's state has brought its own settings back.
+        self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
+        for group in self.optimizer.param_groups[1:]:
+            group["lr"] = self.config.distill.learning_rate
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
+        entry = [{"step": self.step, "changed": changes}] if changes else []
+        settings = {**before.train, **given.train, "resume": False}
+        return RunConfig(settings, given.schedule, [*before.resumed, *entry])
 
 
 @contextlib.contextmanager

@@ -1,0 +1,66 @@
+"""What ``--resume`` may change: settings are compared with those that the run recorded, and the differences named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from sparrow.errors import ConfigError
+from sparrow.run.directory import RunConfig
+from sparrow.schedule import SparsitySchedule
+from sparrow.train.config import TrainConfig
+
+Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line -> before, now
+
+# What checkpoints hold or what they count in: another value would be ignored, or would mix two runs.
+FIXED = (
+    "model", "task", "dataset", "seed", "bin_tokens", "distill.enabled", "distill.rank", "distill.target_modules",
+    "distill.adapter", "distill.step_down",
+)  # fmt: skip
+FREE = ("run_dir", "resume")  # not settings of the run: it may have moved
+LAYOUT = ("page_size", "bin_tokens", "sink_pages", "recent_pages", "dense_layers")
+
+
+def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:
+    """How a run's settings and its start schedule differ from those it recorded, ``step`` steps ago.
+
+    A setting that the run did not record, as an older Sparrow had none, was at its default.
+
+    Raises ConfigError: a setting that cannot change, or any change to a run that is finished and stays so.
+    """
+    now, default = (_flat(json.loads(json.dumps(asdict(c)))) for c in (config, type(config)()))
+    before = default | {name: value for name, value in _flat(recorded.train).items() if name in now}
+    changes: Changes = {
+        name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE
+    }
+    then, given = recorded.schedule.to_dict(), schedule.to_dict()
+    changes |= {f"schedule.{k}": (then[k], given[k]) for k in ("top_k", *LAYOUT) if then[k] != given[k]}
+    listed = describe(changes)
+    if fixed := [name for name in changes if name in (*FIXED, *(f"schedule.{k}" for k in LAYOUT))]:
+        raise ConfigError(
+            f"the run in {config.run_dir} cannot go on with another {' or '.join(fixed)}; it was started with other "
+            f"settings: {listed}; leave them out, or choose another run_dir"
+        )
+    if config.steps < step:
+        raise ConfigError(f"the run in {config.run_dir} has done {step} steps already, but steps is {config.steps}")
+    if changes and step >= before["steps"] >= config.steps:
+        raise ConfigError(
+            f"the run in {config.run_dir} has finished its {step} steps, so its settings stay as they are, but these "
+            f"differ: {listed}; raise steps to go on, or choose another run_dir"
+        )
+    return changes
+
+
+def describe(changes: Changes) -> str:
+    """All changes in a line."""
+    return ", ".join(f"{name} {json.dumps(before)} -> {json.dumps(now)}" for name, (before, now) in changes.items())
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their names on the command line."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return flat
