@@ -62,8 +62,8 @@ class HFEngine(Engine, Scorer):
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast
         self._counters = Counters(0, 0)
+        self._scorer = TokenScorer(model)  # before routing: a model that it refuses is left as it was
         set_schedule(model, self.schedule)
-        self._scorer = TokenScorer(model)
 
     @property
     def schedule(self) -> SparsitySchedule:

@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as a sparse actor: an attention implementation named "sparrow".
 
 With it a model's decode steps are sparse under a schedule, while prefill, scoring and training stay
-dense with no switch: one query token with a cache is a decode step, anything else is not. The
+dense with no switch: one query token with a cache is a decode step, anything else is not. ``generate`` knows its
+prompt, so there a last chunk of one token is prefill too; in a loop of your own, say so with ``dense_steps``. The
 ``teacher_forced`` context turns a whole-sequence forward pass into what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
@@ -10,66 +11,75 @@ Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads,
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from sparrow import attention
-from sparrow.attention import PageLayout
 from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.model import masks, routing
+from sparrow.model.generation import dense_steps, watch_generate
+from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of
 from sparrow.schedule import SparsitySchedule
 
-NAME = "sparrow"
+__all__ = [
+    "NAME",
+    "ScheduleTable",
+    "dense_steps",
+    "keep_attention",
+    "set_schedule",
+    "sparrow_attention",
+    "sparse_calls",
+    "teacher_forced",
+]
 _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
-
-
-class ScheduleTable:
-    """A schedule's page counts on the device, looked up without a host synchronisation."""
-
-    def __init__(self, schedule: SparsitySchedule) -> None:
-        self._schedule = schedule
-        self._tables: dict[torch.device, Tensor] = {}
-
-    def top_k(self, length: Tensor) -> Tensor:
-        """``schedule.pages(length)`` as int32, in the shape of ``length``."""
-        if length.device not in self._tables:
-            self._tables[length.device] = torch.tensor(self._schedule.top_k, dtype=torch.int32, device=length.device)
-        table, P = self._tables[length.device], self._schedule.page_size
-        bins = (length + P - 1) // P * P // self._schedule.bin_tokens
-        return table[bins.clamp(max=len(table) - 1)]
-
-
-@dataclass
-class _Actor:
-    """What all attention layers of one model share."""
-
-    schedule: SparsitySchedule
-    layout: PageLayout = field(init=False)
-    table: ScheduleTable = field(init=False)
-    sparse_calls: int = 0
-    dense: bool = False  # decode steps attend to everything just now
-
-    def __post_init__(self) -> None:
-        self.layout = PageLayout(self.schedule.page_size, self.schedule.sink_pages, self.schedule.recent_pages)
-        self.table = ScheduleTable(self.schedule)
 
 
 @dataclass
 class _TeacherForcing:
     """Travels as a keyword argument of the forward pass, so that recomputation for gradients sees it too."""
 
-    actor: _Actor
+    actor: Actor
     prompt_lengths: Tensor
     # what computes the attention, of those that ``sparrow.attention.teacher_forced`` offers
     implementation: attention.Implementation
-    layers: set[int] = field(default_factory=set)  # those that came by
+    layers: Counter[int] = field(default_factory=Counter)  # those that came by, and how often
+    modules: list[nn.Module] = field(default_factory=list)
+    windows: routing.Windows | None = None  # while the model is tried out
+    # the last mask seen, which all layers of a pass share, with its pass's shape; and the rows in it
+    _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
+    _rows: masks.Rows | None = None
+
+    def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
+        """Where the sequences are.
+
+        Raises ConfigError: see ``masks.forced``; or prompts that are not those of these sequences.
+        """
+        shape = (key.shape[0], query.shape[2], key.shape[2])
+        if self._rows is None or self._mask is None or self._mask[0] is not mask or self._mask[1] != shape:
+            self._rows, self._mask = masks.forced(mask, query, key), (mask, shape)
+            self._check_prompts(self._rows.length_B)
+        return self._rows
+
+    def _check_prompts(self, length_B: Tensor) -> None:
+        prompt = self.prompt_lengths
+        if len(prompt) != len(length_B):
+            raise ConfigError(
+                f"teacher_forced was given prompt lengths of {len(prompt)} sequences, but {len(length_B)} came; "
+                "give one for each row"
+            )
+        for b in (prompt.to(length_B.device) > length_B).nonzero()[:1, 0].tolist():
+            raise ConfigError(
+                f"row {b} has {int(length_B[b])} tokens, but {int(prompt[b])} prompt tokens by prompt_lengths; "
+                "count the prompt's tokens without padding"
+            )
 
 
 def sparrow_attention(
@@ -84,137 +94,168 @@ def sparrow_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
 
-    Raises ConfigError: a decode step of a model that was given no schedule.
+    Raises ConfigError: a decode step of a model that was given no schedule, or a mask that pages cannot follow.
+    UnsupportedModel: attention that is more than a softmax over keys.
     """
+    routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
-        teacher_forcing.layers.add(module.layer_idx)
-        forced = teacher_forcing.actor
-        if module.layer_idx not in forced.schedule.dense_layers:
-            start, length = _spans(attention_mask, key, diagonal=True)
-            position = torch.arange(key.shape[2], device=key.device) - start[:, None]
-            top_k = forced.table.top_k((position + 1).clamp(min=1))
-            prompt = teacher_forcing.prompt_lengths.to(key.device)
-            out = attention.teacher_forced(
-                query, key, value, start, length, prompt, top_k, layout=forced.layout, scale=scaling,
-                implementation=teacher_forcing.implementation, kept=_KEPT.get(),
-            )  # fmt: skip
-            return out.transpose(1, 2).contiguous(), None
+        out = _forced(module, query, key, value, attention_mask, scaling, teacher_forcing, kwargs)
     elif query.shape[2] == 1 and key.shape[2] > 1:
-        actor = getattr(module, "sparrow", None)
-        if actor is None:
-            raise ConfigError(
-                "this model decodes with attn_implementation='sparrow' but has no schedule; "
-                "call sparrow.model.actor.set_schedule(model, schedule) first"
-            )
-        if not actor.dense and module.layer_idx not in actor.schedule.dense_layers:
-            actor.sparse_calls += 1
-            start, length = _spans(attention_mask, key)
-            out = attention.decode(
-                query[:, :, 0], key, value, start if attention_mask is not None else None, length,
-                actor.table.top_k(length), layout=actor.layout, scale=scaling,
-            )  # fmt: skip
-            return out[:, None], None
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        out = _decoded(module, query, key, value, attention_mask, scaling)
+    else:
+        out = None
+    if out is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _forced(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None,
+    forcing: _TeacherForcing, kwargs: dict[str, Any],
+) -> Tensor | None:  # fmt: skip
+    """``[B, H, T, D]``, or None where the layer is dense."""
+    forcing.layers[module.layer_idx] += 1
+    forcing.modules.append(module)
+    if forcing.windows is not None:
+        forcing.windows.check(module, mask)
+    actor, rows = forcing.actor, forcing.rows(mask, query, key)
+    if module.layer_idx in actor.schedule.dense_layers:
+        return None
+    if kwargs.get("dropout"):
+        raise ConfigError(
+            f"attention dropout of {kwargs['dropout']} while training has no counterpart in decoding; "
+            "set attention_dropout=0 in the model's config"
+        )
+    position = torch.arange(key.shape[2], device=key.device) - rows.start_B[:, None]
+    out = attention.teacher_forced(
+        rows.close(query), rows.close(key), rows.close(value), rows.start_B, rows.length_B,
+        forcing.prompt_lengths.to(key.device), actor.table.top_k((position + 1).clamp(min=1)), layout=actor.layout,
+        scale=scaling, implementation=forcing.implementation, kept=_KEPT.get(),
+    )  # fmt: skip
+    return rows.reopen(out)
+
+
+@torch.compiler.disable  # what a compiler takes for constant changes here: the count, the schedule, the phase
+def _decoded(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
+) -> Tensor | None:
+    """``[B, H, 1, D]``, or None where the step is dense."""
+    actor: Actor | None = getattr(module, NAME, None)
+    if actor is None:
+        raise ConfigError(
+            "this model decodes with attn_implementation='sparrow' but has no schedule; "
+            "call sparrow.model.actor.set_schedule(model, schedule) first"
+        )
+    if actor.dense or module.layer_idx in actor.schedule.dense_layers:
+        return None
+    actor.sparse_calls += 1
+    rows = masks.decoding(mask, key)
+    start = rows.start_B if mask is not None and rows.order_BS is None else None
+    return attention.decode(
+        query[:, :, 0], rows.close(key), rows.close(value), start, rows.length_B, actor.table.top_k(rows.length_B),
+        layout=actor.layout, scale=scaling,
+    )[:, :, None]  # fmt: skip
 
 
 AttentionInterface.register(NAME, sparrow_attention)
-AttentionMaskInterface.register(NAME, sdpa_mask)  # without a mask function of that name padding would be attended
-
-
-def _spans(attention_mask: Tensor | None, key: Tensor, diagonal: bool = False) -> tuple[Tensor, Tensor]:
-    """First column and number of each row's real tokens, int64 ``[B]``, from the boolean mask ``[B, 1, T, S]``."""
-    B, S = key.shape[0], key.shape[2]
-    if attention_mask is None:
-        return torch.zeros(B, dtype=torch.long, device=key.device), torch.full((B,), S, device=key.device)
-    real = attention_mask[:, 0].diagonal(dim1=-2, dim2=-1) if diagonal else attention_mask[:, 0, -1]
-    return real.int().argmax(-1), real.sum(-1)
+AttentionMaskInterface.register(NAME, routing.sparrow_mask)  # without one padding would be attended
 
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks that it took.
 
+    Routing gives the model configs of its own, copies of those that it may share with another. A model that is refused
+    is left as it was.
+
     Raises UnsupportedModel: attention that cannot be routed, or is not full causal self-attention in every layer.
     ConfigError: a schedule that does not match the model.
     """
-    config = model.config.get_text_config()
-    schedule.check_model(config.num_hidden_layers)
-    layers = [m for m in model.modules() if hasattr(m, "layer_idx")]
-    fresh = not layers or not hasattr(layers[0], NAME) or not _is_routed(model)
-    if fresh:
-        _check_attention_kind(model)
-        model.set_attn_implementation(NAME)
-    actor = _Actor(schedule)
-    for module in layers:
-        setattr(module, NAME, actor)
-    if fresh:
-        _check_routed(model, config.num_hidden_layers)
+    _check_schedule(schedule, model)
+    actor = actor_of(model)
+    if actor is not None and actor.routed:
+        _wear(model, Actor(schedule, actor.config))
+        return
+    windowed = routing.check_kind(model)
+    give_back = routing.own_configs(model)
+    try:
+        _route(model, schedule, windowed)
+        if windowed is not None:
+            raise windowed
+    except BaseException:
+        give_back()
+        for module in model.modules():
+            vars(module).pop(NAME, None)
+        raise
+    watch_generate(model)
 
 
-def _check_attention_kind(model: PreTrainedModel) -> None:
-    config = model.config.get_text_config()
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder; Sparrow decodes causal language models only")
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    window = getattr(config, "sliding_window", None)
-    if not kinds and window and getattr(config, "use_sliding_window", True):
-        kinds = {"sliding_attention"}
-    if kinds:
-        raise UnsupportedModel(
-            f"{name} has layers of the kind {', '.join(sorted(kinds))} (window {window}), but Sparrow selects pages "
-            "from full attention only; choose a model with full attention in every layer, or set sliding_window=None "
-            "in its config if sequences stay shorter than the window"
+def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
+    if not isinstance(schedule, SparsitySchedule):
+        raise ConfigError(
+            f"the schedule is {schedule!r}, not a SparsitySchedule; SparsitySchedule.load makes one of a name or a file"
         )
+    schedule.check_model(model.config.get_text_config().num_hidden_layers)
 
 
-@torch.no_grad()
-def _check_routed(model: PreTrainedModel, num_layers: int) -> None:
-    """Push two tokens through the model and see which layers came by."""
-    name = type(model).__name__
-    missing = set(range(num_layers))
-    if _is_routed(model):
-        ids = torch.zeros(1, 2, dtype=torch.long, device=model.device)
-        try:
-            with teacher_forced(model, [1], implementation="reference") as forcing:
-                model(input_ids=ids, use_cache=False)
-        except ValueError as error:
-            raise UnsupportedModel(f"{name} has an attention Sparrow cannot read: {error}") from error
-        missing -= forcing.layers
-    if missing:
+def _wear(model: PreTrainedModel, actor: Actor) -> None:
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, NAME, actor)
+
+
+def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None) -> None:
+    """Route the attention, then push a few tokens through the model's own attention and through Sparrow's.
+
+    Raises UnsupportedModel: they differ, or layers do not come by; or they look back through a window, unless that
+    refusal is ``windowed`` already.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    ids = torch.arange(8, device=model.device)[None] % config.vocab_size
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    own, dense, covering = routing.LayerPass(), routing.LayerPass(), routing.LayerPass()
+    if config._attn_implementation == NAME:  # loaded so, or its layers are new
+        model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
+    calls: Counter[int] = Counter()
+    modules: list[nn.Module] = []
+    with routing.evaluating(model):
+        with own.watch(layers):
+            model(input_ids=ids, use_cache=False)
+        model.set_attn_implementation(NAME)
+        _wear(model, Actor(schedule, config))
+        if layers and config._attn_implementation == NAME:
+            try:
+                with covering.watch(layers, like=own), routing.trying(windows=windowed is None) as windows:
+                    every_page = SparsitySchedule.dense(dense_layers=())
+                    with _forcing(model, [1], every_page, "reference") as forcing:
+                        forcing.windows = windows
+                        model(input_ids=ids, use_cache=False)
+                with dense.watch(layers, like=own):
+                    model(input_ids=ids, use_cache=False)
+            except (UnsupportedModel, torch.OutOfMemoryError):
+                raise
+            except Exception as error:  # the model's own pass over the same tokens raised nothing
+                if windowed is not None and isinstance(error, ConfigError):  # shorter than these few tokens
+                    raise windowed from None
+                raise UnsupportedModel(f"{name} has an attention Sparrow cannot read: {error}") from error
+            calls, modules = forcing.layers, forcing.modules
+    if missing := set(range(config.num_hidden_layers)) - set(calls):
         raise UnsupportedModel(
             f"{name} does not route layers {sorted(missing)} through the transformers attention interface, so they "
             "cannot be decoded sparsely; choose a model whose attention calls ALL_ATTENTION_FUNCTIONS with its kwargs"
         )
-
-
-def _is_routed(model: PreTrainedModel) -> bool:
-    return model.config.get_text_config()._attn_implementation == NAME
-
-
-def _actor_of(model: PreTrainedModel) -> _Actor | None:
-    return next((getattr(m, NAME) for m in model.modules() if hasattr(m, NAME)), None)
+    if often := [i for i, count in calls.items() if count > 1]:
+        raise UnsupportedModel(
+            f"{name} computes attention {calls[often[0]]} times in layer {often[0]}, but Sparrow selects pages once a "
+            "layer; choose a model whose layers compute it once"
+        )
+    own.check_same(dense, modules, name, "Sparrow's when dense")
+    own.check_same(covering, modules, name, "Sparrow's with every page")
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
     """Attention calls that ``model`` has decoded sparsely since its schedule was set."""
-    actor = _actor_of(model)
+    actor = actor_of(model)
     return actor.sparse_calls if actor else 0
-
-
-@contextlib.contextmanager
-def dense_steps(model: PreTrainedModel) -> Iterator[None]:
-    """Decode steps of ``model`` inside the context attend to everything, whatever its schedule says.
-
-    Raises ConfigError: the model has no schedule.
-    """
-    actor = _actor_of(model)
-    if actor is None:
-        raise ConfigError("dense_steps needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)")
-    actor.dense = True
-    try:
-        yield
-    finally:
-        actor.dense = False
 
 
 @contextlib.contextmanager
@@ -227,33 +268,72 @@ def teacher_forced(
     """Forward passes of ``model`` inside the context compute what step-by-step sparse decoding would have.
 
     Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step there selects;
-    the prompt attends densely. Gradients flow, and may be taken after the context has ended.
+    the prompt attends densely. Gradients flow, and may be taken after the context has ended. A compiled model runs
+    uncompiled inside: a compiler would keep one context's pass for the next.
 
     Args:
         model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]`` prompt tokens of each row, padding not counted.
+        prompt_lengths: ``[B]`` prompt tokens of each row, padding not counted (virtual tokens of prompt tuning are).
         schedule: another schedule than the one the model decodes under.
         implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); unset, ``triton`` for
             a model on a CUDA device and ``reference`` elsewhere. The context's value says which: ``.implementation``.
 
-    Raises ConfigError: the model has no schedule.
+    Raises ConfigError: the model has no schedule; prompt lengths that are not one whole number for each row, or more
+    than its tokens; packed sequences and other masks that are not causal; at the end, layers that no pass came through.
     """
-    actor = _actor_of(model)
-    if actor is None or not _is_routed(model):
+    actor = actor_of(model)
+    if actor is None or not actor.routed:
+        raise ConfigError("teacher_forced needs a model prepared with set_schedule(model, schedule)")
+    with _forcing(model, prompt_lengths, schedule, implementation) as forcing:
+        yield forcing
+    if missing := set(range(actor.config.num_hidden_layers)) - set(forcing.layers):
         raise ConfigError(
-            "teacher_forced needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)"
+            f"no pass through layers {sorted(missing)} was teacher-forced; inside the context call the model that "
+            "set_schedule was called on, not a copy or an exported or captured form of it"
         )
+
+
+@contextlib.contextmanager
+def _forcing(
+    model: PreTrainedModel,
+    prompt_lengths: Sequence[int] | Tensor,
+    schedule: SparsitySchedule | None,
+    implementation: attention.Implementation | None,
+) -> Iterator[_TeacherForcing]:
+    actor = actor_of(model)
+    assert actor is not None
+    if schedule is not None:
+        _check_schedule(schedule, model)
+        actor = Actor(schedule, actor.config)
     if implementation is None:
         implementation = "triton" if model.device.type == "cuda" else "reference"
-    forcing = _TeacherForcing(_Actor(schedule) if schedule else actor, torch.as_tensor(prompt_lengths), implementation)
+    forcing = _TeacherForcing(actor, _whole(prompt_lengths), implementation)
     decoder = model.get_decoder()
     handle = decoder.register_forward_pre_hook(
         lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}), with_kwargs=True
     )
     try:
-        yield forcing
+        with torch.compiler.set_stance("force_eager"):  # compiled code looks for no new hooks
+            yield forcing
     finally:
         handle.remove()
+
+
+def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
+    lengths = torch.as_tensor(prompt_lengths)
+    kind = lengths.dtype
+    if (
+        lengths.dim() != 1
+        or kind.is_floating_point
+        or kind.is_complex
+        or kind == torch.bool
+        or bool((lengths < 0).any())
+    ):
+        raise ConfigError(
+            f"prompt_lengths must be one whole number from 0 for each row, got {prompt_lengths!r}; "
+            "count the prompt tokens of each row"
+        )
+    return lengths
 
 
 def keep_attention() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:

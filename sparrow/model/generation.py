@@ -1,0 +1,90 @@
+"""Generation by transformers under a schedule: what is prefill, and what would not be decoded sparsely."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import GenerationMixin, LogitsProcessorList
+
+from sparrow.errors import ConfigError
+from sparrow.model.state import actor_of
+
+# Options of ``generate`` that verify several tokens in one pass.
+SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+
+
+@contextlib.contextmanager
+def dense_steps(model: nn.Module) -> Iterator[None]:
+    """Decode steps of ``model`` inside the context attend to everything, whatever its schedule says.
+
+    A loop of your own that reads a prompt in chunks needs it: a last chunk of one token looks like a decode step.
+
+    Raises ConfigError: the model has no schedule.
+    """
+    actor = actor_of(model)
+    if actor is None:
+        raise ConfigError("dense_steps needs a model prepared with sparrow.model.actor.set_schedule(model, schedule)")
+    before, actor.dense = actor.dense, True
+    try:
+        yield
+    finally:
+        actor.dense = before
+
+
+def watch_generate(model: nn.Module) -> None:
+    """Have the ``generate`` of ``model`` tell prefill from decoding, and refuse what would be dense."""
+    for module in model.modules():
+        if isinstance(module, GenerationMixin):
+            # A bound method, so that a copy of the model gets one of its own.
+            module.generate = MethodType(_generate, module)  # type: ignore[method-assign, misc]
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The ``generate`` of a routed model: its own, once it is sure that a decode step will be one token with a cache.
+
+    Raises ConfigError: an option with which it would not be.
+    """
+    generate = type(self).generate
+    actor = actor_of(self)
+    if actor is None or not actor.routed or actor.dense:
+        return generate(self, *args, **kwargs)
+    bound = inspect.signature(generate).bind(self, *args, **kwargs)
+    given = {**bound.arguments, **bound.kwargs}
+    if not actor.schedule.is_dense:
+        _check_options(self, given)
+
+    def first_token(ids: Tensor, scores: Tensor) -> Tensor:
+        actor.dense = False  # a token is sampled, so the prompt has been read
+        return scores
+
+    processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
+    if "logits_processor" in bound.arguments:  # perhaps by position
+        bound.arguments["logits_processor"] = processors
+    else:
+        bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)
+    with dense_steps(self):
+        return generate(*bound.args, **bound.kwargs)
+
+
+def _check_options(model: Any, given: dict[str, Any]) -> None:
+    configs = [config for config in (given.get("generation_config"), model.generation_config) if config is not None]
+
+    def option(name: str) -> Any:
+        found = (given.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
+
+    if several := [name for name in SEVERAL if option(name)]:
+        raise ConfigError(
+            f"generate with {several[0]} verifies several tokens in one pass, which would be dense; leave it out, or "
+            "set SparsitySchedule.dense() first"
+        )
+    if option("use_cache") is False:
+        raise ConfigError(
+            "generate with use_cache=False computes the whole sequence at every step, which would be dense; "
+            "use the cache, or set SparsitySchedule.dense() first"
+        )

@@ -1,0 +1,104 @@
+"""Which columns hold a row's tokens, read from the attention mask that transformers hands to every layer.
+
+Tokens need not lie side by side: turns of a chat that were padded one by one leave holes, as does padding to the right
+of a prompt. Pages are counted in tokens, so holes are closed before selection and opened again after it.
+
+Shapes: B sequences, T query tokens, S cached tokens, X heads or whatever else, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparrow.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the tokens of each row are."""
+
+    start_B: Tensor  # first column, int64
+    length_B: Tensor  # tokens, int64
+    # columns in the order of the row's tokens, the others after them, int64; None if they lie side by side already
+    order_BS: Tensor | None = None
+
+    def close(self, x_BXSD: Tensor) -> Tensor:
+        """``x`` with the tokens of every row side by side from its ``start_B`` on."""
+        return x_BXSD if self.order_BS is None else _take(x_BXSD, self.order_BS)
+
+    def reopen(self, x_BXSD: Tensor) -> Tensor:
+        """The inverse of ``close``."""
+        return x_BXSD if self.order_BS is None else _take(x_BXSD, self.order_BS.argsort(-1))
+
+
+def decoding(mask: Tensor | None, key: Tensor) -> Rows:
+    """The tokens that one newest token per row sees, among the columns of ``key``.
+
+    Raises ConfigError: a mask that differs by head, or adds to scores.
+    """
+    if mask is None:
+        return _all_columns(key)
+    return _rows(_seen(mask, key)[:, -1])
+
+
+def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
+    """The tokens of whole sequences.
+
+    Raises ConfigError: queries without their keys, or a mask that is not causal attention to a row's own tokens.
+    """
+    if query.shape[2] != key.shape[2]:
+        raise ConfigError(
+            f"teacher_forced computes whole sequences in one pass, but {query.shape[2]} tokens came with "
+            f"{key.shape[2]} keys; call the model with use_cache=False and without past_key_values"
+        )
+    if mask is None:
+        return _all_columns(key)
+    seen_BTS = _seen(mask, key)
+    real_BS = seen_BTS.diagonal(dim1=-2, dim2=-1)
+    other = (seen_BTS != (real_BS[:, None] & torch.ones_like(seen_BTS[0]).tril())) & real_BS[:, :, None]
+    if bool(other.any()):
+        b, t = other.any(-1).nonzero()[0].tolist()
+        raise ConfigError(
+            f"the token in column {t} of row {b} does not see exactly the tokens of its row up to itself (packed "
+            "sequences, or a mask of your own), which teacher_forced cannot follow; give every sequence a row of its "
+            "own and an attention_mask [B, T] of its padding"
+        )
+    return _rows(real_BS)
+
+
+def _seen(mask: Tensor, key: Tensor) -> Tensor:
+    """bool ``[B, T, S]``: what every query sees."""
+    if mask.shape[1] != 1:
+        raise ConfigError(
+            f"the attention mask of shape {tuple(mask.shape)} differs by head, but Sparrow selects pages among the "
+            "same tokens for all heads; give a mask [B, T] or [B, 1, T, S]"
+        )
+    if mask.dtype != torch.bool:
+        hidden = mask <= torch.finfo(mask.dtype).min / 2
+        if not bool((hidden | (mask == 0)).all()):
+            raise ConfigError(
+                "the attention mask adds to the scores of tokens (a bias), which page selection would miss; "
+                "give a boolean mask, or a float one of 0 and the lowest number only"
+            )
+        mask = ~hidden
+    return mask[:, 0].expand(key.shape[0], -1, -1)
+
+
+def _all_columns(key: Tensor) -> Rows:
+    B, S = key.shape[0], key.shape[2]
+    return Rows(torch.zeros(B, dtype=torch.long, device=key.device), torch.full((B,), S, device=key.device))
+
+
+def _rows(real_BS: Tensor) -> Rows:
+    first_B, length_B = real_BS.int().argmax(-1), real_BS.sum(-1)
+    last_B = real_BS.shape[1] - 1 - real_BS.flip(-1).int().argmax(-1)
+    if bool(((last_B - first_B + 1 == length_B) | (length_B == 0)).all()):
+        return Rows(first_B, length_B)
+    return Rows(torch.zeros_like(first_B), length_B, (~real_BS).int().argsort(stable=True, dim=-1))
+
+
+def _take(x_BXSD: Tensor, column_BS: Tensor) -> Tensor:
+    return x_BXSD.gather(2, column_BS[:, None, :, None].expand(-1, x_BXSD.shape[1], -1, x_BXSD.shape[3]))

@@ -1,0 +1,208 @@
+"""Whether a model's attention can be routed through Sparrow: what its config says, and one pass beside its own.
+
+Nothing here outlasts a refusal: configs are changed as copies, which a refused model gives back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from sparrow.errors import UnsupportedModel
+
+# What some models hand to their attention besides queries, keys, values and a mask, and what it is to them.
+EXTRAS = {
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "softcap": "a soft cap",
+    "position_bias": "a position bias",
+    "indices": "a selection of its own",
+    "block_indices": "a selection of its own",
+    "cache": "a paged cache",
+}
+# Largest difference between the model's own attention and Sparrow's with every page, as a share of its largest entry:
+# the same sums in another order.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
+HALF_TOLERANCE = 3e-2
+
+
+def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse attention that is more than a softmax over keys.
+
+    Raises UnsupportedModel: ``kwargs`` of an attention call hold something that Sparrow's attention would drop.
+    """
+    found = [name for name in EXTRAS if kwargs.get(name) is not None]
+    if found:
+        raise UnsupportedModel(
+            f"{type(module).__name__} gives its attention {EXTRAS[found[0]]} ({found[0]}), which Sparrow's would drop; "
+            "choose a model whose attention is a softmax over keys alone"
+        )
+
+
+def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
+    """Refuse by config what is not full causal self-attention in every layer.
+
+    Returns a refusal that names a remedy, to be raised if nothing else stands in the model's way: the remedy would be
+    none. Raises UnsupportedModel: the kinds of layers found, if nothing can be done about them.
+    """
+    config = model.config.get_text_config()
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; Sparrow decodes causal language models only")
+    kinds = set(getattr(config, "layer_types", None) or [])
+    window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    change: dict[str, Any] = {"layer_types": ["full_attention"] * config.num_hidden_layers}
+    if not kinds and window and getattr(config, "use_sliding_window", True):
+        kinds, change = {"sliding_attention"}, {"sliding_window": None}
+    kinds -= {"full_attention"}
+    if not kinds:
+        return None
+    windowed = kinds <= {"sliding_attention", "chunked_attention"}
+    sentence = (
+        f"{name} has layers of the kind {', '.join(sorted(kinds))}{f' (window {window})' if windowed else ''}, but "
+        "Sparrow selects pages from full attention only; choose a model with full attention in every layer"
+    )
+    if not windowed or not _takes(config, change):
+        raise UnsupportedModel(sentence)
+    setting = "sliding_window=None" if "sliding_window" in change else "layer_types all 'full_attention'"
+    return UnsupportedModel(
+        f"{sentence}, or load it with {setting} in its config if sequences stay shorter than the window"
+    )
+
+
+def _takes(config: PreTrainedConfig, change: dict[str, Any]) -> bool:
+    """Whether such a config can have these values: some check theirs."""
+    try:
+        type(config).from_dict({**config.to_dict(), **change})
+    except Exception:  # whatever a config's own check raises
+        return False
+    return True
+
+
+class Windows:
+    """Masks made while a model is tried out for layers that look back through a window, each with its window."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[Tensor, int]] = []
+
+    def check(self, module: nn.Module, mask: Tensor | None) -> None:
+        """Raises UnsupportedModel: ``mask`` is one of them."""
+        for made, size in self.made:
+            if mask is made:
+                raise UnsupportedModel(
+                    f"{type(module).__name__} looks back through a window of {size} tokens in layer "
+                    f"{module.layer_idx}, but Sparrow selects pages from full attention only; choose a model with full "
+                    "attention in every layer"
+                )
+
+
+_WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
+
+
+@contextlib.contextmanager
+def trying(windows: bool) -> Iterator[Windows | None]:
+    """Inside, with ``windows``, one shows on the shortest input: masks of such layers leave out all but two tokens."""
+    found = Windows() if windows else None
+    token = _WINDOWS.set(found)
+    try:
+        yield found
+    finally:
+        _WINDOWS.reset(token)
+
+
+def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """Mask function of the transformers mask interface: that of ``sdpa``, which attention under Sparrow needs too."""
+    windows, size = _WINDOWS.get(), kwargs.get("local_size")
+    if windows is None or size is None:
+        return sdpa_mask(*args, **kwargs)
+    mask = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    assert mask is not None
+    windows.made.append((mask & torch.ones_like(mask).triu(-1), size))
+    return windows.made[-1][0]
+
+
+def own_configs(model: nn.Module) -> Callable[[], None]:
+    """Give ``model`` copies of its configs, which another model may share; returns what gives the old ones back."""
+    memo: dict[int, Any] = {}
+    held = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, PreTrainedConfig)
+    ]
+    for module, name, value in held:
+        setattr(module, name, copy.deepcopy(value, memo))
+
+    def give_back() -> None:
+        for module, name, value in held:
+            setattr(module, name, value)
+
+    return give_back
+
+
+class LayerPass:
+    """Hidden states that went into every attention layer of a forward pass, and what came out."""
+
+    def __init__(self) -> None:
+        self.given: dict[nn.Module, Tensor] = {}
+        self.found: dict[nn.Module, Tensor] = {}
+
+    @contextlib.contextmanager
+    def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
+        """Record a pass; with ``like``, every layer gets that pass's hidden states: differences don't add up."""
+
+        def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            hidden = args[0] if args else kwargs.get("hidden_states")
+            if like is not None and module in like.given:
+                hidden = like.given[module]
+                args, kwargs = ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+            elif isinstance(hidden, Tensor):
+                self.given[module] = hidden
+            return args, kwargs
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            self.found[module] = output[0] if isinstance(output, tuple) else output
+
+        handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in layers]
+        handles += [m.register_forward_hook(after) for m in layers]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def check_same(self, other: LayerPass, layers: Iterable[nn.Module], name: str, what: str) -> None:
+        """Compare the outputs of ``layers``.
+
+        Raises UnsupportedModel: they differ by more than the order of summation explains.
+        """
+        for module in layers:
+            own, ours = self.found[module].float(), other.found[module].float()
+            tolerance = TOLERANCE.get(self.found[module].dtype, HALF_TOLERANCE)
+            if not torch.allclose(own, ours, rtol=0, atol=tolerance * float(own.abs().max()), equal_nan=True):
+                raise UnsupportedModel(
+                    f"{name} computes something else than causal attention to all tokens in layer {module.layer_idx}: "
+                    f"its own result and {what} differ by {float((own - ours).abs().max()):.2g} in "
+                    f"{float(own.abs().max()):.2g}; choose a model whose attention is a causal softmax over keys alone"
+                )
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients and no dropout inside; afterwards every module trains or not as before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,57 @@
+"""What the attention layers of one model share: the schedule, and whether they are routed.
+
+It travels on the modules themselves, so that a copy of a model has its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from sparrow.attention import PageLayout
+from sparrow.schedule import SparsitySchedule
+
+NAME = "sparrow"  # of the attention implementation, and of the attribute
+
+
+class ScheduleTable:
+    """A schedule's page counts on the device, looked up without a host synchronisation."""
+
+    def __init__(self, schedule: SparsitySchedule) -> None:
+        self._schedule = schedule
+        self._tables: dict[torch.device, Tensor] = {}
+
+    def top_k(self, length: Tensor) -> Tensor:
+        """``schedule.pages(length)`` as int32, in the shape of ``length``."""
+        if length.device not in self._tables:
+            self._tables[length.device] = torch.tensor(self._schedule.top_k, dtype=torch.int32, device=length.device)
+        table, P = self._tables[length.device], self._schedule.page_size
+        bins = (length + P - 1) // P * P // self._schedule.bin_tokens
+        return table[bins.clamp(max=len(table) - 1)]
+
+
+@dataclass
+class Actor:
+    """What all attention layers of one model share."""
+
+    schedule: SparsitySchedule
+    config: PreTrainedConfig  # of the model's text part; says which attention its layers call
+    layout: PageLayout = field(init=False)
+    table: ScheduleTable = field(init=False)
+    sparse_calls: int = 0
+    dense: bool = False  # decode steps attend to everything just now
+
+    def __post_init__(self) -> None:
+        self.layout = PageLayout(self.schedule.page_size, self.schedule.sink_pages, self.schedule.recent_pages)
+        self.table = ScheduleTable(self.schedule)
+
+    @property
+    def routed(self) -> bool:
+        return self.config._attn_implementation == NAME
+
+
+def actor_of(model: nn.Module) -> Actor | None:
+    return next((getattr(m, NAME) for m in model.modules() if hasattr(m, NAME)), None)
