@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import tyro
 from pydantic import Field
 
-from sparrow import files
+from sparrow import __version__, files
 from sparrow.errors import ConfigError, SparrowError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, CountOrZero, NotNegative, Positive, Probability, Seed, Settings, Share
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Train(TrainConfig):
-    """Train a model with GRPO on sparse rollouts."""
+    """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a TOML file."""
 
     # A Hugging Face causal language model, by name or path; "reasoner" is the small one that comes with Sparrow.
     model: str = "reasoner"
@@ -188,12 +188,18 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 def _parse(argv: list[str]) -> Any:
     """Arguments to one of the dataclasses; ``--config FILE`` stands for the options that the TOML file has."""
+    if argv[:1] == ["--version"]:
+        print(f"sparrow {__version__}")
+        sys.exit(0)
+    argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
     if "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         # First, so that options on the command line win.
         argv = [*argv[:1], *_read_config(Path(argv[at + 1])), *argv[1:at], *argv[at + 2 :]]
+        if "--config" in argv:
+            raise ConfigError("--config stands there twice; give one TOML file")
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
         argv = ["train", *_read_recorded(argv), *argv[1:]]
     try:
@@ -201,7 +207,8 @@ def _parse(argv: list[str]) -> Any:
             Demo | Train | Measure | Calibrate | Eval | Cost | Report,
             args=argv,
             prog="sparrow",
-            description="RL rollouts with sparse attention, fast, without breaking the training.",
+            description="RL rollouts with sparse attention, fast, without breaking the training. --version prints the "
+            "version; --tyro-print-completion SHELL prints completions for bash, zsh or tcsh.",
             config=(tyro.conf.ConsolidateSubcommandArgs,),
         )
     except ConfigError as error:  # an option out of range
@@ -214,18 +221,23 @@ def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
         if isinstance(value, dict):
             yield from _options(value, f"{section}{key}.")
             continue
-        yield f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
-        if not isinstance(value, bool):
-            yield from map(str, value if isinstance(value, list) else [value])
+        flag = f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag
+        elif isinstance(value, list):
+            yield from (flag, *map(str, value))
+        else:
+            yield f"{flag}={value}"  # a value may begin with dashes
 
 
 def _read_config(path: Path) -> list[str]:
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
-    except OSError as error:
-        raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
 
 
 def _read_recorded(argv: Sequence[str]) -> list[str]:
@@ -262,10 +274,9 @@ def demo(command: Demo) -> None:
 def train(command: Train) -> None:
     from accelerate import PartialState
 
-    from sparrow.loading import load_engine, load_model, load_problems, prompt_room
+    from sparrow.loading import load_model, load_problems, prompt_room
     from sparrow.report import summary_rows
-    from sparrow.terminal import Progress, print_rows, say
-    from sparrow.train.ranks import asked_to_shard
+    from sparrow.terminal import Progress, print_rows, say, status
     from sparrow.train.trackers import check_trackers
     from sparrow.train.trainer import Trainer
 
@@ -277,14 +288,14 @@ def train(command: Train) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's empty.
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-    model, tokenizer = load_model(command.model)
-    room = prompt_room(model, command.engine, command.rollout.max_new_tokens)
-    task = load_problems(command.task, command.dataset, tokenizer, room, command.reward.function)
-    # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
-    own = command.distill.enabled or asked_to_shard()
-    actor = copy.deepcopy(model) if own and command.engine == "hf" else model
-    engine = load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
     main_process = PartialState().is_main_process
+    with status(f"loading {command.model}", main_process) as shown:
+        model, tokenizer = load_model(command.model)
+        room = prompt_room(model, command.engine, command.rollout.max_new_tokens)
+        shown.update(f"reading {command.task or ', '.join(command.dataset)}")
+        task = load_problems(command.task, command.dataset, tokenizer, room, command.reward.function)
+        shown.update(f"starting the engine {command.engine}")
+        engine = _start_engine(command, model, tokenizer, schedule)
     with Progress(command.steps, shown=main_process) as progress:
         try:
             Trainer(command, model, tokenizer, task, engine, schedule, progress, start is not None).train()
@@ -296,17 +307,28 @@ def train(command: Train) -> None:
         say(f"figures: sparrow report {command.run_dir}")
 
 
+def _start_engine(command: Train, model: Any, tokenizer: Any, schedule: SparsitySchedule) -> Engine:
+    from sparrow.loading import load_engine
+    from sparrow.train.ranks import asked_to_shard
+
+    # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
+    own = command.distill.enabled or asked_to_shard()
+    actor = copy.deepcopy(model) if own and command.engine == "hf" else model
+    return load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
+
+
 def measure(command: Measure) -> None:
     from sparrow.measure import measure, pool
     from sparrow.rollout import Sampling
-    from sparrow.terminal import print_mismatch
+    from sparrow.terminal import print_mismatch, status
 
     schedule = SparsitySchedule.load(command.schedule)
     if command.out:
         files.check_file(command.out)
     engine, scorer, prompts = _load_sampler(command, schedule)
     sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
-    found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
+    with status(f"sampling and scoring {len(prompts)} responses"):
+        found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
     engine.close()
     print_mismatch(found, command.tau, counters.read_fraction)
@@ -317,7 +339,6 @@ def measure(command: Measure) -> None:
 def calibrate(command: Calibrate) -> None:
     from datetime import date
 
-    from sparrow import __version__
     from sparrow.measure import calibrate_engine
     from sparrow.rollout import Sampling
     from sparrow.terminal import CalibrationProgress, print_calibration
@@ -357,19 +378,20 @@ def evaluate(command: Eval) -> None:
     if command.schedule is not None:
         schedules[command.schedule] = SparsitySchedule.load(command.schedule)
     folder = files.check_folder(command.out)
-    model, tokenizer = load_model(command.model, command.precision)
-    engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
     sampling = Sampling(command.max_new_tokens, command.temperature, top_n=0, seed=command.seed)
-    made_by = {
-        "model": command.model, "weights": weights_digest(model), "engine": command.engine,
-        "precision": command.precision, "reward": command.reward,
-    }  # fmt: skip
     results = []
-    room = prompt_room(model, command.engine, command.max_new_tokens)
-    benchmarks = {
-        name: load_benchmark(name, command.limit, tokenizer, room, command.reward) for name in command.benchmark
-    }
-    with status("starting") as shown:
+    with status(f"loading {command.model}") as shown:
+        model, tokenizer = load_model(command.model, command.precision)
+        room = prompt_room(model, command.engine, command.max_new_tokens)
+        benchmarks = {
+            name: load_benchmark(name, command.limit, tokenizer, room, command.reward) for name in command.benchmark
+        }
+        shown.update(f"starting the engine {command.engine}")
+        engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
+        made_by = {
+            "model": command.model, "weights": weights_digest(model), "engine": command.engine,
+            "precision": command.precision, "reward": command.reward,
+        }  # fmt: skip
         for name, problems in benchmarks.items():
             for label, schedule in schedules.items():
                 shown.update(f"{name}, {label}")
@@ -425,15 +447,17 @@ def report(command: Report) -> None:
 def _load_sampler(command: FromPrompts, schedule: SparsitySchedule) -> tuple[Engine, Scorer, list[list[int]]]:
     """An engine that samples as the command says, transformers to score, and the prompts as token ids."""
     from sparrow.loading import encode_prompts, load_engine, load_model, load_scorer, prompt_room, read_prompts
+    from sparrow.terminal import status
 
     named = read_prompts(command.prompts, command.task, command.count, command.seed)
-    model, tokenizer = load_model(command.model, command.precision)
-    room = prompt_room(model, command.engine, command.max_new_tokens)
-    prompts = encode_prompts(named, command.count, tokenizer, room)
-
-    loaded = model, tokenizer, schedule, command.precision
-    scorer = load_scorer(*loaded)
-    engine = scorer if command.engine == "hf" else load_engine(command.engine, command.model, *loaded)
+    with status(f"loading {command.model}") as shown:
+        model, tokenizer = load_model(command.model, command.precision)
+        room = prompt_room(model, command.engine, command.max_new_tokens)
+        prompts = encode_prompts(named, command.count, tokenizer, room)
+        loaded = model, tokenizer, schedule, command.precision
+        scorer = load_scorer(*loaded)
+        shown.update(f"starting the engine {command.engine}")
+        engine = scorer if command.engine == "hf" else load_engine(command.engine, command.model, *loaded)
     return engine, scorer, prompts
 
 

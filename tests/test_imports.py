@@ -61,6 +61,7 @@ ALLOWED = {
     "integrations": ["engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],
     "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "settings", "tasks"],
     "cli": EVERYTHING,
+    "__main__": ["cli"],
 }  # fmt: skip
 PURE = [
     "errors",
