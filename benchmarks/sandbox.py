@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import box, choose_isolation
+from sparrow.rewards.sandbox import choose_isolation, walls
 
 RESULTS = Path(__file__).parent / "results" / "sandbox.json"
 LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--isolation", choices=("auto", "bwrap", "session"), default="auto")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    box._ENVIRONMENT[MARK] = "1"
+    walls.ENVIRONMENT[MARK] = "1"
     verifier = CodeVerifier(LIMITS, options.isolation, options.workers)
     result: dict[str, Any] = {"machine": machine(), "isolation": choose_isolation(options.isolation)}
     result["workers"] = options.workers

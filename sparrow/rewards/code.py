@@ -31,6 +31,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
@@ -39,6 +40,7 @@ from sparrow.rewards.sandbox import (
     STARVED,
     ChildEndedError,
     ChildTimeoutError,
+    Held,
     Isolation,
     Limits,
     Sandbox,
@@ -56,7 +58,9 @@ FLOAT_TOLERANCE = 1e-6
 _show = Repr().repr
 _FENCE = re.compile(r"(?P<indent>[ \t]*)(?:(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?!.*```))")
 _QUOTES = re.compile(r"\"{3}|'{3}")
+_WORD = re.compile(r"\S+|\n")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
+_DETAIL_CHARS = 400
 _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
 _TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
@@ -165,10 +169,9 @@ def _close(actual: float, expected: float) -> bool:
 
 def same_output(actual: str, expected: str) -> bool:
     """Whether two outputs agree: line by line and word by word, spaces aside, decimal numbers within tolerance."""
-    ours, theirs = ([line.split() for line in side.rstrip().split("\n")] for side in (actual, expected))
-    return len(ours) == len(theirs) and all(
-        len(a) == len(b) and all(map(_same_token, a, b)) for a, b in zip(ours, theirs, strict=True)
-    )
+    # One word at a time: as lists of words a hostile output would take a hundred times its size.
+    words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
+    return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
 
 
 def same_value(actual: Any, expected: Any) -> bool:
@@ -191,8 +194,8 @@ class CodeVerifier:
 
     Args:
         limits: what a program may use.
-        isolation: ``auto`` takes bubblewrap where it works and warns loudly where it does not; ``bwrap`` refuses to
-            go on without it; ``session`` never uses it.
+        isolation: ``auto`` and ``bwrap`` are bubblewrap, and refuse to go on without it; ``session`` is Landlock and a
+            filter on system calls, weaker; ``none`` keeps none of this user's files or memory from programs.
         workers: programs at a time; the processors this process may use, by default.
 
     Thread-safe; holds no process between programs.
@@ -236,7 +239,7 @@ class _Run:
     prelude: str
     code: str
     limits: Limits
-    held: Literal["bwrap", "session"]
+    held: Held
     used: _Used
 
     def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
@@ -294,11 +297,11 @@ class _Run:
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
         self._send(box, {"stdin": given})
-        most = 8 * self.limits.output_bytes  # JSON escapes take some
-        reply = self._receive(box, most, self.limits.wall_s + _MARGIN_S)
+        reply = self._receive(box, self.limits.output_bytes, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
         if outcome == "ok":
-            actual = str(reply.get("stdout"))
+            written = box.receive_bytes(int(reply["stdout_bytes"]), time.monotonic() + STARVED * self.limits.wall_s)
+            actual = written.decode(errors="replace")
             if same_output(actual, expected):
                 return "pass", ""
             return "wrong", f"for {_show(given)} expected {_show(expected)}, got {_show(actual)}"
@@ -310,14 +313,14 @@ class _Run:
         self._send(box, call)
         reply = self._receive(box, self.limits.output_bytes)
         if "value" not in reply:
-            return _raised(str(reply.get("raised")))
+            return _raised(reply.get("raised"))
         try:
             actual = unpack(reply["value"])
             if same_value(actual, expected):
                 return "pass", ""
             return "wrong", f"{name}(*{_show(given)}) is {_show(actual)}, expected {_show(expected)}"
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            return "wrong", f"the result cannot be read: {error}"
+        except Exception as error:  # whatever a program has made of its result, it must not stop a run
+            return "wrong", f"the result cannot be read: {type(error).__name__}: {error}"[:_DETAIL_CHARS]
 
     def assertions(self, tests: Tests) -> tuple[Verdict, str]:
         """Verdict of test code."""
@@ -368,7 +371,8 @@ def processor_s(root: int) -> float:
     return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
 
 
-def _raised(detail: str) -> tuple[Verdict, str]:
+def _raised(said: object) -> tuple[Verdict, str]:
+    detail = said[:_DETAIL_CHARS] if isinstance(said, str) else "the reply is neither a result nor an error"
     return ("memory" if detail.startswith("MemoryError") else "error"), detail
 
 

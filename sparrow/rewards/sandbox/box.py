@@ -1,17 +1,4 @@
-"""A place for untrusted programs: bubblewrap's namespaces where they work, a bare session with limits elsewhere.
-
-=================  ==========================================  ========================================
-                   ``bwrap``                                   ``session``
-=================  ==========================================  ========================================
-files              Python and system libraries, read-only      **everything this user can read or write**
-network            none                                        no sockets (system call filter)
-other processes    not visible, not reachable                  visible; can't be signalled or traced
-starting others    refused (system call filter)                refused (system call filter)
-environment        empty                                       empty; **the parent's can be read**
-=================  ==========================================  ========================================
-
-In both: limits on processor time, wall time, memory, file size and output.
-"""
+"""A sandboxed process, and the choice of how it is held here."""
 
 from __future__ import annotations
 
@@ -23,124 +10,96 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 from sparrow.errors import RewardError
+from sparrow.rewards.sandbox import files
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox.inside.confine import LANDLOCK_NEEDED, landlock_version
+from sparrow.rewards.sandbox.limits import Limits
 from sparrow.rewards.sandbox.seccomp import program_filter
+from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 
-Isolation = Literal["auto", "bwrap", "session"]
+Isolation = Literal["auto", "bwrap", "session", "none"]
 
-_INSIDE = Path(__file__).with_name("inside")
-_ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
-                "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
 _START_S = 60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
+_STARTS = 4  # times that it is tried, since others may have taken all processes or memory for a moment
 _log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What one program may use."""
-
-    cpu_s: float = 6.0  # processor seconds per test, rounded up to whole seconds
-    wall_s: float = 12.0  # seconds per test, sleeping included; a busy machine needs more of these than of ``cpu_s``
-    # seconds for all tests of a program, and processor seconds of one that is called, rounded up
-    program_s: float = 60.0
-    memory_bytes: int = 1 << 30  # address space
-    output_bytes: int = 8 << 20  # output, and any file it writes
-    files_bytes: int = 64 << 20  # all the files in its private ``/tmp``
-
-    def __post_init__(self) -> None:
-        wrong = [f"{name}={value}" for name, value in asdict(self).items() if value <= 0]
-        if wrong:
-            raise ValueError(f"limits are positive, got {', '.join(wrong)}")
-
-
-def _bwrap_command(limits: Limits) -> list[str]:
-    binary = shutil.which("bwrap") or "bwrap"
-    command = [binary, "--unshare-user", "--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    command += ["--uid", "65534", "--gid", "65534", "--hostname", "sandbox"]
-    if _bwrap_sizes(binary):
-        command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    else:  # bubblewrap before 0.7 cannot bound a tmpfs: rather none that can be written
-        command += ["--dir", "/tmp", "--chdir", "/tmp"]
-    # After /tmp is private, since Python itself may lie there.
-    folders = {"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, str(Path(sys.executable).resolve().parents[1])}
-    for folder in sorted(folders):
-        command += ["--ro-bind", folder, folder]
-    for link in ("/bin", "/sbin", "/lib", "/lib64"):
-        if os.path.islink(link):
-            command += ["--symlink", os.readlink(link), link]
-        elif os.path.isdir(link):
-            command += ["--ro-bind", link, link]
-    command += ["--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"]
-    command += ["--ro-bind-try", "/etc/alternatives", "/etc/alternatives"]
-    command += ["--ro-bind", str(_INSIDE), "/sandbox/inside", "--dev", "/dev", "--remount-ro", "/dev"]
-    return [*command, "--remount-ro", "/", "--", *_python("/sandbox")]
-
-
-def _python(folder: str) -> list[str]:
-    """Python running the package ``inside`` of a folder, of which programs then find nothing on their path."""
-    start = f"import sys; sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
-    return [sys.executable, "-s", "-P", "-c", start]
+_INSTALL = (
+    "install the package bubblewrap (apt install bubblewrap, dnf install bubblewrap) where user namespaces are allowed"
+)
 
 
 @cache
-def _bwrap_sizes(binary: str) -> bool:
-    return "--size" in subprocess.run([binary, "--help"], capture_output=True, text=True).stdout
-
-
-@cache
-def _fault(isolation: Literal["bwrap", "session"]) -> str | None:
+def _fault(wall: Wall) -> str | None:
     """Why programs cannot be held like this here, None if they can; found out by running one."""
-    if isolation == "bwrap" and shutil.which("bwrap") is None:
+    if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
+    if wall.held == "session" and (version := landlock_version()) < LANDLOCK_NEEDED:
+        return f"this kernel's Landlock is of version {version}, and {LANDLOCK_NEEDED} is needed (Linux 6.2)"
+    program = "import threading\nthread = threading.Thread(target=print, args=(6 * 7,))\nthread.start(); thread.join()"
     try:
-        with Sandbox({"mode": "stdio", "prelude": "", "code": "print(6 * 7)"}, Limits(), isolation) as box:
+        with Sandbox({"mode": "stdio", "prelude": "", "code": program}, Limits(), wall, starts=1) as box:
             box.send({"stdin": ""}, time.monotonic() + _START_S)
             reply = box.receive(time.monotonic() + _START_S)
+            said = box.receive_bytes(reply.get("stdout_bytes", 0), time.monotonic() + _START_S)
     except (RewardError, ChildTimeoutError, ChildEndedError) as error:
         return str(error)
-    return None if reply.get("stdout") == "42\n" else str(reply.get("detail"))
+    return None if said == b"42\n" else str(reply.get("detail"))
 
 
 @cache
-def _warn(fault: str) -> None:
-    _log.warning(
-        "GENERATED PROGRAMS RUN WITHOUT A SANDBOX (%s). They have resource limits, no network and no way to start or "
-        "signal processes, but they can read and write this user's files and environment. Install bubblewrap where "
-        "user namespaces are allowed, or set isolation='bwrap' to refuse to run like this.",
-        fault,
+def _wall(held: Held) -> Wall:
+    """The wall of this kind that stands here, preferably one with a user id for each sandbox."""
+    if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
+        return Wall("bwrap", own_user=True)
+    return Wall(held)
+
+
+@cache
+def _announce(held: Held) -> None:
+    wall = _wall(held)
+    tasks = "by the kernel" if wall.counted_by_kernel else "by counting" if held != "bwrap" else "not at all"
+    bounds = (
+        f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource limits, files by "
+        f"{'a file system of their own and ' * (held == 'bwrap')}counting, replies by their size and shape"
     )
-
-
-def choose_isolation(isolation: Isolation = "auto") -> Literal["bwrap", "session"]:
-    """The isolation that will be used: bubblewrap where it works; ``session`` is announced by a warning.
-
-    Raises RewardError: ``bwrap`` is asked for and does not work here. ValueError: no such isolation.
-    """
-    if isolation not in ("auto", "bwrap", "session"):
-        raise ValueError(f"isolation is auto, bwrap or session, got {isolation!r}")
-    fault = _fault("bwrap") if isolation != "session" else "isolation='session' was asked for"
-    if fault is None:
-        return "bwrap"
-    if isolation == "bwrap":
-        raise RewardError(
-            f"generated programs must run in bubblewrap, which does not work here: {fault}; install the package "
-            "bubblewrap and allow user namespaces, or set isolation='auto' to accept weaker protection"
+    if held == "none":
+        _log.warning(
+            "GENERATED PROGRAMS RUN WITHOUT ISOLATION, as isolation='none' asks: they can read and write this user's "
+            "files and read this process's memory and environment; %s",
+            bounds,
         )
-    if (worse := _fault("session")) is not None:
-        raise RewardError(f"generated programs cannot be held to their limits here: {worse}; use another machine")
-    _warn(fault)
-    return "session"
+    else:
+        _log.info("generated programs are held by %s: %s", {"bwrap": "bubblewrap"}.get(held, "Landlock"), bounds)
+
+
+def choose_isolation(isolation: Isolation = "auto") -> Held:
+    """The isolation that will be used, where it works: ``auto`` is bubblewrap. What it enforces is logged once.
+
+    Raises RewardError: it does not work here. ValueError: no such isolation.
+    """
+    if isolation not in ("auto", "bwrap", "session", "none"):
+        raise ValueError(f"isolation is auto, bwrap, session or none, got {isolation!r}")
+    held: Held = "bwrap" if isolation == "auto" else isolation
+    if (fault := _fault(_wall(held))) is None:
+        _announce(held)
+        return held
+    if held == "bwrap":
+        raise RewardError(
+            f"generated programs must run in bubblewrap, which does not work here: {fault}; {_INSTALL}, or choose "
+            "isolation='session' (Landlock, weaker) or isolation='none' (nothing is kept from them)"
+        )
+    if held == "session":
+        raise RewardError(f"generated programs cannot be held by Landlock here: {fault}; {_INSTALL}")
+    raise RewardError(f"generated programs cannot be held to their limits here: {fault}; use another machine")
 
 
 class Sandbox(Child):
@@ -150,36 +109,50 @@ class Sandbox(Child):
         request: what to run, see ``inside.main``.
         limits: what it may use.
         isolation: how it is held, from ``choose_isolation``.
+        starts: how many times starting it is tried.
 
     Raises RewardError: it does not start.
     """
 
-    def __init__(self, request: Mapping[str, Any], limits: Limits, isolation: Literal["bwrap", "session"]) -> None:
+    def __init__(
+        self, request: Mapping[str, Any], limits: Limits, isolation: Held | Wall, starts: int = _STARTS
+    ) -> None:
+        self._wall = isolation if isinstance(isolation, Wall) else _wall(isolation)
+        for left in reversed(range(starts)):
+            try:
+                return self._start(request, limits)
+            except (OSError, ChildTimeoutError, ChildEndedError) as error:
+                if not left:
+                    raise RewardError(
+                        f"a sandbox did not start ({self._wall.held}): {error}; try again with fewer workers"
+                    ) from error
+                _log.info("a sandbox did not start (%s), trying again", error)
+                time.sleep(2.0 ** (starts - left - 3))
+
+    def _start(self, request: Mapping[str, Any], limits: Limits) -> None:
         self._report: int | None = None
         with ExitStack() as stack:
-            if isolation == "bwrap":
+            command, folder, inherited = self._wall.command(limits), "/", []
+            environment = dict(ENVIRONMENT)
+            if self._wall.held == "bwrap":
                 self._report, writer = os.pipe()
+                inherited = [writer]
                 stack.callback(os.close, self._report)
-                command, folder, inherited = _bwrap_command(limits), "/", [writer]
                 command[1:1] = ["--json-status-fd", str(writer)]
             else:
-                command, inherited = _python(str(_INSIDE.parent)), []
-                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="sparrow-", ignore_cleanup_errors=True))
+                folder = tempfile.mkdtemp(prefix="sparrow-")
+                stack.callback(files.remove, folder)
+                environment.update(HOME=folder, TMPDIR=folder)
             try:
-                super().__init__(command, cwd=folder, env=_ENVIRONMENT, pass_fds=inherited)
+                super().__init__(command, cwd=folder, env=environment, pass_fds=inherited)
             finally:
                 for fd in inherited:
                     os.close(fd)
             stack.callback(super().close)
             whole = {"cpu_s": math.ceil(limits.cpu_s), "program_s": math.ceil(limits.program_s)}
-            request = {**request, "limits": {**asdict(limits), **whole}, "filter": program_filter()}
-            try:
-                self.send(request, time.monotonic() + _START_S)
-                self.receive(time.monotonic() + _START_S)
-            except (ChildTimeoutError, ChildEndedError) as error:
-                raise RewardError(
-                    f"a sandbox did not start ({isolation}): {error}; try again with fewer workers"
-                ) from error
+            request = {**request, **self._wall.request(folder), "limits": {**asdict(limits), **whole}}
+            self.send({**request, "filter": program_filter()}, time.monotonic() + _START_S)
+            self.receive(time.monotonic() + _START_S)
             self._undo = stack.pop_all()
 
     @property
@@ -200,7 +173,9 @@ class Sandbox(Child):
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
                 return
-        os.killpg(self.process.pid, signal.SIGKILL)
+        # Its group outlives a leader that has ended, and keeps its number as long as that one is not waited for.
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
     def _first_process(self) -> int | None:
@@ -213,5 +188,8 @@ class Sandbox(Child):
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
-        """End every process inside and remove its files."""
-        self._undo.close()
+        """End every process inside and remove its files. What fails is logged: it is no reason to stop a run."""
+        try:
+            self._undo.close()
+        except (OSError, ValueError) as error:
+            _log.warning("a sandbox was not cleaned up: %s", error)

@@ -1,57 +1,104 @@
 """The system calls a judged program may not make, as a seccomp filter for x86-64 and arm64.
 
-The filter is a second wall inside bubblewrap's namespaces, and the main one where there is no bubblewrap: the
-program runs as one process that can start no other, signal nobody but itself, and open no socket.
+The filter is a second wall inside bubblewrap's namespaces, and together with Landlock the wall where there is no
+bubblewrap: the program is one process that starts no other, signals nobody but itself, opens no socket, changes no
+file's owner, mode or attributes, and uses none of the kernel's larger interfaces. Of the calls that are newer than the
+ones listed here it may make those named in ``_NEW``.
 """
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 
 from sparrow.errors import RewardError
 
 Instruction = tuple[int, int, int, int | str]
 """Code, jump if true, jump if false, constant; ``"pid"`` stands for the filtered process's own id."""
 
-_EPERM, _ENOSYS = 1, 38
-_ALLOW, _KILL = 0x7FFF0000, 0x80000000
+_EPERM, _ENOTTY, _ENOSYS = 1, 25, 38
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NR, _ARCH, _ARG0 = 0, 4, 16  # offsets in struct seccomp_data, little-endian
-_CLONE_THREAD = 0x10000
+_NR, _ARCH, _ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data, little-endian
+_CLONE_THREAD, _O_ASYNC = 0x10000, 0x2000
 _X32 = 0x40000000
 
 _ARCHES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0xC00000B7)}
-_CLONE, _CLONE3, _PRLIMIT = (56, 220), (435, 435), (302, 261)
-_TO_SELF_ONLY = {"kill": (62, 129), "tgkill": (234, 131)}
+_CLONE, _PRLIMIT, _FCNTL, _IOCTL, _PRCTL, _SENDTO = (56, 220), (302, 261), (72, 25), (16, 29), (157, 167), (44, 206)
+_TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
+
+# From 424 on both processors have the same numbers: close_range, openat2, faccessat2, epoll_pwait2, futex_waitv,
+# cachestat, futex_wake, futex_wait, futex_requeue, mseal. clone3 is not among them: it hides its flags behind a
+# pointer, and the C library takes clone in its place.
+_FIRST_NEW, _NEW = 424, (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
+
+# Signals to a chosen process when a file has something (F_SETOWN, F_SETSIG, F_SETOWN_EX), leases, notification of
+# changes in a folder, and pipes of more memory than the usual.
+_FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
+_F_SETFL = 4
+# Whether it is a terminal and of what size, bytes to be read, blocking, inherited by other programs.
+_IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
+# Names of threads and mappings, huge pages, timers, and reading what is set. Not among them: outliving the parent.
+_PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
+
 _DENIED: dict[str, tuple[int | None, int | None]] = {
     # other processes
     "fork": (57, None), "vfork": (58, None), "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
-    "process_mrelease": (448, 448), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
-    "pidfd_send_signal": (424, 424), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "setsid": (112, 157), "setpgid": (109, 154), "setpriority": (141, 140),
-    "sched_setparam": (142, 118), "sched_setscheduler": (144, 119), "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238), "move_pages": (279, 239),
-    "kcmp": (312, 272),
-    # network, and memory that no limit counts
-    "socket": (41, 198), "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
-    "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    # namespaces, mounts and the kernel's larger interfaces
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "setsid": (112, 157), "setpgid": (109, 154),
+    "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
+    "migrate_pages": (256, 238), "move_pages": (279, 239), "kcmp": (312, 272),
+    # who it is: another user or group would also undo that it ends with its parent
+    "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143),
+    "setgroups": (116, 159), "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151),
+    "setfsgid": (123, 152), "capset": (126, 91), "personality": (135, 92), "seccomp": (317, 277),
+    # sockets: a pair of its own is all it has, which asyncio needs
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
+    "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269), "setsockopt": (54, 208),
+    # memory that no limit counts, and objects that all processes of a user or a machine share
+    "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190),
+    "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189),
+    "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "io_setup": (206, 0),
+    "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284), "vmsplice": (278, 75),
+    "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
+    # files: what they contain is bounded by other means, not so who owns them and what else they carry
+    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
+    "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
+    "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "mknod": (133, None), "mknodat": (259, 33), "inotify_init": (253, None), "inotify_init1": (294, 26),
+    "fanotify_init": (300, 262), "sync": (162, 81), "syncfs": (306, 267), "quotactl": (179, 60),
+    "open_by_handle_at": (304, 265), "truncate": (76, 45),
+    # namespaces, mounts, the machine, and the kernel's larger interfaces
     "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
-    "fsmount": (432, 432), "mount_setattr": (442, 442), "open_by_handle_at": (304, 265), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425), "add_key": (248, 217),
-    "request_key": (249, 218), "keyctl": (250, 219), "fanotify_init": (300, 262),
+    "chroot": (161, 51), "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "syslog": (103, 116), "sethostname": (170, 161), "setdomainname": (171, 162), "iopl": (172, None),
+    "ioperm": (173, None), "modify_ldt": (154, None), "reboot": (169, 142), "swapon": (167, 224),
+    "swapoff": (168, 225), "settimeofday": (164, 170), "clock_settime": (227, 112), "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "acct": (163, 89), "vhangup": (153, 58),
 }  # fmt: skip
 
 
-def _refuse(number: int, errno: int = _EPERM) -> list[Instruction]:
-    return [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, 0x00050000 | errno)]
+def _errno(number: int) -> Instruction:
+    return (_RETURN, 0, 0, _ERRNO | number)
 
 
-def _argument(number: int, tests: list[Instruction]) -> list[Instruction]:
-    """For this call only: load the first argument and run ``tests``, which must return."""
-    return [(_EQUAL, 0, len(tests) + 1, number), (_LOAD, 0, 0, _ARG0), *tests]
+_PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
+
+
+def _call(number: int, tests: list[Instruction]) -> list[Instruction]:
+    """``tests``, which must return, for this call only."""
+    return [(_EQUAL, 0, len(tests), number), *tests]
+
+
+def _load(argument: int, upper_half: bool = False) -> Instruction:
+    return (_LOAD, 0, 0, _ARGUMENTS + 8 * argument + 4 * upper_half)
+
+
+def _one_of(values: Iterable[int | str], then: Instruction) -> list[Instruction]:
+    return [instruction for value in values for instruction in ((_EQUAL, 0, 1, value), then)]
 
 
 def program_filter() -> list[Instruction]:
@@ -60,8 +107,7 @@ def program_filter() -> list[Instruction]:
     if machine not in _ARCHES:
         raise RewardError(f"programs can be judged on x86_64 and aarch64, not on {machine!r}; use such a machine")
     column, arch = _ARCHES[machine]
-    allow: Instruction = (_RETURN, 0, 0, _ALLOW)
-    refuse: Instruction = (_RETURN, 0, 0, 0x00050000 | _EPERM)
+    refuse = _errno(_EPERM)
     code: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, arch),
@@ -69,14 +115,34 @@ def program_filter() -> list[Instruction]:
         (_LOAD, 0, 0, _NR),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        # Threads are allowed; clone3 hides its flags behind a pointer, so the C library is made to use clone.
-        *_argument(_CLONE[column], [(_ANY_BIT, 0, 1, _CLONE_THREAD), allow, refuse]),
-        *_refuse(_CLONE3[column], _ENOSYS),
-        *_argument(_PRLIMIT[column], [(_EQUAL, 1, 0, 0), (_EQUAL, 0, 1, "pid"), allow, refuse]),
+        *_one_of(_NEW, _PASS),
+        (_AT_LEAST, 0, 1, _FIRST_NEW),
+        _errno(_ENOSYS),
+        *_call(_CLONE[column], [_load(0), (_ANY_BIT, 0, 1, _CLONE_THREAD), _PASS, refuse]),
+        *_call(_PRLIMIT[column], [_load(0), *_one_of((0, "pid"), _PASS), refuse]),
+        *_call(_PRCTL[column], [_load(0), *_one_of(_PRCTL_ALLOWED, _PASS), refuse]),
+        *_call(_IOCTL[column], [_load(1), *_one_of(_IOCTL_ALLOWED, _PASS), _errno(_ENOTTY)]),
+        *_call(
+            _FCNTL[column],
+            [
+                _load(1),
+                *_one_of(_FCNTL_REFUSED, refuse),
+                (_EQUAL, 0, 3, _F_SETFL),
+                _load(2),
+                (_ANY_BIT, 0, 1, _O_ASYNC),
+                refuse,
+                _PASS,
+            ],
+        ),
+        # Sending is for the pair's other end, never to an address.
+        *_call(
+            _SENDTO[column],
+            [_load(4), (_EQUAL, 1, 0, 0), refuse, _load(4, True), (_EQUAL, 1, 0, 0), refuse, _PASS],
+        ),
     ]
-    for numbers in _TO_SELF_ONLY.values():
-        code += _argument(numbers[column], [(_EQUAL, 0, 1, "pid"), allow, refuse])
+    for numbers in _TO_SELF_ONLY:
+        code += _call(numbers[column], [_load(0), *_one_of(("pid",), _PASS), refuse])
     for both in _DENIED.values():
         if (number := both[column]) is not None:
-            code += _refuse(number)
-    return [*code, allow]
+            code += _call(number, [refuse])
+    return [*code, _PASS]

@@ -474,6 +474,16 @@ import sys
 open(sys.modules["inside.main"].__file__, "a").close()
 ### opens the harness at its place in the sandbox to append
 open("/sandbox/inside/main.py", "a").close()
+### removes the harness
+import os, sys
+os.remove(sys.modules["inside.main"].__file__)
+### replaces a folder above
+import os
+os.rename("/usr", "/usr2")
+### fills its folder
+for i in range(99):
+    with open(f"own{i}", "wb") as file: file.write(bytes(1 << 20))
+import time; time.sleep(0.3)
 ### moves the root
 import os
 os.chroot(".")

@@ -14,22 +14,31 @@ from pathlib import Path
 
 import psutil
 import pytest
+from harness import require
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparrow.errors import RewardError
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import ChildEndedError, ChildTimeoutError, Sandbox, box, choose_isolation, pack, unpack
-from sparrow.rewards.sandbox.inside import programs
+from sparrow.rewards.sandbox import (
+    ChildEndedError,
+    ChildTimeoutError,
+    Sandbox,
+    box,
+    choose_isolation,
+    pack,
+    unpack,
+    walls,
+)
+from sparrow.rewards.sandbox.inside import programs, watch
 from sparrow.rewards.sandbox.seccomp import program_filter
 
 LIMITS = Limits(cpu_s=1, wall_s=1.0, program_s=20, memory_bytes=256 << 20, output_bytes=1 << 20, files_bytes=8 << 20)
 DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"
 SECRET = "the parent's secret"
-MODES = ["bwrap", "session"]
 
-# name: program, verdicts that are right for it. SECRET, OUTSIDE and PARENT are filled in.
+# name: program, verdicts that are right for it. PARENT is filled in.
 HOSTILE = {
     "fork bomb": ("import os\nwhile True: os.fork()", {"error"}),
     "fork bomb in assembly's place": (
@@ -120,46 +129,12 @@ HOSTILE = {
     ),
 }  # fmt: skip
 
-# What only namespaces can prevent; in a bare session the warning says so.
-CONFINED = {
-    "reads the parent's environment": "print(open('/proc/PARENT/environ').read())",
-    "reads the harness's environment": "import os; print(open(f'/proc/{os.getppid()}/environ').read())",
-    "lists processes": "import os; print(os.listdir('/proc'))",
-    "reads a file outside": "print(open('OUTSIDE/secret').read())",
-    "reads the user's home": "import os; print(os.listdir(os.path.expanduser('~root')))",
-    "reads a password file": "print(open('/etc/passwd').read())",
-    "writes outside": "open('OUTSIDE/new', 'w').write('x')",
-    "writes into the system": "open('/usr/new', 'w').write('x')",
-    "writes into Python": "import json; open(json.__file__, 'a').write('raise SystemExit')",
-    "overwrites the harness": "open('/sandbox/inside/main.py', 'w').write('')",
-    "removes the harness": "import os; os.remove('/sandbox/inside/main.py')",
-    "replaces a folder above": "import os; os.rename('/usr', '/usr2')",
-    "fills the memory behind /dev/shm": "open('/dev/shm/x', 'wb').write(b'x')",
-    "fills /tmp": "for i in range(99): open(f'/tmp/{i}', 'wb').write(b'x' * (1 << 20))",
-    "follows a link outside": "import os; os.symlink('OUTSIDE/secret', '/tmp/link'); print(open('/tmp/link').read())",
-    "links a file from outside": "import os; os.link('OUTSIDE/secret', '/tmp/link'); print(open('/tmp/link').read())",
-    "writes through a link": "import os; os.symlink('OUTSIDE', '/tmp/link'); open('/tmp/link/new', 'w').write('x')",
-}
-
-
-@pytest.fixture(params=MODES)
-def mode(request):
-    if request.param == "bwrap" and box._fault("bwrap"):
-        pytest.skip(f"bubblewrap does not work here: {box._fault('bwrap')}")
-    return request.param
-
-
-@pytest.fixture
-def bwrap():
-    if fault := box._fault("bwrap"):
-        pytest.skip(f"bubblewrap does not work here: {fault}")
-
 
 @pytest.fixture
 def marked(monkeypatch):
     """A function that waits until no sandboxed process of this test is left, and fails if one stays."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    monkeypatch.setitem(box._ENVIRONMENT, "MARK", mark)
+    monkeypatch.setitem(walls.ENVIRONMENT, "MARK", mark)
 
     def left():
         found = []
@@ -180,31 +155,16 @@ def marked(monkeypatch):
     return gone
 
 
-def fill(program: str, outside: Path) -> str:
-    return program.replace("OUTSIDE", str(outside)).replace("PARENT", str(os.getpid()))
-
-
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_program_is_stopped_and_the_next_is_served(name, mode, marked, tmp_path):
+def test_a_hostile_program_is_stopped_and_the_next_is_served(name, mode, marked):
     program, verdicts = HOSTILE[name]
     verifier = CodeVerifier(LIMITS, mode, workers=1)
-    judgement = verifier.judge(fill(program, tmp_path), DOUBLE)
+    judgement = verifier.judge(program.replace("PARENT", str(os.getpid())), DOUBLE)
     assert judgement.verdicts[0] in verdicts, judgement
     assert not judgement.passed
     assert judgement.wall_s < LIMITS.wall_s + 5
     assert marked()
     assert verifier.judge(GOOD, DOUBLE).passed
-
-
-@pytest.mark.parametrize("name", CONFINED)
-def test_nothing_outside_can_be_read_or_written(name, bwrap, marked, tmp_path):
-    (tmp_path / "secret").write_text(SECRET)
-    judgement = CodeVerifier(LIMITS, "bwrap").judge(fill(CONFINED[name], tmp_path), DOUBLE)
-    assert judgement.verdicts == ("error",), judgement
-    assert re.match("FileNotFoundError|PermissionError|OSError|NotADirectoryError", judgement.detail)
-    assert [path.name for path in tmp_path.iterdir()] == ["secret"]
-    assert (tmp_path / "secret").read_text() == SECRET
-    assert marked()
 
 
 def test_what_a_program_sees(bwrap):
@@ -213,13 +173,13 @@ def test_what_a_program_sees(bwrap):
     program = """
         import os, socket
         print(sorted(os.environ))
-        print(os.getcwd(), os.listdir("."), os.getuid(), socket.gethostname())
+        print(os.getcwd(), os.listdir("."), os.getuid() in (0, os.stat("/usr").st_uid), socket.gethostname())
         open("/tmp/own", "w").write("kept")
-        print(open("own").read(), os.path.exists("/proc/1"), len(os.listdir("/dev/shm")))
+        print(open("own").read(), os.path.exists("/proc/1"), os.listdir("/dev/shm"), os.listdir("/dev/pts"))
     """
     expected = (
         "['HOME', 'LANG', 'OMP_NUM_THREADS', 'OPENBLAS_NUM_THREADS', 'PATH', 'PWD', 'PYTHONHASHSEED']\n"
-        "/tmp [] 65534 sandbox\nkept False 0\n"
+        "/tmp [] False sandbox\nkept False [] []\n"
     )
     seen = CodeVerifier(LIMITS, "bwrap").judge(textwrap.dedent(program), {"inputs": [""], "outputs": [expected]})
     assert seen.passed, seen.detail
@@ -315,9 +275,9 @@ def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     program = f"""
         import os, tempfile, threading, time
         from sparrow.rewards import CodeVerifier, Limits
-        from sparrow.rewards.sandbox import box
+        from sparrow.rewards.sandbox import walls
         tempfile.tempdir = {str(tmp_path)!r}
-        box._ENVIRONMENT["MARK"] = {box._ENVIRONMENT["MARK"]!r}
+        walls.ENVIRONMENT["MARK"] = {walls.ENVIRONMENT["MARK"]!r}
         verifier = CodeVerifier(Limits(wall_s=60), {mode!r})
         tests = {{"inputs": [""], "outputs": [""]}}
         threading.Thread(target=verifier.judge, args=("import time; time.sleep(99)", tests), daemon=True).start()
@@ -329,7 +289,7 @@ def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     assert marked()
 
 
-def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch):
+def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch, tmp_path):
     reap = os.wait4
 
     def slowly(*arguments):
@@ -341,7 +301,9 @@ def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch):
     if (pid := os.fork()) == 0:
         os._exit(0)
     before = signal.getsignal(signal.SIGALRM)
-    reply = programs.wait(pid, {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30})
+    limits = {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30, "files": 9, "files_bytes": 1, "tasks": 9}
+    nothing = {"limits": limits, "folder": str(tmp_path), "own_files": False, "own_tasks": False}
+    reply = programs.wait(pid, limits, watch.Watch(nothing))
     signal.signal(signal.SIGALRM, before)
     assert reply == {"outcome": "ok", "detail": ""}
 
@@ -359,47 +321,88 @@ def test_files_and_processes_do_not_pile_up(mode, marked):
     assert marked()
 
 
-def test_without_bubblewrap_the_warning_is_loud_and_can_be_made_a_refusal(monkeypatch, caplog):
+@pytest.fixture
+def forgetful():
+    """Lets a test find out anew what works here, and those after it."""
+    caches = box._fault, box._wall, box._announce
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize("isolation", ["auto", "bwrap"])
+def test_without_bubblewrap_nothing_runs_unless_told_so(isolation, forgetful, monkeypatch, caplog):
     monkeypatch.setattr(box.shutil, "which", lambda name: None)
-    box._fault.cache_clear()
-    box._warn.cache_clear()
-    try:
-        with pytest.raises(
-            RewardError, match=r"must run in bubblewrap, .* bubblewrap is not installed; install the package"
-        ):
-            CodeVerifier(LIMITS, "bwrap").judge(GOOD, DOUBLE)
-        assert caplog.text == ""
-        assert CodeVerifier(LIMITS, "auto").judge(GOOD, DOUBLE).passed
-        assert "GENERATED PROGRAMS RUN WITHOUT A SANDBOX (bubblewrap is not installed)" in caplog.text
-        assert "isolation='bwrap' to refuse" in caplog.text
-        CodeVerifier(LIMITS, "auto").judge(GOOD, DOUBLE)
-        assert len(caplog.records) == 1
-    finally:
-        box._fault.cache_clear()
-        box._warn.cache_clear()
+    with pytest.raises(
+        RewardError,
+        match=r"must run in bubblewrap, .*: bubblewrap is not installed; install the package bubblewrap \(apt install "
+        r"bubblewrap, .*isolation='session' \(Landlock, weaker\) or isolation='none' \(nothing is kept",
+    ):
+        CodeVerifier(LIMITS, isolation).judge(GOOD, DOUBLE)
+    assert caplog.text == ""
 
 
-def test_bubblewrap_that_is_installed_and_fails_is_not_used(monkeypatch, tmp_path, caplog):
+def test_without_landlock_a_session_is_refused(forgetful, monkeypatch):
+    monkeypatch.setattr(box, "landlock_version", lambda: 2)
+    with pytest.raises(RewardError, match=r"held by Landlock here: .* of version 2, and 3 is needed .*; install"):
+        CodeVerifier(LIMITS, "session").judge(GOOD, DOUBLE)
+
+
+def test_no_isolation_is_a_word_and_a_loud_warning(forgetful, caplog, tmp_path):
+    (tmp_path / "secret").write_text(SECRET)
+    verifier = CodeVerifier(LIMITS, "none")
+    program = f"print(open('{tmp_path}/secret').read())"
+    assert verifier.judge(program, {"inputs": [""], "outputs": [SECRET]}).passed
+    assert "GENERATED PROGRAMS RUN WITHOUT ISOLATION, as isolation='none' asks" in caplog.text
+    verifier.judge(GOOD, DOUBLE)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ("bwrap", r"held by bubblewrap: tasks are bounded by the kernel, .* files by a file system of their own"),
+        ("session", r"held by Landlock: tasks are bounded by counting, .* files by counting"),
+    ],
+)
+def test_what_is_enforced_is_said_at_start(held, said, forgetful, caplog):
+    require(held)
+    with caplog.at_level("INFO"):
+        choose_isolation(held)
+        choose_isolation(held)
+    (record,) = [record for record in caplog.records if "held by" in record.message]
+    assert re.search(said, record.message)
+
+
+def test_bubblewrap_that_is_installed_and_fails_is_not_used(forgetful, monkeypatch, tmp_path):
     fake = tmp_path / "bwrap"
     fake.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    box._fault.cache_clear()
-    try:
+    for isolation in ("auto", "bwrap"):
         with pytest.raises(RewardError, match="No permissions to create new namespace"):
-            choose_isolation("bwrap")
-        assert choose_isolation("auto") == "session"
-    finally:
-        box._fault.cache_clear()
+            choose_isolation(isolation)
+
+
+def test_a_wall_that_is_missing_fails_where_everything_must_be_tested(forgetful, monkeypatch):
+    monkeypatch.setattr(box.shutil, "which", lambda name: None)
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="bwrap does not work here: bubblewrap is not installed"):
+        require("bwrap")
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception):
+        require("bwrap")
 
 
 def test_a_sandbox_that_sends_nonsense(monkeypatch):
     for reply, message in (
         (b"\xff" * 1001, "over the limit"),
-        (b"[\n", "not JSON"),
+        (b"{\n", "not JSON"),
         (b"\xff\n", "not JSON"),
         (b"[]\n", "not an object"),
-        (b"[" * 900 + b"\n", "not JSON"),
+        (b"[" * 900 + b"\n", "nested 900 deep, over the limit of 200"),
         (b"{}", "ended with status"),
     ):
         held = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, LIMITS, "session")
@@ -420,8 +423,8 @@ def test_limits_are_positive(limits):
         Limits(**limits)
 
 
-def test_isolation_is_one_of_three():
-    with pytest.raises(ValueError, match="isolation is auto, bwrap or session, got 'docker'"):
+def test_isolation_is_one_of_four():
+    with pytest.raises(ValueError, match="isolation is auto, bwrap, session or none, got 'docker'"):
         choose_isolation("docker")
 
 

@@ -59,7 +59,8 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
     def not_here(name: str) -> Any:
         raise NameError(f"the tests have no function {name!r} for the program")
 
-    confine(request["limits"], request["filter"], request["limits"]["program_s"])
+    confine(request, request["limits"]["program_s"])
+    channel.hostile = True
     try:
         exchange = Exchange(channel, not_here)
         defined = execute("tests", request["setup"])

@@ -4,8 +4,8 @@ It speaks in lines of JSON over its standard input and output. The first says wh
 anything runs; its ``mode`` is one of
 
 - ``stdio``: every further line has one test's standard input; the program runs once for each, in a forked process,
-  and the reply is how it ended and what it wrote.
-- ``serve``: the program is loaded once; every further line is a call of one of its functions.
+  and the reply is how it ended, followed by what it wrote.
+- ``serve``: the program is loaded once, in a forked process too; every further line is a call of one of its functions.
 - ``judge``: the line holds trusted test code, which calls the program's functions by lines of its own.
 """
 
@@ -20,11 +20,11 @@ from .wire import Channel
 
 
 def main() -> None:
-    channel = Channel(os.dup(0), os.dup(1))
+    channel = Channel(os.dup(0), os.dup(1), os.dup(2))
     nowhere = os.open(os.devnull, os.O_RDWR)
     request = channel.receive()
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)
-    hide()
+    hide(request["uid"])
     channel.send({"ready": True})
     {"stdio": run_tests, "serve": serve, "judge": judge}[request["mode"]](channel, request)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import math
 import os
+import resource
 import signal
 import sys
 import time
@@ -18,6 +20,7 @@ from contextlib import suppress
 
 from .confine import STARVED, allow_cpu, confine
 from .exchange import DETAIL_CHARS, Exchange, describe
+from .watch import EVERY_S, Watch
 from .wire import pack, unpack, write_whole
 
 TYPE_CHECKING = False
@@ -68,6 +71,7 @@ def open_standard_input() -> None:
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``."""
+    watch = Watch(request)
     while True:
         given = channel.receive()["stdin"].encode(errors="replace")
         stdin, stdout, stderr = (os.memfd_create(name) for name in ("stdin", "stdout", "stderr"))
@@ -82,19 +86,20 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
             for stream in (sys.stdin, sys.stdout, sys.stderr):
                 stream.reconfigure(encoding="utf-8", errors="replace")  # type: ignore[union-attr]
             open_standard_input()
-            confine(request["limits"], request["filter"], request["limits"]["cpu_s"])
+            confine(request, request["limits"]["cpu_s"])
             finish(request["prelude"], request["code"])
-        reply = wait(pid, request["limits"])
+        reply, written = wait(pid, request["limits"], watch), b""
         if reply["outcome"] == "ok":
-            reply["stdout"] = os.pread(stdout, os.fstat(stdout).st_size, 0).decode(errors="replace")
-        else:
+            written = os.pread(stdout, os.fstat(stdout).st_size, 0)
+            reply["stdout_bytes"] = len(written)
+        elif reply["outcome"] != "stopped":
             tail = os.pread(stderr, 4096, max(0, os.fstat(stderr).st_size - 4096)).decode(errors="replace")
             reply["detail"] = (tail.strip().splitlines() or [reply["detail"]])[-1][:DETAIL_CHARS]
             if reply["outcome"] == "error" and reply["detail"].startswith("MemoryError"):
                 reply["outcome"] = "memory"
         for fd in (stdin, stdout, stderr):
             os.close(fd)
-        channel.send(reply)
+        channel.send(reply, written)
 
 
 def finish(*sources: str) -> NoReturn:
@@ -125,35 +130,61 @@ def finish(*sources: str) -> NoReturn:
     os._exit(status)
 
 
-def wait(pid: int, limits: Mapping[str, Any]) -> dict[str, Any]:
-    """How the process ended, killed once it has slept for ``wall_s``: time kept from the processor does not count."""
-    late, start, slept, seen = False, time.monotonic(), 0.0, 0.0
-
-    def look(*_: object) -> None:
-        nonlocal late, slept, seen
-        with suppress(ProcessLookupError, OSError):  # it has just ended by itself
-            ran = time.clock_gettime((~pid << 3) | 2) - seen  # the processor time of another process
-            seen += ran
-            slept += _LOOK_S if ran < _LOOK_S / 20 else min(ran, _LOOK_S)
-            if slept >= limits["wall_s"] or time.monotonic() - start > STARVED * limits["wall_s"]:
-                late = True
-                os.kill(pid, signal.SIGKILL)
-
-    signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
-    _, status, used = os.wait4(pid, 0)
-    signal.setitimer(signal.ITIMER_REAL, 0)
+def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
+    """How the process ended, killed if it takes more time than ``wall_s`` or more than it may have."""
+    code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
-    code = os.waitstatus_to_exitcode(status)
-    if code == 0:
+    if why:
+        outcome, detail = "stopped", why
+    elif code == 0:
         outcome, detail = "ok", ""
-    elif late or code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
+    elif why is not None or code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
         outcome, detail = "timeout", f"stopped after {cpu_s:.1f} s of processor time"
     elif code < 0 and used.ru_maxrss * 1024 > limits["memory_bytes"] / 2:
         outcome, detail = "memory", f"ended by signal {-code}"
     else:
         outcome, detail = "error", f"ended by signal {-code}" if code < 0 else f"exit status {code}"
     return {"outcome": outcome, "detail": detail}
+
+
+def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resource.struct_rusage, str | None]:
+    """Exit code and use of a process; why it was killed, empty for its time, or None if it ended by itself.
+
+    Its time is over once it has slept for ``wall_s``: time kept from the processor does not count.
+    """
+    why: str | None = None
+    looking = False
+    start = looked = time.monotonic()
+    slept = seen = 0.0
+
+    def late() -> bool:
+        nonlocal looked, slept, seen
+        if (now := time.monotonic()) - looked < _LOOK_S:
+            return False
+        looked, ran = now, 0.0
+        with suppress(OSError):  # it has just ended by itself
+            ran = time.clock_gettime((~pid << 3) | 2) - seen  # the processor time of another process
+        seen += ran
+        slept += _LOOK_S if ran < _LOOK_S / 20 else min(ran, _LOOK_S)
+        return slept >= wall_s or now - start > STARVED * wall_s
+
+    def look(*_: object) -> None:
+        nonlocal why, looking
+        if looking:  # the alarm rings again while a look takes long
+            return
+        looking = True
+        if why is None:
+            why = "" if late() else watch.over(pid)
+        looking = False
+        if why is not None:
+            with suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, EVERY_S, EVERY_S)
+    _, status, used = os.wait4(pid, 0)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return os.waitstatus_to_exitcode(status), used, why
 
 
 class Program:
@@ -210,7 +241,13 @@ class Printed(io.StringIO):
 def serve(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``serve``: answer calls, of plain values or, with ``exchange``, of all that tests hand over."""
     limits = request["limits"]
-    confine(limits, request["filter"], limits["program_s"])
+    if pid := os.fork():
+        channel.close(but_errors=True)
+        code, _, why = reap(pid, Watch(request))
+        if why:
+            channel.complain(why)
+        os._exit(128 - code if code < 0 and not why else abs(code))
+    confine(request, limits["program_s"])
     allow_cpu(limits)
     printed = Printed()
     if request["exchange"]:

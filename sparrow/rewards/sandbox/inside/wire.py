@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+import sys
+from collections.abc import Hashable, Iterator, Mapping
 
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without typing: every program pays for the imports made here
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+# What a message of a program may hold, so that whoever reads it spends little: its bytes are bounded elsewhere.
+MOST_VALUES = 1 << 20
+MOST_CONTAINERS = 1 << 18
+MOST_STRINGS = 1 << 18
+MOST_DEPTH = 200
+MOST_DIGITS = 4300
+MOST_ALIKE = 32  # keys of one hash, each of which is compared with all others
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+_NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
@@ -41,7 +53,8 @@ def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     if isinstance(value, (bytes, bytearray)):
         return {"bytes": bytes(value).decode("latin-1")}
     if isinstance(value, complex):
-        return {"complex": [value.real, value.imag]}
+        plain = complex(value)  # not a subclass, whose parts could be anything
+        return {"complex": [plain.real, plain.imag]}
     if hasattr(value, "tolist"):  # arrays and their scalars
         return pack(value.tolist(), other)
     if isinstance(value, Iterator) or type(value).__name__ in (
@@ -63,7 +76,8 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
         return value
     ((kind, content),) = value.items()
     if kind == "dict":
-        return {unpack(key, other): unpack(item, other) for key, item in content}
+        keys = _spread([unpack(key, other) for key, _ in content])
+        return dict(zip(keys, (unpack(item, other) for _, item in content), strict=True))
     if kind == "bytes":
         return content.encode("latin-1")
     if kind == "complex":
@@ -72,28 +86,92 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
         if other is not None:
             return other(kind, content)
         raise ValueError(f"no type {kind!r} in the wire format")
-    return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](unpack(item, other) for item in content)
+    items = [unpack(item, other) for item in content]
+    return tuple(items) if kind == "tuple" else {"set": set, "frozenset": frozenset}[kind](_spread(items))
+
+
+def _spread(keys: list[Hashable]) -> list[Hashable]:
+    """The keys as they are. Raises ValueError: so many have one hash that a set of them would take forever."""
+    alike: dict[int, int] = {}
+    for key in keys:
+        found = hash(key)
+        alike[found] = alike.get(found, 0) + 1
+    if alike and max(alike.values()) > MOST_ALIKE:
+        raise ValueError(f"more than {MOST_ALIKE} keys have the same hash")
+    return keys
+
+
+def parse(line: bytes) -> dict[str, Any]:
+    """An object from a line of JSON that may be hostile: what reading it costs is bounded before it is read.
+
+    Raises ValueError: no JSON, no object, or one of too many values, containers, strings or digits, or nested too deep.
+    """
+    if (strings := (line.count(b'"') - line.count(b'\\"')) // 2) > MOST_STRINGS:
+        raise ValueError(f"{strings} strings are over the limit of {MOST_STRINGS}")
+    if _values(line) > MOST_VALUES or _containers(line) > MOST_DEPTH:
+        outside = _STRING.sub(b"0", line)
+        if (values := _values(outside)) > MOST_VALUES:
+            raise ValueError(f"{values} values are over the limit of {MOST_VALUES}")
+        if (containers := _containers(outside)) > MOST_CONTAINERS:
+            raise ValueError(f"{containers} containers are over the limit of {MOST_CONTAINERS}")
+        depth = deepest = 0
+        for bracket in outside.translate(None, _NO_BRACKETS):
+            depth += 1 if bracket in b"[{" else -1
+            deepest = max(deepest, depth)
+        if deepest > MOST_DEPTH:
+            raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
+    unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS  # what the interpreter itself refuses is cheaper
+    try:
+        found = json.loads(line, parse_int=_short_int if unlimited else None)
+    except ValueError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError("not an object")
+    return found
+
+
+def _values(line: bytes) -> int:
+    return line.count(b",") + line.count(b":") + 1
+
+
+def _containers(line: bytes) -> int:
+    return line.count(b"[") + line.count(b"{")
+
+
+def _short_int(digits: str) -> int:
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a number of {len(digits)} digits")
+    return int(digits)
 
 
 class Channel:
-    """Objects in lines of JSON over two file descriptors."""
+    """Objects in lines of JSON over two file descriptors, and a third for a last word."""
 
-    def __init__(self, read_fd: int, write_fd: int) -> None:
-        self._requests, self._write_fd = os.fdopen(read_fd, "rb"), write_fd
+    hostile = False  # whether what comes is a program's, and to be read as ``parse`` does
+
+    def __init__(self, read_fd: int, write_fd: int, error_fd: int) -> None:
+        self._requests, self._write_fd, self._error_fd = os.fdopen(read_fd, "rb"), write_fd, error_fd
 
     def receive(self) -> dict[str, Any]:
         """The next object; ends this process when there is none."""
         line = self._requests.readline()
         if not line:
             os._exit(0)
-        return json.loads(line)
+        return parse(line) if self.hostile else json.loads(line)
 
-    def send(self, message: dict[str, Any]) -> None:
-        write_whole(self._write_fd, json.dumps(message).encode() + b"\n")
+    def send(self, message: dict[str, Any], body: bytes = b"") -> None:
+        """One object, and bytes whose number it tells."""
+        write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
-    def close(self) -> None:
+    def complain(self, text: str) -> None:
+        """Leave a last word for whoever asks why this process has ended."""
+        write_whole(self._error_fd, text.encode(errors="replace"))
+
+    def close(self, but_errors: bool = False) -> None:
         self._requests.close()
         os.close(self._write_fd)
+        if not but_errors:
+            os.close(self._error_fd)
 
 
 def write_whole(fd: int, data: bytes) -> None:

@@ -1,0 +1,51 @@
+"""Removing what a program has left, whatever it has left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from contextlib import suppress
+
+_log = logging.getLogger(__name__)
+
+
+def remove(folder: str) -> None:
+    """Remove a folder in which no process works any more; what cannot be removed is named in a warning.
+
+    A program may have nested folders deeper than any path can name or recursion can follow, so a folder's folders are
+    moved to the top before it is removed.
+    """
+    number, mark = 0, secrets.token_hex(8)
+    pending = [folder]
+    while pending:
+        try:
+            with os.scandir(folder) as entries:
+                pending = [entry.path for entry in entries]
+            for path in pending:
+                if not _unlinked(path):
+                    os.chmod(path, 0o700)
+                    with os.scandir(path) as entries:
+                        inner = [entry.path for entry in entries]
+                    for below in inner:
+                        if not _unlinked(below):
+                            os.chmod(below, 0o700)  # a folder that is moved is written to
+                            os.rename(below, f"{folder}/{mark}-{number}")
+                            number += 1
+                    os.rmdir(path)
+        except FileNotFoundError:
+            break
+        except OSError as error:
+            _log.warning("a program left %s, which cannot be removed: %s", folder, error)
+            return
+    with suppress(FileNotFoundError):
+        os.rmdir(folder)
+
+
+def _unlinked(path: str) -> bool:
+    """Whether it was no folder, and is now gone."""
+    try:
+        os.unlink(path)
+    except IsADirectoryError:
+        return False
+    return True

@@ -1,0 +1,71 @@
+"""What no resource limit counts is counted from beside the program, several times a second: its files and its tasks."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+EVERY_S = 0.02
+_SHARE = 5  # a look that took long is followed by a pause of this many times as long
+
+
+class Watch:
+    """Looks after one program, from another process.
+
+    Args:
+        request: the harness's; ``folder`` in it is the program's own, which is a file system of its own if
+            ``own_files``; ``own_tasks`` says that the kernel bounds its tasks.
+    """
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._limits, self._folder = request["limits"], request["folder"]
+        self._own_files, self._count_tasks = request["own_files"], not request["own_tasks"]
+        self._next = 0.0
+
+    def over(self, pid: int) -> str | None:
+        """What the program has had too much of, None if nothing."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        found = self._files() or (self._tasks(pid) if self._count_tasks else None)
+        self._next = now + (time.monotonic() - now) * _SHARE
+        return found
+
+    def _files(self) -> str | None:
+        most = self._limits["files"]
+        if self._own_files:
+            system = os.statvfs(self._folder)
+            made = system.f_files - system.f_ffree - 1
+            return f"made more than {most} files and folders" if made > most else None
+        made, size, folders = 0, 0, [self._folder]
+        while folders:
+            try:
+                with os.scandir(folders.pop()) as entries:
+                    for entry in entries:
+                        made += 1
+                        if made > most:
+                            return f"made more than {most} files and folders"
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(entry.path)
+                        else:
+                            size += entry.stat(follow_symlinks=False).st_blocks * 512
+            except FileNotFoundError:  # the program has just removed it
+                continue
+            except OSError as error:  # a path too long for any call, or a folder that even its maker may not list
+                return f"made a folder that cannot be looked into: {error.strerror}"
+        most = self._limits["files_bytes"]
+        return f"wrote more than {most} bytes of files" if size > most else None
+
+    def _tasks(self, pid: int) -> str | None:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                tasks = int(file.read().rpartition(b")")[2].split()[17])
+        except OSError:  # it has ended, or there is no /proc here
+            return None
+        most = self._limits["tasks"]
+        return f"made more than {most} tasks" if tasks > most else None

@@ -1,0 +1,129 @@
+"""How a program is held: the command that starts a sandbox, and what it tells the harness inside.
+
+=================  ==========================================  ========================================  ==============
+                   ``bwrap``                                   ``session``                               ``none``
+=================  ==========================================  ========================================  ==============
+files              Python and system libraries, read-only;     the same, by Landlock; names, sizes and   **all of this
+                   a ``/tmp`` of its own                       times of other files can be seen          user's**
+network            none                                        no sockets (system call filter)           no sockets
+other processes    not visible, not reachable                  cannot be read, traced or signalled       **readable**
+starting others    refused (system call filter)                refused                                   refused
+environment        empty                                       empty                                     **the parent's
+                                                                                                         readable**
+=================  ==========================================  ========================================  ==============
+
+In all three: limits on processor time, wall time, memory, files, tasks and output.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from sparrow.rewards.sandbox.limits import Limits
+
+Held = Literal["bwrap", "session", "none"]
+
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
+               "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # fmt: skip
+
+_INSIDE = Path(__file__).with_name("inside")
+_count = itertools.count(random.randrange(1 << 24))
+
+
+@dataclass(frozen=True)
+class Wall:
+    """One way of holding programs."""
+
+    held: Held
+    own_user: bool = False  # bubblewrap of a privileged user, who gives each sandbox a user id that nobody else has
+
+    @property
+    def counted_by_kernel(self) -> bool:
+        """Whether the kernel bounds a program's tasks without counting others with them.
+
+        A user id of its own does that, and so does a user namespace since Linux 5.14, root's excepted.
+        """
+        release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+        return self.own_user or (self.held == "bwrap" and os.geteuid() != 0 and release >= (5, 14))
+
+    def command(self, limits: Limits) -> list[str]:
+        """What starts the harness."""
+        return _bwrap(limits, self.own_user) if self.held == "bwrap" else _python(str(_INSIDE.parent))
+
+    def request(self, folder: str) -> dict[str, Any]:
+        """What the harness must know of it; ``folder`` is the program's own."""
+        return {
+            "own_tasks": self.counted_by_kernel,
+            "own_files": self.held == "bwrap",
+            "folder": "/tmp" if self.held == "bwrap" else folder,
+            "uid": _user_id() if self.own_user else None,
+            "readable": [*_folders(), *_SYSTEM, *_CACHES] if self.held == "session" else None,
+        }
+
+
+_SYSTEM, _CACHES = ("/bin", "/sbin", "/lib", "/lib64"), ("/etc/ld.so.cache", "/etc/alternatives")
+
+
+def _folders() -> list[str]:
+    """Where Python and the libraries of the system are."""
+    installed = str(Path(sys.executable).resolve().parents[1])
+    return sorted({"/usr", sys.prefix, sys.base_prefix, sys.exec_prefix, installed})
+
+
+def _user_id() -> int:
+    """One that no user has and no other sandbox of this machine: as high as this process's user namespace goes."""
+    maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+    ids = max(int(first) + int(length) for first, _, length in maps)
+    room = min(1 << 30, ids // 2)
+    return min(ids, 1 << 31) - 2 - next(_count) % room
+
+
+def _bwrap(limits: Limits, own_user: bool) -> list[str]:
+    binary = shutil.which("bwrap") or "bwrap"
+    command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
+    if own_user:  # without a user namespace, in which root stays root to the kernel and no limit on tasks holds
+        command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+        command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--perms", "1777"]
+    else:
+        command += ["--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534"]
+    if _bwrap_sizes(binary):
+        command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
+    else:  # bubblewrap before 0.7 cannot bound a tmpfs: rather none that can be written
+        command += ["--dir", "/tmp", "--chdir", "/tmp"]
+    if own_user:  # what bubblewrap makes on the way to a folder is else for root alone
+        above = {str(parent) for path in (*_folders(), *_CACHES, "/sandbox/inside") for parent in Path(path).parents}
+        for parent in sorted(above - {"/", "/tmp"}):
+            command += ["--perms", "0755", "--dir", parent]
+    # After /tmp is private, since Python itself may lie there.
+    for folder in _folders():
+        command += ["--ro-bind", folder, folder]
+    for link in _SYSTEM:
+        if os.path.islink(link):
+            command += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            command += ["--ro-bind", link, link]
+    for path in _CACHES:
+        command += ["--ro-bind-try", path, path]
+    command += ["--ro-bind", str(_INSIDE), "/sandbox/inside", "--dev", "/dev", "--tmpfs", "/dev/pts"]
+    command += ["--remount-ro", "/dev/pts", "--remount-ro", "/dev", "--hostname", "sandbox", "--remount-ro", "/"]
+    return [*command, "--", *_python("/sandbox")]
+
+
+@cache
+def _bwrap_sizes(binary: str) -> bool:
+    return "--size" in subprocess.run([binary, "--help"], capture_output=True, text=True).stdout
+
+
+def _python(folder: str) -> list[str]:
+    """Python running the package ``inside`` of a folder, of which programs then find nothing on their path."""
+    start = f"import sys; sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
+    return [sys.executable, "-s", "-P", "-c", start]

@@ -1,0 +1,26 @@
+"""Every attack is held, in bubblewrap and in a session: see ``attacks.py`` for what that means."""
+
+import pytest
+from attacks import ATTACKS
+from harness import Rig, require
+
+
+@pytest.fixture(scope="module", params=["bwrap", "session"])
+def rig(request):
+    require(request.param)
+    with Rig(request.param) as rig:
+        yield rig
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=str)
+def test_an_attack_is_held(attack, rig):
+    assert rig.run(attack) is None
+
+
+def test_there_are_attacks_of_every_kind():
+    groups = {attack.group for attack in ATTACKS}
+    assert len(ATTACKS) >= 150 and len({str(attack) for attack in ATTACKS}) == len(ATTACKS)
+    assert groups == {
+        "other processes", "signals", "limits", "files", "clean-up", "network", "the kernel", "verdicts", "answers",
+        "answers to assertions", "outputs",
+    }  # fmt: skip
