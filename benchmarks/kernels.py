@@ -198,7 +198,7 @@ class Case:
 
 
 def launches(step: Launches, what: str) -> Callable[[], None]:
-    if what != "step" or not is_split(step):
+    if what != "step" or isinstance(step, cuda.Launches):
         return getattr(step, "attend" if what == "step" else what)
 
     def both() -> None:
@@ -206,11 +206,6 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
         step.attend()
 
     return both
-
-
-def is_split(step: Launches) -> bool:
-    """Whether ranking is a launch of its own."""
-    return isinstance(step, by_triton.Launches) and not step.config.fused
 
 
 def read_limit() -> float:
@@ -260,7 +255,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         step = case.step(None, 0)
         row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(step.config))
         row["step"] = case.time(None, "step")
-        if is_split(step):
+        if isinstance(step, by_triton.Launches):
             row["rank"], row["attend"] = case.time(None, "rank"), case.time(None, "attend")
         row["all_pages"] = case.time(None, "step", everything)
         dense = [case.time(c, "step", everything) for c in dense_configs()]
@@ -330,26 +325,25 @@ RANK_WARPS = [4, 8]
 SPLITS = [1, 2, 3, 4, 8, 16]
 
 
-def attending(tokens: int, warps: int, stages: int, resident: int, score: tuple[int, int] = (64, 2)) -> LaunchConfig:
+def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConfig:
     registers = min(255, 65536 // (32 * warps * resident) // 8 * 8)
-    return LaunchConfig(True, *score, 1, 4, tokens, stages, 256, warps, 2 * tokens, registers, 132 * resident)
+    return LaunchConfig(64, 2, 1, 4, tokens, stages, 256, warps, 2 * tokens, registers, 132 * resident)
 
 
 def dense_configs() -> list[LaunchConfig]:
     """What is tried to find the fastest dense kernel."""
-    fused = [attending(*attend) for attend in ATTEND[:4]]
-    return fused + [replace(c, fused=False, extra_programs=n) for c, n in zip(fused[1:], (392, 392, 128), strict=True)]
+    tried = [attending(*attend) for attend in ATTEND[:4]]
+    return tried + [replace(c, extra_programs=n) for c, n in zip(tried[1:], (392, 392, 128), strict=True)]
 
 
 def sweep_configs() -> dict[str, list[LaunchConfig]]:
-    fused = [attending(*attend, score) for attend, score in product(ATTEND, SCORE)]
+    tried = [attending(*attend) for attend in ATTEND]
     rank = [
-        replace(fused[0], fused=False, score_pages=p, score_stages=s, rank_splits=splits, rank_warps=warps)
+        replace(tried[0], score_pages=p, score_stages=s, rank_splits=splits, rank_warps=warps)
         for (p, s), warps, splits in product(SCORE, RANK_WARPS, SPLITS)
     ]
-    split = [attending(*attend) for attend in ATTEND]
-    attend = [replace(c, fused=False, extra_programs=132 * n // 8 * 8) for c, n in product(split, [1, 2, 3, 4, 6, 8])]
-    return dict(step=fused, rank=rank, attend=attend)
+    attend = [replace(c, extra_programs=132 * n // 8 * 8) for c, n in product(tried, [1, 2, 3, 4, 6, 8])]
+    return dict(rank=rank, attend=attend)
 
 
 def compile_share(share: int, workers: int, cases: Sequence[tuple[int, int, int, int]]) -> None:

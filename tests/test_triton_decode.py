@@ -43,11 +43,11 @@ from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 FP8 = torch.float8_e4m3fn
-FUSED = LaunchConfig(True, 16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)
-SPLIT = LaunchConfig(False, 16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
+ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
+THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
 CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
-TRITON = [pytest.param(FUSED, id="fused"), pytest.param(SPLIT, id="split")]
+TRITON = [pytest.param(ONE, id="one"), pytest.param(THREE, id="three")]
 PATHS = [*TRITON, *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS)]
 Config = LaunchConfig | cuda.CudaConfig | None
 LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
@@ -214,17 +214,17 @@ def test_rows_of_a_batch_have_their_own_length_and_budget(config):
 
 # G, D, P, pages per block, query dtype, cache dtype, cache layout, config
 SHAPES = [
-    (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", FUSED),
-    (2, 128, 16, 1, torch.bfloat16, torch.bfloat16, "2NHD", FUSED),
-    (2, 128, 16, 4, torch.bfloat16, FP8, "HN2D", SPLIT),
-    (3, 96, 8, 2, torch.float16, torch.float16, "2NHD", SPLIT),
-    (4, 80, 32, 1, torch.float16, torch.float16, "NH2D", FUSED),
-    (5, 64, 64, 1, torch.bfloat16, torch.bfloat16, "HN2D", SPLIT),
-    (7, 128, 8, 3, torch.float16, FP8, "NH2D", FUSED),
-    (8, 256, 16, 2, torch.bfloat16, torch.bfloat16, "HN2D", FUSED),
-    (16, 64, 32, 2, torch.float16, torch.float16, "2NHD", SPLIT),
-    (16, 80, 16, 1, torch.bfloat16, FP8, "2NHD", FUSED),
-    (1, 256, 64, 2, torch.float16, torch.float16, "NH2D", SPLIT),
+    (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", ONE),
+    (2, 128, 16, 1, torch.bfloat16, torch.bfloat16, "2NHD", ONE),
+    (2, 128, 16, 4, torch.bfloat16, FP8, "HN2D", THREE),
+    (3, 96, 8, 2, torch.float16, torch.float16, "2NHD", THREE),
+    (4, 80, 32, 1, torch.float16, torch.float16, "NH2D", ONE),
+    (5, 64, 64, 1, torch.bfloat16, torch.bfloat16, "HN2D", THREE),
+    (7, 128, 8, 3, torch.float16, FP8, "NH2D", ONE),
+    (8, 256, 16, 2, torch.bfloat16, torch.bfloat16, "HN2D", ONE),
+    (16, 64, 32, 2, torch.float16, torch.float16, "2NHD", THREE),
+    (16, 80, 16, 1, torch.bfloat16, FP8, "2NHD", ONE),
+    (1, 256, 64, 2, torch.float16, torch.float16, "NH2D", THREE),
     *(() if INTERPRETED else (
         (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", CUDA),
         (3, 128, 16, 4, torch.float16, torch.float16, "2NHD", CUDA),
@@ -317,7 +317,7 @@ def test_selection_is_exact_for_extreme_scores(config, scores):
         min_size=1, max_size=50,
     ),
     st.integers(0, 55),
-    st.sampled_from([FUSED, SPLIT] if INTERPRETED else [FUSED, SPLIT, CUDA]),
+    st.sampled_from([ONE, THREE] if INTERPRETED else [ONE, THREE, CUDA]),
 )  # fmt: skip
 def test_selection_is_exact(scores, top_k, config):
     check_selection(scores, top_k, config)
@@ -325,10 +325,10 @@ def test_selection_is_exact(scores, top_k, config):
 
 def test_a_full_budget_is_the_dense_result_bit_for_bit():
     case = make_case([333, 517], [ALL_PAGES, ALL_PAGES])
-    dense = run(case, FUSED)
+    dense = run(case, ONE)
     case.top_k[:] = torch.tensor([-(-333 // 16) - 3, -(-517 // 16) - 3])
-    assert torch.equal(run(case, FUSED), dense)
-    assert torch.equal(dense, run(replace(case, landmark_cache=torch.zeros_like(case.landmark_cache)), FUSED))
+    assert torch.equal(run(case, ONE), dense)
+    assert torch.equal(dense, run(replace(case, landmark_cache=torch.zeros_like(case.landmark_cache)), ONE))
 
 
 def small_parts(config: Config) -> Config:
@@ -358,7 +358,8 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
     tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     everything = torch.full_like(tokens, ALL_PAGES)
     plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
-    plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, 9, P, 1, 2, 64, 16, False)
+    resident = len(lengths) + target
+    plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, resident, P, 1, 2, 64, 16, False)
     entries, slots, largest = [entry[:4] for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
     assert all(entry[4:6] == [lengths[entry[0]], ALL_PAGES] for entry in plan.tolist() if entry[0] < len(lengths))
     work = [lengths[b] // of // P for b, _, of, _ in entries]
@@ -379,7 +380,7 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
 @pytest.mark.parametrize(
     "config, dtype",
     [
-        *((config, dtype) for config in (FUSED, SPLIT) for dtype in (torch.float16, torch.bfloat16, FP8)),
+        *((config, dtype) for config in (ONE, THREE) for dtype in (torch.float16, torch.bfloat16, FP8)),
         *((config, dtype) for config in CUDA_CONFIGS for dtype in (torch.float16, torch.bfloat16)),
     ],
 )
@@ -572,7 +573,7 @@ def test_long_sequences(config):
 @pytest.mark.gpu
 def test_a_captured_graph_follows_lengths_budgets_and_queries():
     case = make_case([700, 333, 48], [5, 4, 1])
-    for config in (FUSED, SPLIT, CUDA):
+    for config in (ONE, THREE, CUDA):
         workspace, out = make_workspace(case), torch.empty_like(case.q)
         batch = case.batch(out)
         decode(config, batch, workspace)
@@ -604,5 +605,5 @@ def test_addresses_beyond_two_gigaelements():
 
     marks = spread(case.landmark_cache)
     far = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache), landmark_cache=marks)
-    for config in (FUSED, SPLIT, CUDA):
+    for config in (ONE, THREE, CUDA):
         assert torch.equal(run(far, config), run(case, config))

@@ -31,27 +31,19 @@ def test_buffers_fit_and_tiles_suit_the_tensor_cores(rows, kv_heads, head_bytes,
     assert config.attend_stages >= 1 and config.score_stages >= 1
     assert 16 <= config.attend_tokens <= 128 and config.attend_tokens & (config.attend_tokens - 1) == 0
     assert 16 <= config.score_pages <= 128 and config.score_pages & (config.score_pages - 1) == 0
-    assert config.extra_programs == extra_programs(items, kv_heads, limits) > 0
+    assert config.extra_programs == extra_programs(items, kv_heads, limits.multiprocessors) > 0
     assert config.extra_programs % kv_heads == 0
     assert 1 <= config.rank_splits <= 16
     assert config.registers % 8 == 0 or config.registers == 255
 
 
 @pytest.mark.parametrize(
-    "items, fused, splits, extra",
-    [
-        (8, False, 16, 120),
-        (64, False, 2, 64),
-        (96, True, 1, 120),
-        (192, True, 1, 256),
-        (128, True, 1, 120),
-        (256, True, 1, 256),
-        (512, True, 1, 256),
-    ],
+    "items, splits, extra",
+    [(8, 16, 120), (64, 2, 64), (96, 1, 32), (128, 1, 8), (192, 1, 256), (256, 1, 256), (512, 1, 256)],
 )
-def test_small_batches_are_split_and_large_ones_fused(items, fused, splits, extra):
+def test_several_programs_rank_an_item_of_a_small_batch_and_long_rows_are_shared_out(items, splits, extra):
     config = choose(items, 8, 256, H200)
-    assert (config.fused, config.rank_splits, config.extra_programs) == (fused, splits, extra)
+    assert (config.rank_splits, config.extra_programs) == (splits, extra)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
@@ -82,7 +74,10 @@ def test_the_published_measurements_are_of_this_table():
 def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads):
     workspace = DecodeWorkspace(max_batch, kv_heads, 2, 64, 100, "cpu")
     for batch in range(1, max_batch + 1):
-        assert batch * kv_heads + extra_programs(batch * kv_heads, kv_heads, H200) <= workspace.partial.shape[0]
+        assert (
+            batch * kv_heads + extra_programs(batch * kv_heads, kv_heads, H200.multiprocessors)
+            <= workspace.partial.shape[0]
+        )
     assert workspace.rows.shape == (max_batch * kv_heads, 112)
     assert not workspace.counters.any()
     parts = workspace.partial.shape[0] * 2 * (64 + 2) * 4 + workspace.partial.shape[0] // kv_heads * 8 * 4

@@ -27,7 +27,7 @@ class Division:
     extra_programs: int  # for further parts of rows, besides one program for each item; a multiple of the kv heads
     resident_programs: int  # that run at once
     part_tokens: int  # kept tokens worth a program of their own
-    fused: bool  # a row's first program ranks its pages, and the others wait for it
+    ranks: bool  # a row's first program ranks its pages before, and the others wait for it
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
@@ -36,7 +36,7 @@ def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -
     plan_kernel[(1,)](
         batch.length_B, batch.top_k_B, workspace.plan, B, division.extra_programs // K,
         division.resident_programs // K, P=layout.page_size, SINK=layout.sink_pages, RECENT=layout.recent_pages,
-        MIN_PART=division.part_tokens, ROWS=max(128, triton.next_power_of_2(B)), FUSED=division.fused, num_warps=4,
+        MIN_PART=division.part_tokens, ROWS=max(128, triton.next_power_of_2(B)), RANKS=division.ranks, num_warps=4,
     )  # fmt: skip
 
 
@@ -53,24 +53,21 @@ def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.c
 def plan_kernel(
     length, top_k, plan, count, extra, resident,
     P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
-    FUSED: tl.constexpr,
+    RANKS: tl.constexpr,
 ):  # fmt: skip
     """Divides a batch: every row has one part or more, ``extra`` more in all, as small as that allows.
 
-    A fused launch leaves rows whole that are not longer than what each of ``resident`` entries would get or, unless
-    there is room for twice the rows, not much longer than the mean. The most work comes first, which in a fused launch
-    puts a row's first part, with the ranking, before its others; entries left over get row ``count``.
+    Rows stay whole that are not longer than what each of ``resident`` entries would get or, unless there is room for
+    twice the rows, not much longer than the mean. The most work comes first, and a row's first part before its others;
+    entries left over get row ``count``.
     """
     r = tl.arange(0, ROWS)
     length_R = tl.load(length + r, mask=r < count, other=0)
     top_k_R = tl.load(top_k + r, mask=r < count, other=0)
-    tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, FUSED)
+    tokens_R, ranking_R = _work(length_R, top_k_R, P, SINK, RECENT, RANKS)
     total = tl.sum(tokens_R)
-    smallest = MIN_PART
-    if FUSED:
-        whole = tl.where(2 * count <= resident, 0, total // count * 17 // 16)
-        smallest = tl.maximum(smallest, tl.maximum(whole, total // resident))
-    low = tl.maximum(smallest, total // (count + extra))
+    whole = tl.where(2 * count <= resident, 0, total // count * 17 // 16)
+    low = tl.maximum(tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident))
     high = tl.maximum(low, total // extra + 1)  # needs at most ``extra`` parts, whatever the lengths
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
@@ -85,7 +82,7 @@ def plan_kernel(
         s = begin + tl.arange(0, SIZES)
         length_S = tl.load(length + s, mask=s < count, other=0)
         top_k_S = tl.load(top_k + s, mask=s < count, other=0)
-        tokens_S, ranking_S = _work(length_S, top_k_S, P, SINK, RECENT, FUSED)
+        tokens_S, ranking_S = _work(length_S, top_k_S, P, SINK, RECENT, RANKS)
         more_S = tl.maximum(tokens_S - 1, 0) // size
         first_S, further_S = _order_of_work(tokens_S, ranking_S, more_S, s, P, ROWS)
         first_S = tl.where(s < count, first_S, -1)
@@ -105,10 +102,10 @@ def plan_kernel(
 
 
 @triton.jit
-def _work(length_R, top_k_R, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKED: tl.constexpr):
+def _work(length_R, top_k_R, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKS: tl.constexpr):
     """A row's kept tokens, and how many of these take as long to read as the landmarks that its first part ranks."""
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT)
-    return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKED, ranked // 2, 0)
+    return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
 
 
 @triton.jit

@@ -53,7 +53,7 @@ class CudaConfig:
         else:
             extra = min(2, self.resident) * multiprocessors - kv_heads
             resident = self.resident * multiprocessors
-        return Division(max(1, extra // kv_heads) * kv_heads, resident, self.part_pages * PAGE_SIZE, fused=True)
+        return Division(max(1, extra // kv_heads) * kv_heads, resident, self.part_pages * PAGE_SIZE, ranks=True)
 
 
 @cache

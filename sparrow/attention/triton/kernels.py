@@ -258,7 +258,10 @@ def rank_kernel(
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
     SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Several programs score the pages of an item; the last to finish selects."""
+    """Several programs score the pages of an item; the last to finish selects.
+
+    With ``rank_before_wait`` the launch before only stores the newest tokens, and ranking does not wait for it.
+    """
     if PDL:
         if rank_before_wait == 0:
             tl.extra.cuda.gdc_wait()
@@ -296,26 +299,19 @@ def rank_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "rank_before_wait"])
+@triton.jit(do_not_specialize=["count"])
 def attend_kernel(
-    q, k_cache, v_cache, landmarks, table, out, rows, partial, stats, ready, counters, plan, count, rank_before_wait,
-    stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
-    stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_out_row, stride_out_head, stride_rows,
-    scale_log2, v_scale,
+    q, k_cache, v_cache, table, out, rows, partial, stats, counters, plan, count,
+    stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_table, stride_out_row,
+    stride_out_head, stride_rows, scale_log2, v_scale,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
-    SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, TILE: tl.constexpr, FUSED: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
+    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Each program attends to one part of an item's kept tokens; ``FUSED``, the first part's ranks the item's pages
-    before, and the others wait for its list.
+    """Each program attends to one part of an item's kept tokens.
 
-    With ``rank_before_wait`` the launch before only stores the newest tokens, and ranking does not wait for it.
-    Parts do not wait forever: a first part waits for nobody and starts before its others, which never fill the device.
     The program that finishes an item's last part adds the parts in order: the result does not depend on timing.
     """
-    if PDL and FUSED and rank_before_wait == 0:
-        tl.extra.cuda.gdc_wait()
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY
     b = tl.load(entry)
@@ -326,40 +322,21 @@ def attend_kernel(
         at = b.to(tl.int64)
         head = (work % K).to(tl.int64)
         item = at * K + head
-        tokens_in_row = tl.load(entry + 4)
-        pages, ranked, budget, tokens = page_counts(tokens_in_row, tl.load(entry + 5), P, SINK, RECENT)
+        _pages, ranked, budget, tokens = page_counts(tl.load(entry + 4), tl.load(entry + 5), P, SINK, RECENT)
         q += at * stride_q_row + head * G * stride_q_head
         q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
         k_cache += head * stride_head
-        landmarks += head * stride_mark_head
         table += at * stride_table
         listed = budget < ranked
-        row = rows + item * stride_rows
-        ids = row.to(tl.pointer_type(tl.int32), bitcast=True)
-        if listed & FUSED:
-            if part == 0:
-                if budget > 0:
-                    _score(
-                        _mean_query(q, stride_q_head, G, D, DP), landmarks, table, row, SINK, SINK + ranked,
-                        stride_mark_block, stride_mark_page, D, DP, PER_BLOCK, SCORE_TILE, SCORE_STAGES,
-                    )  # fmt: skip
-                    tl.debug_barrier()
-                _select(table, row, pages, ranked, budget, SINK, PER_BLOCK, BLOCK)
-                tl.debug_barrier()
-                if parts > 1:
-                    tl.atomic_xchg(ready + item, 1, sem="release", scope="gpu")
-            else:
-                while tl.atomic_add(ready + item, 0, sem="acquire", scope="gpu") == 0:
-                    pass
-                tl.debug_barrier()
+        ids = (rows + item * stride_rows).to(tl.pointer_type(tl.int32), bitcast=True)
         size = ((tokens + parts - 1) // parts + P - 1) // P * P
         begin = part * size
         if PDL:
             tl.extra.cuda.gdc_wait()
         acc, total, maximum = _attend(
-            q_GD, tl.where(listed, ids, table), k_cache,
-            v_cache + head * stride_head, begin, tl.minimum(begin + size, tokens), listed,
-            stride_block, stride_token, scale_log2, GP, D, DP, P, PER_BLOCK, TILE, FP8,
+            q_GD, tl.where(listed, ids, table), k_cache, v_cache + head * stride_head,
+            begin, tl.minimum(begin + size, tokens), listed, stride_block, stride_token, scale_log2,
+            GP, D, DP, P, PER_BLOCK, TILE, FP8,
         )  # fmt: skip
         out += at * stride_out_row + head * G * stride_out_head
         if parts == 1:
@@ -374,8 +351,6 @@ def attend_kernel(
             tl.store(stats + own * 2 * G + g, maximum, mask=g < G)
             tl.store(stats + own * 2 * G + G + g, total, mask=g < G)
             if _arrives_last(counters + item, parts):
-                if FUSED:
-                    tl.store(ready + item, 0)
                 maximum = tl.full((GP,), -1e30, tl.float32)
                 total = tl.zeros((GP,), tl.float32)
                 acc = tl.zeros((GP, DP), tl.float32)
@@ -390,8 +365,3 @@ def attend_kernel(
                     acc = acc * shrink[:, None] + weight[:, None] * theirs
                     maximum = highest
                 _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
-        if (part == 0) & FUSED:
-            complete_page(
-                k_cache, landmarks, table, tokens_in_row,
-                stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
-            )  # fmt: skip

@@ -39,9 +39,8 @@ def run(
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
-    if not launches.config.fused:
-        launches.rank(rank_before_wait=reuse_plan)
-    launches.attend(rank_before_wait=reuse_plan)
+    launches.rank(rank_before_wait=reuse_plan)
+    launches.attend()
     return batch.out_BHD
 
 
@@ -57,8 +56,6 @@ class Launches:
         self.constants = dict(
             K=batch.kv_heads, G=batch.group, GP=16, D=D, DP=padded, P=layout.page_size,
             PER_BLOCK=batch.pages_per_block, SINK=layout.sink_pages, RECENT=layout.recent_pages,
-            BLOCK=max(16, triton.next_power_of_2(batch.max_pages)),
-            SCORE_TILE=self.config.score_pages, SCORE_STAGES=self.config.score_stages + 1,
         )  # fmt: skip
         # Launches begin while the one before ends, and wait for it on the device; before Hopper they cannot.
         overlap = _can_overlap(batch.q_BHD)
@@ -67,31 +64,29 @@ class Launches:
     def plan(self) -> None:
         """Divides the batch among the programs that attend; good for every layer with these lengths and budgets."""
         c = self.config
-        divide(
-            self.batch, self.workspace, Division(c.extra_programs, c.resident_programs, c.part_tokens, fused=c.fused)
-        )
+        division = Division(c.extra_programs, c.resident_programs, c.part_tokens, ranks=False)
+        divide(self.batch, self.workspace, division)
 
     def rank(self, rank_before_wait: bool = False) -> None:
-        """Before the attention, unless it is fused: fills the workspace's lists of kept pages."""
+        """Fills the workspace's lists of kept pages."""
         b, w, c = self.batch, self.workspace, self.config
         kernels.rank_kernel[(b.items, c.rank_splits)](
             b.q_BHD, b.k_cache, b.landmark_cache, b.block_table_BM, b.length_B, b.top_k_B, w.rows, w.counters[0],
             c.rank_splits, int(rank_before_wait), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3],
-            *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0), w.rows.stride(0), **self.constants,
-            **self.options, num_warps=c.rank_warps,
+            *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0), w.rows.stride(0),
+            BLOCK=max(16, triton.next_power_of_2(b.max_pages)), SCORE_TILE=c.score_pages,
+            SCORE_STAGES=c.score_stages + 1, **self.constants, **self.options, num_warps=c.rank_warps,
         )  # fmt: skip
 
-    def attend(self, rank_before_wait: bool = False) -> None:
-        """Attention over the kept pages, which a fused launch ranks itself."""
+    def attend(self) -> None:
+        """Attention over the kept pages."""
         b, w, c = self.batch, self.workspace, self.config
         kernels.attend_kernel[(b.items + c.extra_programs,)](
-            b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
-            *w.counters, w.plan, len(b.q_BHD), int(rank_before_wait), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3],
-            *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0), *b.out_BHD.stride()[:2], w.rows.stride(0),
-            b.scale * b.k_scale * math.log2(math.e), b.v_scale,
-            **self.constants, TILE=c.attend_tokens, FUSED=c.fused, FP8=b.k_cache.dtype == torch.float8_e4m3fn,
-            **self.options, num_warps=c.attend_warps,
-            num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
+            b.q_BHD, b.k_cache, b.v_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats, w.counters[1],
+            w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], b.block_table_BM.stride(0),
+            *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * b.k_scale * math.log2(math.e), b.v_scale,
+            TILE=c.attend_tokens, FP8=b.k_cache.dtype == torch.float8_e4m3fn, **self.constants, **self.options,
+            num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
             maxnreg=c.registers,
         )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Launch configurations for an H200, fitted to other devices' limits; ``benchmarks/kernels.py --tune`` sweeps them.
 
-Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) the table is a start within
-the device's limits and untested.
+Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are a start within the
+device's limits and untested.
 """
 
 from __future__ import annotations
@@ -17,26 +17,23 @@ from sparrow.attention.decode import DeviceLimits
 class LaunchConfig:
     """How one decode step is cut into programs."""
 
-    fused: bool  # one program ranks and attends for each item; else ranking and attention are two launches
     score_pages: int  # landmarks in a tile
     score_stages: int  # tiles of landmarks in flight
-    rank_splits: int  # programs that score the pages of an item (two launches only)
-    rank_warps: int  # warps of a ranking program (two launches only)
+    rank_splits: int  # programs that score the pages of an item
+    rank_warps: int  # warps of a ranking program
     attend_tokens: int  # tokens in a tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
     extra_programs: int  # that attend besides one for each item, a multiple of the kv heads
-    attend_warps: int  # warps of an attending program, and of a fused one
+    attend_warps: int  # warps of an attending program
     part_tokens: int  # kept tokens worth a program of their own
     registers: int  # most registers of an attending thread, so that enough programs fit side by side
     resident_programs: int  # attending programs that run at once
 
 
 @dataclass(frozen=True)
-class _Row:
-    """Tiles for heads of 256 bytes, up to so many items per multiprocessor; ``resident`` programs fit side by side."""
+class _Tiles:
+    """Tiles for heads of 256 bytes, and how many attending programs are to fit on a multiprocessor."""
 
-    items: float
-    fused: bool
     resident: int
     score_pages: int
     score_stages: int
@@ -45,35 +42,26 @@ class _Row:
 
 
 # Few programs need many bytes in flight each; many need to fit side by side.
-TABLE = (
-    _Row(0.5, False, 1, 128, 3, 128, 2),
-    _Row(1.0, True, 1, 128, 3, 128, 2),
-    _Row(1.5, True, 3, 128, 2, 64, 2),
-    _Row(2.0, True, 2, 128, 3, 64, 2),
-    _Row(3.0, True, 3, 128, 2, 64, 2),
-)
-# Beyond the table three programs of a kind fit side by side, or four of a smaller one: the fuller last wave decides.
-THREE, FOUR = TABLE[-1], _Row(math.inf, True, 4, 64, 2, 64, 1)
+ONE, THREE, FOUR = _Tiles(1, 128, 3, 128, 2), _Tiles(3, 128, 2, 64, 2), _Tiles(4, 64, 2, 64, 1)
 MAX_SPLITS = 16
 
 
-def _row(filled: float) -> _Row:
-    for row in TABLE:
-        if filled <= row.items:
-            return row
-    return FOUR if filled / 4 / math.ceil(filled / 4) > filled / 3 / math.ceil(filled / 3) else THREE
+def _tiles(items: int, multiprocessors: int) -> _Tiles:
+    filled = items / multiprocessors
+    if filled <= 1:
+        return ONE
+    return (
+        FOUR if filled / 4 / math.ceil(filled / 4) > filled / 3 / math.ceil(filled / 3) else THREE
+    )  # fuller last wave
 
 
-def extra_programs(items: int, kv_heads: int, limits: DeviceLimits) -> int:
-    """Programs for further parts of rows: as many as the items leave room for, where parts wait for nobody; in a fused
-    launch two per multiprocessor, but never so many that they fill the device: they may wait for others to start.
+def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
+    """Programs for further parts of rows: as many as the items leave room for or, where one each does not fit, two for
+    every multiprocessor.
 
     A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
     """
-    row = _row(items / limits.multiprocessors)
-    room = row.resident * limits.multiprocessors - items
-    if row.fused:
-        room = min(2, row.resident) * limits.multiprocessors - kv_heads
+    room = multiprocessors - items if items <= multiprocessors else 2 * multiprocessors - kv_heads
     return max(1, room // kv_heads) * kv_heads
 
 
@@ -83,23 +71,22 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
 
     It depends on shapes alone, so that a captured graph replays what it was captured with.
     """
-    row = _row(items / limits.multiprocessors)
-    tokens = max(16, min(128, row.attend_tokens * 256 // head_bytes))
+    tiles = _tiles(items, limits.multiprocessors)
+    tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
     # Tiles stop growing at 128 rows; heads narrower than that allows have more of them in flight.
-    more = max(1, min(2, 256 * row.attend_tokens // (head_bytes * tokens)))
+    more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
-        fused=row.fused,
-        score_pages=max(16, min(128, row.score_pages * 256 // head_bytes)),
-        score_stages=row.score_stages * more,
-        rank_splits=1 if row.fused else max(1, min(MAX_SPLITS, row.resident * limits.multiprocessors // items)),
+        score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),
+        score_stages=tiles.score_stages * more,
+        rank_splits=max(1, min(MAX_SPLITS, limits.multiprocessors // items)),
         rank_warps=4,
         attend_tokens=tokens,
-        attend_stages=row.attend_stages * more,
-        extra_programs=extra_programs(items, kv_heads, limits),
+        attend_stages=tiles.attend_stages * more,
+        extra_programs=extra_programs(items, kv_heads, limits.multiprocessors),
         attend_warps=4,
         part_tokens=tokens,
-        registers=min(255, 65536 // (128 * row.resident) // 8 * 8),
-        resident_programs=row.resident * limits.multiprocessors,
+        registers=min(255, 65536 // (128 * tiles.resident) // 8 * 8),
+        resident_programs=tiles.resident * limits.multiprocessors,
     )
     return _fit(config, head_bytes, limits)
 
