@@ -55,12 +55,15 @@ class Decoding:
         Args:
             value: ``"lossless"``; or anything that names a schedule (lossy; ``"dense"`` reads everything); or a
                 mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
-                ``draft_schedule``, ``draft_tokens`` and ``adapt_draft_tokens`` for lossless; or a ``Decoding``.
+                ``draft_schedule``, ``draft_tokens`` and ``adapt_draft_tokens`` for lossless; or a schedule or
+                ``Decoding`` itself.
 
         Raises ConfigError: an unknown mode or setting, or a schedule that cannot be read.
         """
         if isinstance(value, cls):
             return value
+        if isinstance(value, SparsitySchedule):
+            return cls.lossy(value)
         if isinstance(value, str) and value.strip().startswith("{"):
             try:
                 value = json.loads(value)

@@ -45,8 +45,8 @@ ALLOWED = {
     "model.scoring": [],
     "actor": ["model"],  # the old place of model.actor
     "engines.hf": ["engines.base", "mismatch", "mode", "model", "model.scoring", "rollout", "schedule"],
-    "vllm": ["attention", "attention.decode", "attention.triton", "mode", "schedule"],
-    "engines.vllm": ["engines.base", "mode", "rollout", "schedule", "vllm"],
+    "vllm": ["mismatch", "attention", "attention.decode", "attention.triton", "mode", "schedule"],
+    "engines.vllm": ["engines.base", "mismatch", "mode", "rollout", "schedule", "vllm"],
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "rollout", "tasks"],

@@ -8,7 +8,9 @@ Shapes: T drafts, N length bins, counted from length 0.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -56,6 +58,20 @@ class DraftAcceptance:
         counts = np.bincount(bins * BUCKETS + buckets, minlength=shape[0] * BUCKETS).reshape(shape)
         sums = np.bincount(bins, weights=values, minlength=shape[0]).astype(np.float64)
         return cls(bin_tokens, counts, sums)
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> DraftAcceptance:
+        """The inverse of ``to_dict``."""
+        counts = np.zeros((len(plain["sums"]), BUCKETS), np.int64)
+        for i, filled in enumerate(plain["counts"]):
+            for bucket, count in filled:
+                counts[i, bucket] = count
+        return cls(plain["bin_tokens"], counts, np.asarray(plain["sums"], np.float64))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types: for each bin, the buckets that are not empty."""
+        counts = [[[int(i), int(row[i])] for i in np.flatnonzero(row)] for row in self.counts]
+        return {"bin_tokens": self.bin_tokens, "counts": counts, "sums": self.sums.tolist()}
 
     def __add__(self, other: DraftAcceptance) -> DraftAcceptance:
         if not len(self.sums) or not len(other.sums):

@@ -38,8 +38,10 @@ def sparrow_counters(self: Any) -> dict[str, int]:
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
     """How the drafts of lossless mode fared since the last call; nothing to tell in other modes.
 
-    ``cycles``: dense passes by the number of tokens drafted after them. ``by_length``: see ``meter.Meter.settle``. It
-    is what drafts over a dense cache meet with: a lossy actor, whose own history is sparse, agrees less.
+    ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how many drafts
+    verification looked at, the mean of their acceptance and its 5th percentile. ``acceptance``: the same as counts, for
+    ``DraftAcceptance.from_dict``. All of it is for a dense history: a lossy actor reads what it wrote itself and agrees
+    less.
     """
     return _runtime(self).acceptance()
 

@@ -6,14 +6,16 @@ k drafts; V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-LEVELS = 1000
-"""Steps in which acceptance is told apart."""
+if TYPE_CHECKING:
+    from sparrow.mismatch.drafts import DraftAcceptance
+
+BUCKETS = 1000  # of ``sparrow.mismatch.drafts``, which is loaded only when somebody asks
 
 
 @triton.jit
@@ -80,6 +82,7 @@ class Meter:
     """How drafts fared, by length, on the device until somebody asks.
 
     A draft counts if all before it in its cycle were accepted: the others never were candidates for the response.
+    Greedy drafts are not counted: they have no distribution.
 
     Args:
         bin_tokens, max_length: tokens of a length bin and of the longest sequence.
@@ -88,11 +91,9 @@ class Meter:
 
     def __init__(self, bin_tokens: int, max_length: int, device: torch.device, temper: bool) -> None:
         self.bin_tokens, self.temper = bin_tokens, temper
-        bins = -(-max_length // bin_tokens) + 1
-        self._levels = torch.zeros(bins, LEVELS + 1, dtype=torch.int64, device=device)
-        self._mass = torch.zeros(bins, dtype=torch.float64, device=device)
-        self._judged = torch.zeros(bins, dtype=torch.int64, device=device)
-        self._accepted = torch.zeros(bins, dtype=torch.int64, device=device)
+        bins = max_length // bin_tokens + 1
+        self._counts = torch.zeros(bins, BUCKETS, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(
         self, target_TV: Tensor, draft_SkV: Tensor, first_B1: Tensor, position_T: Tensor, sequence_T: Tensor,
@@ -109,41 +110,23 @@ class Meter:
         T = len(position_T)
         row_T = torch.searchsorted(first_B1[1:].contiguous(), torch.arange(T, device=first_B1.device), right=True)
         drafts_T = (first_B1[1:] - first_B1[:-1])[row_T] - 1
-        judged_T = (place_T < drafts_T) & (place_T < sampled_B[row_T])
-        places_T = torch.where(judged_T, place_T, -1)
-        value_T = overlap(target_TV, draft_SkV, sequence_T, places_T, temperature_S, self.temper)
-        bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._mass) - 1).long()
-        ones_T = judged_T.long()
-        self._judged.index_add_(0, bin_T, ones_T)
-        self._accepted.index_add_(0, bin_T, ones_T * (place_T < sampled_B[row_T] - 1))
-        known_T = judged_T & ~value_T.isnan()
-        value_T = torch.where(known_T, value_T, 0.0)
-        self._mass.index_add_(0, bin_T, value_T.double())
-        level_T = (value_T * LEVELS).long().clamp(0, LEVELS)
-        flat_T = bin_T * (LEVELS + 1) + level_T
-        self._levels.view(-1).index_add_(0, flat_T, known_T.long())
+        is_judged_T = (place_T < drafts_T) & (place_T < sampled_B[row_T])
+        value_T = overlap(
+            target_TV, draft_SkV, sequence_T, torch.where(is_judged_T, place_T, -1), temperature_S, self.temper
+        )
+        is_known_T = ~value_T.isnan()
+        value_T = value_T.nan_to_num_(0.0)
+        bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
+        bucket_T = (value_T * BUCKETS).long().clamp(max=BUCKETS - 1)
+        self._counts.view(-1).index_add_(0, bin_T * BUCKETS + bucket_T, is_known_T.long())
+        self._sums.index_add_(0, bin_T, value_T.double())
 
-    def settle(self) -> list[dict[str, Any]]:
-        """What was counted since the last call, one entry for each length bin with drafts.
+    def settle(self) -> DraftAcceptance:
+        """What was counted since the last call."""
+        from sparrow.mismatch.drafts import DraftAcceptance
 
-        ``tokens`` from where to where; ``judged`` drafts, of which ``accepted``; ``mean`` and ``p5`` of their
-        acceptance (None if all were greedy), p5 to a thousandth.
-        """
-        counts = (self._levels, self._mass, self._judged, self._accepted)
-        levels, mass, judged, accepted = (x.to("cpu", copy=True) for x in counts)
-        for x in counts:
-            x.zero_()
-        found = []
-        for i in torch.nonzero(judged)[:, 0].tolist():
-            count = int(levels[i].sum())
-            below = int((levels[i].cumsum(0) < 0.05 * count).sum())
-            found.append(
-                {
-                    "tokens": [i * self.bin_tokens, (i + 1) * self.bin_tokens],
-                    "judged": int(judged[i]),
-                    "accepted": int(accepted[i]),
-                    "mean": float(mass[i]) / count if count else None,
-                    "p5": below / LEVELS if count else None,
-                }
-            )
-        return found
+        counts, sums = (x.to("cpu", copy=True).numpy() for x in (self._counts, self._sums))
+        self._counts.zero_()
+        self._sums.zero_()
+        bins = int(counts.sum(1).nonzero()[0].max(initial=-1)) + 1
+        return DraftAcceptance(self.bin_tokens, counts[:bins], sums[:bins])

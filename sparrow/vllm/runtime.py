@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,10 @@ class Runtime:
     def acceptance(self) -> dict[str, Any]:
         """How drafts fared since the last call; see ``control.sparrow_acceptance``."""
         cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
-        return {"cycles": cycles, "by_length": [] if self.meter is None else self.meter.settle()}
+        if self.meter is None:
+            return {"cycles": cycles}
+        drafts = self.meter.settle()
+        return {"cycles": cycles, "bins": [asdict(each) for each in drafts.bins()], "acceptance": drafts.to_dict()}
 
     def describe(self) -> dict[str, Any]:
         """What runs where, in plain types."""

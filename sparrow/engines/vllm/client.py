@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparrow.engines.base import Counters
 from sparrow.errors import SparrowError
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
 
@@ -33,6 +34,7 @@ class Client(ABC):
         self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
+        self._is_lossless = self._described[0].get("mode") == "lossless"  # older plugins do not say
         self._preempted = 0
         self.counters()  # forget what vLLM's own warm-up steps read
 
@@ -92,7 +94,12 @@ class Client(ABC):
                 "would have cached; give it more KV cache or lower max_num_seqs",
                 new,
             )
-        return Counters(tokens_read=read, tokens_held=held, preemptions=new)
+        if not self._is_lossless:
+            return Counters(tokens_read=read, tokens_held=held, preemptions=new)
+        # Every worker takes part in every draft and sees all of its logits.
+        drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
+        acceptance = DraftAcceptance.from_dict(self.rpc("sparrow_acceptance")[0]["acceptance"])
+        return Counters(read, held, new, drafted, accepted, emitted - accepted, acceptance)
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
+from sparrow.mode import Decoding
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, plugin
@@ -28,14 +29,15 @@ class VLLMEngine(Client):
 
     Args:
         model: directory or Hugging Face name of a checkpoint.
-        schedule: what the actor may read; ``set_schedule`` can change its page counts later, not its page layout.
+        schedule: what the actor may read, lossy, or how to decode; ``set_schedule`` can change its page counts later,
+            not its page layout.
         options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``, ``gpu_memory_utilization``,
             ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
     Raises ConfigError, UnsupportedModel: vLLM is missing or too old, or cannot decode this model under a schedule.
     """
 
-    def __init__(self, model: str, schedule: SparsitySchedule, **options: Any) -> None:
+    def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
         # vLLM reads this when an engine is made. The scheduler has to live here for tensors to be passed as they are.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
@@ -55,7 +57,7 @@ class VLLMEngine(Client):
             check_discoverable()
         self._has_memory = not current_platform.is_cpu()
         self._asleep = False
-        additional = {**options.pop("additional_config", {}), config.KEY: schedule.to_dict()}
+        additional = {**options.pop("additional_config", {}), config.KEY: Decoding.load(schedule).to_dict()}
         defaults: dict[str, Any] = dict(
             attention_backend="CUSTOM",
             additional_config=additional,

@@ -22,6 +22,7 @@ from torch import Tensor
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
+from sparrow.mode import Decoding
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
@@ -41,18 +42,26 @@ class VLLMServer(Client):
 
     Args:
         url: such as ``http://localhost:8000``.
-        schedule: what the actor may read; where its page counts differ from the server's, they are set at once.
+        schedule: what the actor may read, or how to decode; where page counts differ from the server's, they are set at
+            once. Whether it is lossless was settled when the server was started.
         leads: whether this client controls the server; of several processes that share it, one does.
 
     Raises EngineError: no server. ConfigError: one that does not run Sparrow or cannot be controlled.
     """
 
-    def __init__(self, url: str, schedule: SparsitySchedule, leads: bool = True) -> None:
+    def __init__(self, url: str, schedule: SparsitySchedule | Decoding, leads: bool = True) -> None:
         self._url = url.rstrip("/")
         self._leads = leads
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
-        if schedule != self.schedule:
-            self.set_schedule(schedule)
+        decoding = Decoding.load(schedule)
+        runs = self._described[0].get("mode", "lossy")
+        if (decoding.mode == "lossless") != self._is_lossless:
+            raise ConfigError(
+                f"the server at {self._url} runs in mode {runs!r}, not {decoding.mode!r}, and cannot change it; start "
+                f'it with --additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode {runs!r}'
+            )
+        if decoding.schedule != self.schedule:
+            self.set_schedule(decoding.schedule)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.
