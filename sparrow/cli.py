@@ -21,12 +21,14 @@ from pydantic import Field
 
 from sparrow import __version__, files
 from sparrow.errors import ConfigError, SparrowError
+from sparrow.mode import Mode
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, CountOrZero, NotNegative, Positive, Probability, Seed, Settings, Share
-from sparrow.train.config import TrainConfig
+from sparrow.train.config import DecodingOptions, TrainConfig
 
 if TYPE_CHECKING:
     from sparrow.engines.base import Engine, Scorer
+    from sparrow.mode import Decoding
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Train(TrainConfig):
     dataset: tuple[str, ...] = ()
     # What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file. auto starts
     # dense and follows the measured p5 so that it holds tau; auto:SCHEDULE starts from any of these, in its layout.
+    # With --rollout.mode lossless there is none.
     schedule: str = "dense"
     # What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port,
     # several of them with commas between.
@@ -54,6 +57,8 @@ class Demo(Settings):
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 12  # Training steps.
+    # lossy: under the schedule that comes with the reasoner. lossless: drafts read what that schedule says.
+    mode: Mode = "lossy"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +86,11 @@ class FromPrompts(Sampled):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measure(FromPrompts):
-    """Measure how far a model's sparse actor is from its dense policy, with error bars."""
+class Measure(DecodingOptions, FromPrompts):
+    """Measure how far a model's sparse actor is from its dense policy, with error bars; or how lossless drafts fare."""
 
-    schedule: str  # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
+    # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; none with --mode lossless.
+    schedule: str | None = None
     tau: Probability = 0.86  # The 5th percentile to compare with.
     out: str | None = None  # Write the whole report to this JSON file.
 
@@ -107,15 +113,16 @@ class Calibrate(FromPrompts):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(Sampled):
-    """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by side."""
+class Eval(DecodingOptions, Sampled):
+    """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by side, or in one mode."""
 
     # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
     benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
     out: str  # Folder for the samples; a second call goes on from those it finds there.
     # A function of your own that judges in place of the datasets' verifiers, module:function.
     reward: str | None = None
-    schedule: str | None = None  # Evaluate the sparse actor under this schedule too, beside the dense model.
+    # Evaluate the sparse actor under this schedule too, beside the dense model; with --mode lossy, that alone.
+    schedule: str | None = None
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     k: Count = 16  # Responses per problem.
     limit: Count = 64  # Problems per benchmark; a task has as many as are asked for.
@@ -266,7 +273,13 @@ def _known(recorded: Mapping[str, Any], settings: type) -> dict[str, Any]:
 
 def demo(command: Demo) -> None:
     folder, steps = resources.files("sparrow") / "reasoner", str(command.steps)
-    settings = ["--config", f"{folder}/demo.toml", "--schedule", f"{folder}/demo_schedule.json"]
+    table = f"{folder}/demo_schedule.json"
+    how = {
+        "dense": ["--rollout.mode", "dense"],
+        "lossy": ["--schedule", table],
+        "lossless": ["--rollout.mode", "lossless", "--rollout.draft-schedule", table, "--rollout.draft-tokens", "4"],
+    }
+    settings = ["--config", f"{folder}/demo.toml", *how[command.mode]]
     length = ["--seed", str(command.seed), "--steps", steps, "--save-every", steps]
     train(_parse(["train", *settings, *length, "--run-dir", command.run_dir]))
 
@@ -281,8 +294,8 @@ def train(command: Train) -> None:
     from sparrow.train.trainer import Trainer
 
     check_trackers(command.trackers)
-    start = re.fullmatch(r"auto(?::(.+))?", command.schedule)
-    schedule = SparsitySchedule.load((start[1] or "dense") if start else command.schedule)
+    decoding = command.rollout.decoding(command.schedule)
+    closed_loop = re.match(r"auto(:|$)", command.schedule) is not None
     files.check_folder(command.run_dir)
     # Schedulers, and launchers whose other process died, end a run this way: as good a reason to save as Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -295,10 +308,10 @@ def train(command: Train) -> None:
         shown.update(f"reading {command.task or ', '.join(command.dataset)}")
         task = load_problems(command.task, command.dataset, tokenizer, room, command.reward.function)
         shown.update(f"starting the engine {command.engine}")
-        engine = _start_engine(command, model, tokenizer, schedule)
+        engine = _start_engine(command, model, tokenizer, decoding)
     with Progress(command.steps, shown=main_process) as progress:
         try:
-            Trainer(command, model, tokenizer, task, engine, schedule, progress, start is not None).train()
+            Trainer(command, model, tokenizer, task, engine, decoding.schedule, progress, closed_loop).train()
         finally:
             engine.close()
     PartialState().destroy_process_group()
@@ -307,46 +320,54 @@ def train(command: Train) -> None:
         say(f"figures: sparrow report {command.run_dir}")
 
 
-def _start_engine(command: Train, model: Any, tokenizer: Any, schedule: SparsitySchedule) -> Engine:
+def _start_engine(command: Train, model: Any, tokenizer: Any, decoding: Decoding) -> Engine:
     from sparrow.loading import load_engine
     from sparrow.train.ranks import asked_to_shard
 
     # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
     own = command.distill.enabled or asked_to_shard()
     actor = copy.deepcopy(model) if own and command.engine == "hf" else model
-    return load_engine(command.engine, command.model, actor, tokenizer, schedule, command.optimizer.precision)
+    return load_engine(command.engine, command.model, actor, tokenizer, decoding, command.optimizer.precision)
 
 
 def measure(command: Measure) -> None:
     from sparrow.measure import measure, pool
     from sparrow.rollout import Sampling
-    from sparrow.terminal import print_mismatch, status
+    from sparrow.terminal import print_drafts, print_mismatch, status
 
-    schedule = SparsitySchedule.load(command.schedule)
+    if command.schedule is None and command.mode in (None, "lossy"):
+        raise ConfigError("say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense")
+    decoding = command.decoding(command.schedule)
+    schedule = decoding.schedule
     if command.out:
         files.check_file(command.out)
-    engine, scorer, prompts = _load_sampler(command, schedule)
+    engine, scorer, prompts = _load_sampler(command, decoding)
     sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
     with status(f"sampling and scoring {len(prompts)} responses"):
         found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
     engine.close()
+    drafts = counters.to_dict().get("drafts")
     print_mismatch(found, command.tau, counters.read_fraction)
+    if drafts:
+        print_drafts(drafts)
     if command.out:
-        files.write_text(Path(command.out), json.dumps(found.to_dict(), indent=1))
+        report = found.to_dict() | ({"drafts": drafts} if drafts else {})
+        files.write_text(Path(command.out), json.dumps(report, indent=1))
 
 
 def calibrate(command: Calibrate) -> None:
     from datetime import date
 
     from sparrow.measure import calibrate_engine
+    from sparrow.mode import Decoding
     from sparrow.rollout import Sampling
     from sparrow.terminal import CalibrationProgress, print_calibration
 
     layout = SparsitySchedule.load(command.layout)
     out = files.check_file(command.out)
     work = files.check_folder(out.with_name(out.name + ".work"))
-    engine, scorer, prompts = _load_sampler(command, layout)
+    engine, scorer, prompts = _load_sampler(command, Decoding.lossy(layout))
     source = {"model": command.model, "prompts": command.prompts or command.task, "temperature": command.temperature}
     with CalibrationProgress() as progress:
         found = calibrate_engine(
@@ -374,9 +395,11 @@ def evaluate(command: Eval) -> None:
     from sparrow.rollout import Sampling
     from sparrow.terminal import say, status
 
-    schedules = {"dense": SparsitySchedule.dense()}
-    if command.schedule is not None:
-        schedules[command.schedule] = SparsitySchedule.load(command.schedule)
+    decoding = command.decoding(command.schedule)
+    schedules = {command.schedule or decoding.mode: decoding.schedule}
+    if command.mode is None:
+        schedules = {"dense": SparsitySchedule.dense(), **schedules}
+        decoding = decoding.with_schedule(schedules["dense"])
     folder = files.check_folder(command.out)
     sampling = Sampling(command.max_new_tokens, command.temperature, top_n=0, seed=command.seed)
     results = []
@@ -387,7 +410,7 @@ def evaluate(command: Eval) -> None:
             name: load_benchmark(name, command.limit, tokenizer, room, command.reward) for name in command.benchmark
         }
         shown.update(f"starting the engine {command.engine}")
-        engine = load_engine(command.engine, command.model, model, tokenizer, schedules["dense"], command.precision)
+        engine = load_engine(command.engine, command.model, model, tokenizer, decoding, command.precision)
         made_by = {
             "model": command.model, "weights": weights_digest(model), "engine": command.engine,
             "precision": command.precision, "reward": command.reward,
@@ -396,7 +419,9 @@ def evaluate(command: Eval) -> None:
             for label, schedule in schedules.items():
                 shown.update(f"{name}, {label}")
                 engine.set_schedule(schedule)
-                source = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
+                source: dict[str, Any] = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
+                if decoding.mode == "lossless":
+                    source |= {"draft_tokens": decoding.draft_tokens, "adapt": decoding.adapt_draft_tokens}
                 results.append(
                     run_benchmark(engine, tokenizer, problems, sampling, command.k, folder, name, label, source)
                 )
@@ -444,7 +469,7 @@ def report(command: Report) -> None:
     say(f"wrote {drawn}")
 
 
-def _load_sampler(command: FromPrompts, schedule: SparsitySchedule) -> tuple[Engine, Scorer, list[list[int]]]:
+def _load_sampler(command: FromPrompts, decoding: Decoding) -> tuple[Engine, Scorer, list[list[int]]]:
     """An engine that samples as the command says, transformers to score, and the prompts as token ids."""
     from sparrow.loading import encode_prompts, load_engine, load_model, load_scorer, prompt_room, read_prompts
     from sparrow.terminal import status
@@ -454,7 +479,7 @@ def _load_sampler(command: FromPrompts, schedule: SparsitySchedule) -> tuple[Eng
         model, tokenizer = load_model(command.model, command.precision)
         room = prompt_room(model, command.engine, command.max_new_tokens)
         prompts = encode_prompts(named, command.count, tokenizer, room)
-        loaded = model, tokenizer, schedule, command.precision
+        loaded = model, tokenizer, decoding, command.precision
         scorer = load_scorer(*loaded)
         shown.update(f"starting the engine {command.engine}")
         engine = scorer if command.engine == "hf" else load_engine(command.engine, command.model, *loaded)

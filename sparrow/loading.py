@@ -28,8 +28,8 @@ from transformers.utils.logging import disable_progress_bar
 from sparrow.engines import hf
 from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, place
+from sparrow.mode import Decoding
 from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
-from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, Settings
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
 from sparrow.tasks.base import TASKS, draw, make_task
@@ -290,7 +290,7 @@ def load_engine(
     name: str,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    schedule: SparsitySchedule,
+    decoding: Decoding,
     precision: Literal["fp32", "bf16"],
 ) -> Engine:
     """``hf`` on ``model``; ``vllm`` with options of ``vllm.LLM``, on the model's ``name``; or vLLM servers' addresses.
@@ -303,24 +303,24 @@ def load_engine(
         rank, urls = PartialState().process_index, spec.split(",")
         if len(urls) > PartialState().num_processes:
             raise ConfigError(f"{len(urls)} vLLM servers for {PartialState().num_processes} processes; give one each")
-        return VLLMServer(urls[rank % len(urls)], schedule, leads=rank < len(urls))
+        return VLLMServer(urls[rank % len(urls)], decoding, leads=rank < len(urls))
     kind, options = parse_spec(spec)
     if kind == "vllm":
         from sparrow.engines.vllm import VLLMEngine
 
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-        return VLLMEngine(_model_path(name), schedule, dtype=dtype, **options)
+        return VLLMEngine(_model_path(name), decoding, dtype=dtype, **options)
     if kind != "hf" or options:
         raise ConfigError(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port")
-    return load_scorer(model, tokenizer, schedule, precision)
+    return load_scorer(model, tokenizer, decoding, precision)
 
 
 def load_scorer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    schedule: SparsitySchedule,
+    decoding: Decoding,
     precision: Literal["fp32", "bf16"],
 ) -> hf.HFEngine:
-    """transformers on ``model``, which scores under any schedule, and samples under ``schedule``."""
+    """transformers on ``model``, which scores under any schedule, and samples by ``decoding``."""
     autocast = torch.bfloat16 if precision == "bf16" else None
-    return hf.HFEngine(model, schedule, hf.eos_ids(model, tokenizer), autocast=autocast)
+    return hf.HFEngine(model, decoding, hf.eos_ids(model, tokenizer), autocast=autocast)

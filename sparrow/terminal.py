@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -174,6 +174,22 @@ def print_mismatch(found: MismatchReport, tau: float, read_fraction: float) -> N
     if tail := found.beta_tail:
         fit = f"Beta({tail.a:.2f}, {tail.b:.2f}), KS {tail.ks:.3f}"
         Console().print(f"tail below {tail.cut}: {tail.fraction_in_tail:.1%} of tokens, {fit}")
+
+
+def print_drafts(found: Mapping[str, Any]) -> None:
+    """How lossless drafts fared; ``found`` as ``Counters.to_dict`` has it."""
+    _print_columns(
+        f"drafts by exact acceptance, {found['drafted']} drafted",
+        ("length", "drafts", "mean", "p5"),
+        [
+            (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
+            for b in found.get("bins", ())
+        ],
+    )
+    Console().print(
+        f"{found['tokens_per_cycle']:.2f} tokens a cycle, {found['drafts_per_token']:.2f} drafts a token; drafts have "
+        "a dense history, which a lossy actor does not"
+    )
 
 
 def print_calibration(found: Calibration, target: float, out: Path) -> None:

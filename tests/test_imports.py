@@ -54,12 +54,14 @@ ALLOWED = {
     "report": ["mismatch", "run", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
     "train": [
-        "engines.base", "measure", "mismatch", "model.scoring", "rewards", "rollout", "run", "schedule", "settings",
-        "tasks", "train.distill",
+        "engines.base", "measure", "mismatch", "mode", "model.scoring", "rewards", "rollout", "run", "schedule",
+        "settings", "tasks", "train.distill",
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": ["engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],
-    "loading": ["engines", "engines.base", "engines.hf", "engines.vllm", "rewards", "schedule", "settings", "tasks"],
+    "loading": [
+        "engines", "engines.base", "engines.hf", "engines.vllm", "mode", "rewards", "schedule", "settings", "tasks",
+    ],
     "cli": EVERYTHING,
     "__main__": ["cli"],
 }  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 from test_trainer import SCHEDULE, make_trainer, metrics_of
 
 from sparrow.engines.vllm import VLLMServer, server
-from sparrow.errors import EngineError
+from sparrow.errors import ConfigError, EngineError
+from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 
 
@@ -109,6 +110,12 @@ def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
         return client.generate([[1], [2]], SAMPLING)
 
     assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
+
+
+def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
+    url, _ = pretender
+    with pytest.raises(ConfigError, match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config"):
+        VLLMServer(url, Decoding.lossless(SCHEDULE))
 
 
 def test_of_several_clients_one_leads(pretender):

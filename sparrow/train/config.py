@@ -5,12 +5,15 @@ The comment beside or above a field is its help text on the command line. A valu
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Final, Literal
 
 import tyro
 from pydantic import Field
 
+from sparrow.errors import ConfigError
+from sparrow.mode import DRAFT_TOKENS, Decoding, Mode
 from sparrow.settings import (
     Count,
     CountOrZero,
@@ -67,9 +70,57 @@ class LossConfig(Settings):
     max_log_ratio: Positive = 20.0  # Training stops if |log pi_theta - log p_old| of any token exceeds this.
 
 
+@dataclass(frozen=True, kw_only=True)
+class DecodingOptions(Settings):
+    """How an engine decodes, where a command chooses one."""
+
+    # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples are the sparse
+    # actor's. lossless: sparse steps draft, a dense step verifies, and samples are the dense policy's; this needs no
+    # schedule. Unset: lossy under a schedule, else dense.
+    mode: Mode | None = None
+    # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer at any length.
+    draft_schedule: str | None = None
+    draft_tokens: Count = DRAFT_TOKENS  # Lossless: the most tokens drafted before each verification.
+    # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included; else always as many.
+    adapt_draft_tokens: bool = True
+
+    def decoding(self, schedule: str | None) -> Decoding:
+        """What these options and ``--schedule`` say together; None or ``dense`` is no schedule.
+
+        Raises ConfigError: they contradict each other, or a schedule cannot be read.
+        """
+        chosen = None if schedule == "dense" else schedule
+        start = re.fullmatch(r"auto(?::(.+))?", chosen or "")
+        if self.mode == "lossless":
+            if start:
+                raise ConfigError(
+                    f"schedule is {schedule!r}, but auto moves pages to hold the actor's p5, and lossless samples are "
+                    "the dense policy's whatever drafts read; leave schedule out"
+                )
+            if chosen:
+                raise ConfigError(
+                    f"schedule is {schedule!r}, but lossless samples are the dense policy's whatever drafts read; "
+                    "leave schedule out, or give it as draft_schedule if drafts are to read that"
+                )
+            draft = {} if self.draft_schedule is None else {"draft_schedule": self.draft_schedule}
+            return Decoding.lossless(
+                **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens
+            )
+        unused = DecodingOptions()
+        for name in ("draft_schedule", "draft_tokens", "adapt_draft_tokens"):
+            require(self, name, getattr(self, name) == getattr(unused, name), "left out unless mode is lossless")
+        if self.mode == "dense" and chosen:
+            raise ConfigError(f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out")
+        if self.mode == "lossy" and not chosen:
+            raise ConfigError(
+                "mode is 'lossy', which needs a schedule, such as qwen3-4b-0.86; give one, or use mode lossless"
+            )
+        return Decoding.lossy((start[1] or "dense") if start else chosen or "dense")
+
+
 @dataclass(frozen=True)
-class RolloutConfig(Settings):
-    """What is sampled each step."""
+class RolloutConfig(DecodingOptions):
+    """What is sampled each step, and how."""
 
     prompts: Count = 16  # Prompts per step, over all processes.
     samples: Count = 8  # Responses per prompt.
@@ -178,6 +229,11 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        lossless = self.rollout.mode == "lossless"
+        apart = not (lossless and self.distill.enabled)
+        require(self.distill, "enabled", apart, "off with lossless rollouts: the actor's adapter would verify too")
+        moves = not (lossless and self.guard.action == "raise")
+        require(self.guard, "action", moves, "warn or stop with lossless rollouts, which more pages do not change")
         guarded = self.guard.action != "raise" or not self.distill.step_down
         require(self.guard, "action", guarded, "warn or stop where distill.step_down moves the schedule")
         rollout, window = self.rollout, self.reward.overlong_window
