@@ -71,6 +71,24 @@ def timed(bench: Bench, lengths: list[int], steps: int, seconds: float) -> dict[
     }
 
 
+def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) -> None:
+    """Kernels of some cycles, in us per cycle and launches per cycle, the longest first."""
+    bench.start([length - 64] * batch, [MARGIN] * batch, None)
+    for _ in range(SETTLE):
+        bench.llm.llm_engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        for _ in range(cycles):
+            bench.llm.llm_engine.step()
+        torch.cuda.synchronize()
+    bench.llm.llm_engine.abort_request([str(i) for i in range(bench._served - batch + 1, bench._served + 1)])
+    while bench.llm.llm_engine.has_unfinished_requests():
+        bench.llm.llm_engine.step()
+    rows = sorted(recorded.key_averages(), key=lambda r: -r.self_device_time_total)[:60]
+    lines = [f"{r.self_device_time_total / cycles:9.1f} us {r.count / cycles:7.1f} x  {r.key[:120]}" for r in rows]
+    text.write_text("\n".join(lines) + "\n")
+
+
 def measure(arguments: argparse.Namespace) -> None:
     out, rows, began = Path(arguments.out), [], time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -102,6 +120,10 @@ def measure(arguments: argparse.Namespace) -> None:
             print(f"{time.monotonic() - began:6.1f} s  {json.dumps(row)}", flush=True)
 
         print(f"{time.monotonic() - began:6.1f} s  started, {found['kv_tokens']} tokens of KV cache", flush=True)
+        if arguments.profile and decoding is not None:
+            scheduler(bench).draft_length.choose = lambda *_: k
+            runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(arguments.rates[0])
+            profile(bench, 64, 15000, out.with_suffix(".txt"))
         points = [tuple(map(int, p.split("x"))) for p in arguments.points] or POINTS[arguments.shape]
         for batch, length in points:
             if decoding is None:
@@ -143,6 +165,7 @@ def main() -> None:
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.95, 0.9], help="synthetic acceptance of a draft")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--profile", action="store_true", help="kernels of the cycles at 64 x 15000, beside --out")
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
-from statistics import median
+from statistics import mean
 
-PROBES = 2
-"""Cycles in which a number of drafts is tried where nothing is known of it."""
+PROBES = 4
+"""Cycles timed of a number of drafts before anything is concluded."""
 TRY_AGAIN = 1000
 """Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
 HOPELESS = 0.9
-"""A number of drafts predicted below this share of the best speed is not tried."""
+"""A number of drafts predicted below this share of the best speed, or below it at the length before, is not tried."""
 PRIOR = (9.0, 10.0)
 """Drafts accepted and judged before any was seen."""
 FORGET = 0.98
@@ -62,7 +62,7 @@ class DraftLength:
                     seconds.pop(drafts, None)
         choice = next((k for k in self.choices if len(seconds.get(k, ())) < PROBES and self._is_worth(key, k)), None)
         if choice is None:
-            speed = {k: self._speed(key, k, median(of)) for k, of in seconds.items() if of}
+            speed = self._speeds(key)
             best = max(speed, key=speed.__getitem__)
             current = self._in_use.get(key, best)
             choice = best if speed[best] > (1 + MARGIN) * speed.get(current, 0.0) else current
@@ -77,7 +77,7 @@ class DraftLength:
             seconds: of the drafts and their verification.
             accepted, judged: drafts accepted, and drafts up to the first rejected one of each sequence.
         """
-        self._seconds[_step(rows), _step(length)].setdefault(drafts, deque(maxlen=9)).append(seconds)
+        self._seconds[_step(rows), _step(length)].setdefault(drafts, deque(maxlen=12)).append(seconds)
         if judged:
             verdicts = self._verdicts.setdefault(_step(length), list(PRIOR))
             for i, count in enumerate((accepted, judged)):
@@ -87,18 +87,34 @@ class DraftLength:
         """What was settled on, by sequences and mean length (rounded to the steps told apart)."""
         return {f"{2 ** (b / 2):.0f} x {2 ** (n / 2):.0f}": k for (b, n), k in sorted(self._in_use.items())}
 
+    def _speeds(self, key: tuple[int, int]) -> dict[int, float]:
+        """Tokens per second of a sequence with each number of drafts timed often enough."""
+        return {k: self._speed(key, k, _typical(of)) for k, of in self._seconds[key].items() if len(of) >= PROBES}
+
     def _speed(self, key: tuple[int, int], drafts: int, seconds: float) -> float:
         return tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
 
     def _is_worth(self, key: tuple[int, int], drafts: int) -> bool:
-        """Whether to try so many drafts: not where a straight line through the times known already rules it out."""
-        known = {k: median(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
-        if len(known) < 2 or drafts in known:
+        """Whether to time so many drafts: not where a little shorter sequences, or fewer drafts, have ruled it out."""
+        if len(self._seconds[key].get(drafts, ())) > 0:
+            return True
+        shorter = self._speeds((key[0], key[1] - 1)) if (key[0], key[1] - 1) in self._seconds else {}
+        if drafts in shorter and shorter[drafts] < HOPELESS * max(shorter.values()):
+            return False
+        known = {k: _typical(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
+        if any(k not in known for k in self.choices if k < drafts):
+            return False  # fewer were ruled out
+        if len(known) < 2:
             return True
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
-        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)
-        best = max(self._speed(key, k, seconds) for k, seconds in known.items())
-        return predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * best
+        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # time grows by as much with every draft
+        return predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * max(self._speeds(key).values())
+
+
+def _typical(seconds: Iterable[float]) -> float:
+    """The mean without the slowest quarter, in which something else took time."""
+    ordered = sorted(seconds)
+    return mean(ordered[: max(1, (3 * len(ordered)) // 4)])
 
 
 def _step(value: float) -> int:

@@ -18,9 +18,9 @@ DEFAULT_ROWS = 256
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """Numbers of drafts that a cycle may have: always as many, or none, half, and all."""
+    """Numbers of drafts that a cycle may have: always as many, or none, a third, two thirds, and all."""
     k = decoding.draft_tokens
-    return tuple(sorted({0, (k + 1) // 2, k})) if decoding.adapt_draft_tokens else (k,)
+    return tuple(sorted({round(k * part / 3) for part in range(4)})) if decoding.adapt_draft_tokens else (k,)
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:

@@ -22,7 +22,8 @@ class LosslessScheduler(AsyncScheduler):
         self.draft_length = DraftLength(set(self.dynamic_sd_lookup[1:]))
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
-        self._last: tuple[float, int] | None = None  # when the step before this one ended, and its sequences
+        # When the step before this one ended, its sequences, and how many drafts each had.
+        self._last: tuple[float, int, int] | None = None
         self._said: dict[str, int] = {}
         self._logger = init_logger("vllm.sparrow")
 
@@ -38,7 +39,7 @@ class LosslessScheduler(AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Note how long a step took, if all its sequences had the same number of drafts, as in the step before."""
+        """Note how long a step took, if all its sequences had the same number of drafts, as they had before."""
         now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
         last, self._last = self._last, None
         counts = set(scheduled.num_scheduled_tokens.values())
@@ -50,8 +51,8 @@ class LosslessScheduler(AsyncScheduler):
             return
         if drafts and len(drafted) != rows:
             return
-        self._last = (now, rows)
-        if last is None or last[1] != rows:
+        self._last = (now, rows, drafts)
+        if last is None or last[1:] != (rows, drafts):
             return
         emitted = [len(tokens) for tokens in sampled]
         if min(emitted) == 0:
