@@ -1,7 +1,7 @@
 """A place for untrusted programs, which it bounds in what they can reach, spend and say."""
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation
-from sparrow.rewards.sandbox.child import ChildEndedError, ChildTimeoutError
+from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 from sparrow.rewards.sandbox.inside.confine import STARVED
 from sparrow.rewards.sandbox.inside.wire import pack, unpack
 from sparrow.rewards.sandbox.limits import Limits

@@ -1,0 +1,191 @@
+"""What is counted beside a program, what the kernel counts, what is removed after it, and starting again."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from attacks import ATTACKS
+
+from sparrow.errors import RewardError
+from sparrow.rewards import CodeVerifier, Limits, sandbox
+from sparrow.rewards.sandbox import Sandbox, box, files, walls
+from sparrow.rewards.sandbox.inside.watch import Watch
+from sparrow.rewards.sandbox.walls import Wall
+
+FOLDER = Path(sandbox.__file__).parent
+ONE = {"inputs": ["1"], "outputs": ["1"]}
+CALL = {"fn_name": "f", "inputs": [[1]], "outputs": [1]}
+
+
+def request(folder, **limits):
+    whole = {"files": 5, "files_bytes": 1 << 20, "tasks": 3, **limits}
+    return {"limits": whole, "folder": str(folder), "own_files": False, "own_tasks": False}
+
+
+def test_files_folders_and_links_are_counted_at_any_depth(tmp_path):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "c").symlink_to("/")
+    (tmp_path / "d").write_text("x")
+    assert Watch(request(tmp_path, files=4)).over(os.getpid()) is None
+    assert Watch(request(tmp_path, files=3)).over(os.getpid()) == "made more than 3 files and folders"
+
+
+def test_bytes_are_counted_as_the_disk_does(tmp_path):
+    with open(tmp_path / "hole", "wb") as file:
+        file.truncate(1 << 30)
+    assert Watch(request(tmp_path)).over(os.getpid()) is None
+    (tmp_path / "full").write_bytes(bytes(range(256)) * 8192)
+    os.sync()
+    assert Watch(request(tmp_path)).over(os.getpid()) == "wrote more than 1048576 bytes of files"
+
+
+def test_threads_are_counted(tmp_path):
+    stop = threading.Event()
+    threads = [threading.Thread(target=stop.wait) for _ in range(3)]
+    have = len(os.listdir("/proc/self/task"))
+    for thread in threads:
+        thread.start()
+    try:
+        assert Watch(request(tmp_path, tasks=have + 3)).over(os.getpid()) is None
+        assert Watch(request(tmp_path, tasks=have + 2)).over(os.getpid()) == f"made more than {have + 2} tasks"
+    finally:
+        stop.set()
+    assert Watch(request(tmp_path)).over(2**22 + 1) is None  # a process that has ended
+
+
+def test_a_look_that_took_long_is_followed_by_a_pause(tmp_path, monkeypatch):
+    watch = Watch(request(tmp_path))
+    looks = []
+    monkeypatch.setattr(watch, "_files", lambda: looks.append(time.sleep(0.05)))
+    for _ in range(20):
+        watch.over(os.getpid())
+        time.sleep(0.005)
+    assert len(looks) == 1
+
+
+THREADS = """
+import threading, time
+threading.stack_size(65536)
+threads = [threading.Thread(target=time.sleep, args=(0.5,)) for _ in range({})]
+for thread in threads: thread.start()
+time.sleep(0.2)
+"""
+
+
+@pytest.mark.parametrize("tests", [ONE, CALL], ids=["stdio", "call"])
+def test_a_program_has_the_tasks_and_files_that_it_is_given(tests, mode):
+    tail = "print(1)" if tests is ONE else "def f(x): return x"
+    verifier = CodeVerifier(Limits(tasks=20, files=30), mode)
+    assert verifier.judge(THREADS.format(15) + tail, tests).passed
+    over = verifier.judge(THREADS.format(60) + tail, tests)
+    assert over.verdicts == ("error",)
+    assert over.detail in ("RuntimeError: can't start new thread", "made more than 20 tasks")
+    some = "for i in range({}): open(str(i), 'w').close()\nimport time; time.sleep(0.3)\n"
+    assert verifier.judge(some.format(25) + tail, tests).passed
+    assert verifier.judge(some.format(60) + tail, tests).detail == "made more than 30 files and folders"
+
+
+def test_root_s_programs_have_a_user_id_each(bwrap):
+    if os.geteuid():
+        assert box._wall("bwrap") == Wall("bwrap")
+        return
+    assert box._wall("bwrap") == Wall("bwrap", own_user=True) and Wall("bwrap", own_user=True).counted_by_kernel
+    assert not Wall("bwrap").counted_by_kernel and not Wall("session").counted_by_kernel
+    seen = [CodeVerifier().judge("import os; print(os.getuid(), os.getgid())", ONE).detail for _ in range(2)]
+    (first,), (second,) = (set(re.search(r"got '(\d+) (\d+)", detail).groups()) for detail in seen)
+    assert first != second and min(int(first), int(second)) > 1 << 29
+
+
+@pytest.mark.parametrize(
+    ("ids", "low", "high"), [("0 0 4294967295", 1 << 30, 1 << 31), ("0 1000 1\n1 100000 65536", 1 << 15, 65537)]
+)
+def test_a_user_id_of_its_own_is_one_that_this_machine_has(ids, low, high, monkeypatch):
+    monkeypatch.setattr(walls.Path, "read_text", lambda path: ids)
+    found = {walls._user_id() for _ in range(1000)}
+    assert len(found) == 1000 and low <= min(found) and max(found) < high
+
+
+def test_anything_is_removed(tmp_path, caplog):
+    folder = tmp_path / "left"
+    folder.mkdir()
+    script = """
+import os
+os.mkdir("closed", 0); os.mkdir("shut"); open("shut/file", "w").close(); os.chmod("shut", 0)
+os.symlink("/", "root"); os.symlink("nowhere", "lost"); open(b"\\xff", "w").close(); os.mkfifo("fifo")
+for i in range(3000):
+    os.mkdir("d"); open("file", "w").close(); os.symlink("/", "root"); os.chdir("d")
+"""
+    subprocess.run([sys.executable, "-c", script.replace('os.symlink("/", "root"); os.chdir', "os.chdir")], cwd=folder)
+    files.remove(str(folder))
+    assert list(tmp_path.iterdir()) == [] and Path("/usr").exists() and caplog.text == ""
+    files.remove(str(folder))  # already gone
+
+
+def test_what_cannot_be_removed_is_named_and_stops_nothing(tmp_path, caplog, monkeypatch):
+    folder = tmp_path / "left"
+    (folder / "a").mkdir(parents=True)
+
+    def refuse(path):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(files.os, "unlink", refuse)
+    files.remove(str(folder))
+    assert f"a program left {folder}, which cannot be removed: [Errno 1] Operation not permitted" in caplog.text
+
+
+def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
+    real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
+
+    def start(self, *args, **kwargs):
+        if failures[0] is not MemoryError:
+            raise failures.pop(0)
+        real(self, *args, **kwargs)
+
+    monkeypatch.setattr(box.Child, "__init__", start)
+    with caplog.at_level(logging.INFO):
+        assert CodeVerifier(isolation="session").judge("print(1)", ONE).passed
+    assert "a sandbox did not start ([Errno 11] no process), trying again" in caplog.text
+    failures[:] = [BlockingIOError(11, "no process")] * 5
+    monkeypatch.setattr(box.time, "sleep", lambda seconds: None)
+    with pytest.raises(RewardError, match=r"did not start \(session\): \[Errno 11\] no process; try again with fewer"):
+        Sandbox({"mode": "stdio", "prelude": "", "code": ""}, Limits(), "session")
+    assert len(failures) == 1
+
+
+def test_a_group_is_killed_though_its_leader_is_dead():
+    """A process that the harness leaves behind ends with the sandbox."""
+    script = "import os, time\nif os.fork(): os._exit(7)\nprint(os.getpid(), flush=True); os.close(1); time.sleep(60)"
+    held = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, Limits(), "session")
+    held.close()
+    sandbox.Child.__init__(held, [sys.executable, "-c", script])
+    left = int(held._read(time.monotonic() + 20) or held._unread)
+    os.kill(left, 0)
+    with pytest.raises(sandbox.ChildEndedError, match="ended with status 7"):
+        held.receive(time.monotonic() + 5) if held._unread.clear() is None else None
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{left}").exists() and "Z" not in Path(f"/proc/{left}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline
+    held.process.__exit__(None, None, None)
+
+
+def test_the_readme_s_example_runs(bwrap):
+    (block,) = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
+    exec(block, {})
+
+
+def test_the_threat_model_names_the_attacks_and_the_files_there_are():
+    page, readme = ((FOLDER / name).read_text() for name in ("THREATS.md", "README.md"))
+    named = {word for row in page.split("\n") if row.startswith("| ") for word in re.findall(r"`([^`]+)`", row)}
+    assert {attack.group for attack in ATTACKS} - {"answers to assertions"} <= named
+    assert f"({len(ATTACKS)} programs)" in page
+    for name in re.findall(r"`((?:tests/)?(?:test_)\w+\.py|tests/[\w/]+\.py)`", page):
+        assert (Path(__file__).parent / Path(name).name).exists() or (FOLDER.parents[2] / name).exists(), name
+    for path in FOLDER.rglob("*.py"):
+        if path.name != "__init__.py":
+            assert f"`{path.relative_to(FOLDER)}`" in readme, path
