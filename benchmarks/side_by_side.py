@@ -1,0 +1,83 @@
+"""The shipped decode kernels of two source trees on one GPU, in turns: what a change costs, row by row.
+
+    git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
+
+Each tree times the rows of ``kernels.py`` with its own package and its own benchmark, in processes of their own, old
+and new by turns; a row's time is its best median. Exits with 1 if a row is more than 2 % slower than before, or 25 % if
+it is one of shapes that only Triton serves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parents[1]
+MOST, MOST_TRITON = 1.02, 1.25
+
+
+def measure() -> dict[str, float]:
+    """Microseconds per layer of every row, by the tree that is first on the path."""
+    import kernels
+    import torch
+
+    torch.manual_seed(0)
+    times: dict[str, float] = {}
+    pool = kernels.Pool(kernels.TOKENS, kernels.LAYERS)
+    for B, L, G, k in kernels.CASES:
+        case = kernels.Case(pool, B, L, G, k)
+        times[f"{B} x {L}, group {G}, {k} pages"] = case.time(None, "step")["us"]
+    for B, L in kernels.DENSE:
+        case = kernels.Case(pool, B, L, 2, 0)
+        times[f"{B} x {L}, all pages"] = case.time(None, "step", torch.full_like(case.top_k, 2**30))["us"]
+    for row in kernels.ragged(pool, 1.0):
+        times[f"uneven, {row['shape']}, step {row['step']}: {row['B']} rows"] = row["us"]
+    del pool, case
+    B, L, G, k = kernels.CASES[3]
+    for D, dtype, P in kernels.SHAPES:
+        case = kernels.Case(kernels.Pool(kernels.TOKENS, kernels.LAYERS, D, dtype, P), B, L, G, k * 16 // P)
+        by = "CUDA" if P == 16 and D in (64, 128) and dtype == torch.bfloat16 else "Triton"
+        times[f"{by}, head dim {D}, pages of {P}, {dtype}"] = case.time(None, "step")["us"]
+        del case
+    return times
+
+
+def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
+    """The rows that take longer than they may."""
+    if old.keys() != new.keys():
+        raise ValueError(f"the trees time different rows: {sorted(old.keys() ^ new.keys())}")
+    return [row for row in old if new[row] > old[row] * (MOST_TRITON if row.startswith("Triton") else MOST)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("old", type=Path, help="an unpacked source tree to compare this one with")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each tree")
+    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        args.measure.write_text(json.dumps(measure()))
+        return
+    best: dict[Path, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for tree in [args.old.resolve(), HERE] * args.rounds:
+            found = Path(folder) / "times.json"
+            path = os.pathsep.join(map(str, (tree, tree / "benchmarks")))
+            command = [sys.executable, __file__, str(args.old), "--measure", str(found)]
+            subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}, check=True)
+            times = json.loads(found.read_text())
+            best[tree] = {row: min(us, best.get(tree, times)[row]) for row, us in times.items()}
+    old, new = best[args.old.resolve()], best[HERE]
+    failed = slower(old, new)
+    for row in old:
+        print(f"{row:60} {old[row]:8.1f} {new[row]:8.1f} us  {new[row] / old[row]:.3f}{'  SLOWER' * (row in failed)}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
