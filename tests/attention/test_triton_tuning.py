@@ -17,7 +17,7 @@ from sparrow.attention.triton.tuning import choose, extra_programs
 
 # multiprocessors and bytes a program may use: H100 and H200, A100, L40S, B200
 DEVICES = [H200, DeviceLimits(108, 163 * 1024), DeviceLimits(142, 99 * 1024), DeviceLimits(148, 227 * 1024)]
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results" / "kernels.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels.json"
 
 
 @given(

@@ -18,7 +18,7 @@ def test_kernels_in_the_interpreter(name):
     tests = Path(__file__).with_name(name)
     command = [sys.executable, "-m", "pytest", "-m", "not gpu", "-p", "no:cacheprovider", str(tests)]
     done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=tests.parents[1], capture_output=True, text=True
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=tests.parents[2], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
