@@ -1,0 +1,86 @@
+"""How many tokens to draft, on simulated times; needs no vLLM."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sparrow.vllm import adapt
+from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
+
+CHOICES = (0, 4, 8)
+# Milliseconds of a dense step, of a draft and of a token verified in excess: measured shapes, rounded.
+LONG = dict(dense=26.0, draft=4.5, verified=0.4)  # 64 x 15,000: reading the cache is all the work
+SHORT = dict(dense=4.1, draft=3.8, verified=0.15)  # 64 x 1,024: a draft costs as much as the step it saves
+
+
+def cycle_time(drafts, dense, draft, verified):
+    return (dense + drafts * (draft + verified)) / 1000
+
+
+def best(acceptance, machine):
+    return max(CHOICES, key=lambda k: tokens_per_cycle(acceptance, k) / cycle_time(k, **machine))
+
+
+def simulate(chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=0, hiccup=lambda i: 1.0):
+    """Drafts of each cycle, and tokens per second of all of them together."""
+    rng = np.random.default_rng(seed)
+    chosen, seconds, tokens = [], 0.0, 0
+    for i in range(cycles):
+        k = chooser.choose(rows, length)
+        took = cycle_time(k, **machine) * rng.normal(1, 0.01) * hiccup(i)
+        accepted = (rng.random((rows, k)) < acceptance).cumprod(1).sum(1)
+        chooser.observe(rows, length, k, took, int(accepted.sum()), int(np.minimum(accepted + 1, k).sum()))
+        chosen.append(k)
+        seconds += took
+        tokens += int(accepted.sum()) + rows
+    return chosen, tokens / seconds
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "machine", "expected"), [(0.95, LONG, 8), (0.7, LONG, 4), (0.3, LONG, 0), (0.95, SHORT, 0)]
+)
+def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expected):
+    assert best(acceptance, machine) == expected
+    chosen, _ = simulate(DraftLength(CHOICES), 900, acceptance, machine)
+    assert Counter(chosen[200:]).most_common(1)[0][0] == expected
+    assert chosen[200:].count(expected) >= 0.98 * len(chosen[200:])
+
+
+@pytest.mark.parametrize(("acceptance", "machine"), [(0.95, LONG), (0.7, LONG), (0.3, LONG), (0.95, SHORT)])
+def test_probing_costs_less_than_two_percent(acceptance, machine):
+    k = best(acceptance, machine)
+    ideal = 64 * tokens_per_cycle(acceptance, k) / cycle_time(k, **machine)
+    _, speed = simulate(DraftLength(CHOICES), 4000, acceptance, machine)
+    assert speed >= 0.98 * ideal
+
+
+def test_one_hiccup_does_not_change_the_choice():
+    chooser = DraftLength(CHOICES)
+    settled = set(simulate(chooser, 200, 0.95, LONG)[0][100:])
+    assert settled == {8}
+    chosen, _ = simulate(chooser, 50, 0.95, LONG, seed=1, hiccup=lambda i: 50.0 if i == 0 else 1.0)
+    assert set(chosen) == {8}
+
+
+def test_what_lost_is_tried_again_when_acceptance_has_changed():
+    chooser = DraftLength(CHOICES)
+    assert simulate(chooser, 300, 0.3, LONG)[0][-1] == 0
+    chosen, _ = simulate(chooser, 4 * adapt.TRY_AGAIN, 0.95, LONG, seed=1)
+    assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
+
+
+def test_batches_and_lengths_are_told_apart():
+    chooser = DraftLength(CHOICES)
+    for seed in range(40):
+        long, _ = simulate(chooser, 10, 0.95, LONG, seed=seed)
+        short, _ = simulate(chooser, 10, 0.95, SHORT, length=1024, seed=seed)
+    assert (long[-1], short[-1]) == (8, 0)
+    assert chooser.in_use() == {"64 x 16384": 8, "64 x 1024": 0}
+
+
+def test_tokens_of_a_cycle_by_hand():
+    assert tokens_per_cycle(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
+    assert tokens_per_cycle(1.0, 8) == 9
+    assert tokens_per_cycle(0.0, 8) == 1
+    assert tokens_per_cycle(0.9, 0) == pytest.approx(1)

@@ -1,0 +1,152 @@
+"""What lossless mode tells vLLM before a model is loaded, and what it refuses by name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sparrow.errors import ConfigError
+from sparrow.mode import Decoding
+from sparrow.vllm import lossless, versions
+
+vllm = pytest.importorskip("vllm")
+
+
+def arguments(**given):
+    stock = dict(
+        model="m", speculative_config=None, scheduler_cls=None, async_scheduling=None, attention_backend=None,
+        attention_config=None, compilation_config=None, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None,
+        enforce_eager=False, max_num_seqs=None,
+    )  # fmt: skip
+    return SimpleNamespace(**{**stock, **given})
+
+
+def prepared(decoding=None, on_cpu=True, **given):
+    made = arguments(**given)
+    lossless.prepare(made, decoding or Decoding.lossless(), on_cpu)
+    return made
+
+
+@pytest.fixture
+def cuda_version(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.26.1")
+
+
+def test_vllm_is_told_that_the_model_drafts_for_itself():
+    made = prepared(Decoding.lossless(draft_tokens=5, adapt_draft_tokens=False))
+    assert made.speculative_config == {
+        "method": "draft_model", "model": "m", "num_speculative_tokens": 5, "draft_sample_method": "probabilistic",
+    }  # fmt: skip
+    assert made.async_scheduling is True and made.scheduler_cls is None
+
+
+def test_a_number_of_drafts_that_adapts_names_its_choices_and_its_scheduler():
+    made = prepared(Decoding.lossless(draft_tokens=7))
+    ranges = made.speculative_config["num_speculative_tokens_per_batch_size"]
+    assert ranges == [(1, 1, 0), (2, 2, 4), (3, 3, 7)]
+    assert made.scheduler_cls == "sparrow.vllm.scheduler.LosslessScheduler"
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+@pytest.mark.parametrize("adapts", [True, False])
+def test_preparing_twice_changes_nothing(cuda_version, on_cpu, adapts, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda on_cpu: None)
+    decoding = Decoding.lossless(adapt_draft_tokens=adapts)
+    made = prepared(decoding, on_cpu)
+    before = dict(vars(made))
+    lossless.prepare(made, decoding, on_cpu)
+    assert vars(made) == before
+
+
+def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
+    made = prepared(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False), on_cpu=False, max_num_seqs=3)
+    assert made.attention_backend == "CUSTOM"
+    assert made.cudagraph_capture_sizes == [1, 2, 3, 9, 18, 27]
+    kept = prepared(on_cpu=False, attention_config={"backend": "CUSTOM"}, cudagraph_capture_sizes=[1, 2])
+    assert kept.attention_backend is None and kept.cudagraph_capture_sizes == [1, 2]
+    assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
+
+
+def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
+    assert lossless.capture_sizes(5, (0, 2, 4)) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 25]
+    sizes = lossless.capture_sizes(100, (0, 8))
+    assert {100, 900, 96, 864, 64, 576} <= set(sizes) and max(sizes) == 900
+    assert sizes == sorted(set(sizes))
+
+
+def test_the_choices_of_drafts():
+    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 4, 8)
+    assert lossless.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
+    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
+
+
+def test_synthetic_acceptance_may_be_asked_for():
+    made = prepared(speculative_config={"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]})
+    assert made.speculative_config["rejection_sample_method"] == "synthetic"
+    assert made.speculative_config["method"] == "draft_model"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            dict(speculative_config={"method": "ngram"}),
+            "makes vLLM's speculative_config itself, got {'method': 'ngram'",
+        ),
+        (dict(speculative_config={"num_speculative_tokens": 3}), "speculative_config itself, .*leave it out"),
+        (dict(scheduler_cls="mine.Scheduler"), "scheduler_cls is 'mine.Scheduler'; leave it out"),
+        (dict(async_scheduling=False), "async_scheduling=False and a number of drafts that adapts exclude each other"),
+    ],
+)
+def test_options_that_exclude_it_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        prepared(**given)
+
+
+def test_a_fixed_number_of_drafts_takes_other_schedulers():
+    fixed = Decoding.lossless(adapt_draft_tokens=False)
+    assert prepared(fixed, async_scheduling=False).async_scheduling is False
+    assert prepared(fixed, scheduler_cls="mine.Scheduler").scheduler_cls == "mine.Scheduler"
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu", "message"),
+    [
+        ("0.24.0", False, "needs vLLM 0.26 to 0.33, got 0.24.0"),
+        ("0.34.0", False, "no adapter for vLLM 0.34.0"),
+        ("0.31.0", True, "on CPU with vLLM 0.32 and 0.33, not with 0.31.0"),
+        ("0.32.0", False, "never run on a GPU with vLLM 0.32.0, .*set SPARROW_UNTESTED_VLLM=1 to try it"),
+    ],
+)
+def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", version)
+    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
+    with pytest.raises(ConfigError, match=message):
+        versions.check_lossless(on_cpu)
+
+
+def test_an_untested_version_runs_if_told_to(monkeypatch):
+    monkeypatch.setattr(vllm, "__version__", "0.32.0")
+    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
+    versions.check_lossless(on_cpu=False)
+    versions.check_lossless(on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(speculative_config=None), "vLLM was not told to speculate"),
+        (dict(use_v2_model_runner=False), "it needs vLLM's V2 model runner"),
+        (dict(parallel=dict(pipeline_parallel_size=2)), "it does not run with pipeline parallelism; use tensor"),
+        (
+            dict(parallel=dict(data_parallel_size=2)),
+            "it does not run with vLLM's data parallelism; start an engine for",
+        ),
+    ],
+)
+def test_engines_that_would_not_draft_are_refused(wrong, message):
+    parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, "data_parallel_size": 1, **wrong.pop("parallel", {})})
+    made = SimpleNamespace(
+        **{"speculative_config": object(), "use_v2_model_runner": True, "parallel_config": parallel, **wrong}
+    )
+    with pytest.raises(ConfigError, match=f"mode 'lossless': {message}"):
+        lossless.check_supported(made)
