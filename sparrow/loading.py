@@ -29,7 +29,7 @@ from sparrow.engines import hf
 from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, place
 from sparrow.mode import Decoding
-from sparrow.rewards import extract_answer, extract_code, verify_code, verify_math
+from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, verify_math
 from sparrow.settings import Count, Settings
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
 from sparrow.tasks.base import TASKS, draw, make_task
@@ -50,6 +50,7 @@ class DatasetOptions(Settings):
     template: str | None = None  # the prompt, with {question} where the question goes
     max_length: Count | None = None  # rows whose prompt has more characters are dropped
     isolation: Literal["auto", "bwrap", "session"] = "auto"  # of programs that are run against tests
+    output_bytes: Count = Limits().output_bytes  # that such a program may write
     weight: Count = 1  # how often it is drawn from, beside other datasets
 
 
@@ -203,11 +204,12 @@ def _load_dataset(
         chosen = DatasetOptions(**options)
     except ConfigError as error:
         raise ConfigError(f"dataset {spec!r}: {error}") from error
+    limits = Limits(output_bytes=chosen.output_bytes)
     task = load_dataset_task(
         name,
         verifiers={
             "math": judge or verify_math,
-            "code": judge or partial(verify_code, isolation=chosen.isolation),
+            "code": judge or partial(verify_code, limits=limits, isolation=chosen.isolation),
         },
         extractors={"math": extract_answer, "code": extract_code},
         render=chat if tokenizer.chat_template else str,

@@ -36,6 +36,7 @@ from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
 
+import sparrow.rewards.sandbox.inside.main  # noqa: F401  (compiled here once: the sandbox could not keep it)
 from sparrow.rewards.sandbox import (
     STARVED,
     ChildEndedError,

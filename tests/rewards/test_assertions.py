@@ -2,6 +2,7 @@
 """Test code of every honest kind judges programs as it would if both ran in one process, and no builtin stands in."""
 
 import ast
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import ClassVar
 import pytest
 
 from sparrow.rewards import CodeVerifier, Limits, verify_code
+from sparrow.rewards.code import same_output, same_value
 from sparrow.tasks.dataset import load_dataset_task
 
 DATA = Path(__file__).parents[1] / "data"
@@ -360,6 +362,8 @@ def mutants(code):
 
 def natively(code, tests):
     """Whether the tests pass in one plain process, which is what an isolated verdict must agree with."""
+    if "inputs" in tests:
+        return all(_output(code, tests, *pair) for pair in zip(tests["inputs"], tests["outputs"], strict=True))
     call = f"check({tests['entry_point']})" if tests.get("entry_point") and "def check" in tests["test"] else ""
     script = "\n".join([tests.get("setup") or "", tests.get("prelude") or "", code, tests["test"], call])
     try:
@@ -368,7 +372,21 @@ def natively(code, tests):
         return False
 
 
-@pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+"])
+def _output(code, tests, given, expected):
+    script = f"{tests.get('prelude') or ''}\n{code}\n"
+    if name := tests.get("fn_name"):
+        script += f"\nimport json\nprint(json.dumps({name}(*json.loads(input()))))"
+        given = json.dumps(given)
+    try:
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=5, input=given, text=True)
+    except subprocess.TimeoutExpired:
+        return False
+    if run.returncode:
+        return False
+    return same_value(json.loads(run.stdout), expected) if name else same_output(run.stdout, expected)
+
+
+@pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
 def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name):
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
     pairs = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import builtins
 from collections.abc import Mapping
 
@@ -12,6 +11,7 @@ from .programs import execute
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import ast
     from typing import Any
 
     from .wire import Channel
@@ -36,6 +36,8 @@ def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
 
     Raises ValueError: several are called, any of which may be meant.
     """
+    import ast  # here, as below: every program would pay for it
+
     nodes = list(ast.walk(tree))
     bound = defined | {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
     bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -58,6 +60,8 @@ def judge(channel: Channel, request: Mapping[str, Any]) -> None:
 
     def not_here(name: str) -> Any:
         raise NameError(f"the tests have no function {name!r} for the program")
+
+    import ast
 
     confine(request, request["limits"]["program_s"])
     channel.hostile = True

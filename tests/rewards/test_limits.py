@@ -1,0 +1,131 @@
+"""What a program may use is counted in its own time and output, however busy the machine, and can be chosen."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparrow.errors import ConfigError
+from sparrow.loading import load_problems
+from sparrow.rewards import CodeVerifier, Limits
+from sparrow.rewards import code as code_module
+from sparrow.rewards.code import processor_s
+from sparrow.rewards.sandbox.inside import programs
+
+DATA = Path(__file__).parents[1] / "data"
+LIMITS = Limits(cpu_s=1, wall_s=1.0, program_s=20)
+SLEEPS = {"fn_name": "f", "inputs": [[1.6]], "outputs": [1]}
+SLEEPER = "import time\ndef f(s):\n time.sleep(s)\n return 1"
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
+def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
+    """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
+    start = time.monotonic()
+    monkeypatch.setattr(code_module, "processor_s", lambda pid: share * (time.monotonic() - start))
+    assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
+
+
+@pytest.mark.parametrize(("share", "end"), [(0.0, (-9, "")), (0.3, (0, None))])
+def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch, share, end):
+    start = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(1.6)
+        os._exit(0)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: share * (time.monotonic() - start))
+    code, _, why = programs.reap(pid, SimpleNamespace(over=lambda pid: None), 1.0)
+    assert (code, why) == end
+
+
+def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
+    start = time.monotonic()
+    monkeypatch.setattr(code_module, "STARVED", 2)
+    monkeypatch.setattr(code_module, "processor_s", lambda pid: 0.06 * (time.monotonic() - start))
+    tests = {**SLEEPS, "inputs": [[60]]}
+    judgement = CodeVerifier(LIMITS).judge(SLEEPER, tests)
+    assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
+
+
+def test_processor_time_of_a_family():
+    burn = "import time\nwhile time.process_time() < 0.4: pass"
+    script = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {burn!r}])"
+    script += "\nprint(1, flush=True)\ntime.sleep(9)"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"1\n"
+        first, _ = processor_s(process.pid), time.sleep(0.3)
+        assert 0.4 <= first < 1.5 and processor_s(process.pid) - first < 0.05
+        process.kill()
+    assert processor_s(process.pid) == 0
+
+
+READS = [
+    "print(sum(map(int, open('/dev/stdin'))))",
+    "print(sum(map(int, open('/dev/stdin').read().split())))",
+    "import pathlib; print(sum(map(int, pathlib.Path('/dev/stdin').read_text().split())))",
+    "import os; print(sum(map(int, os.read(os.open('/dev/stdin', os.O_RDONLY), 99).split())))",
+    "import io; print(sum(map(int, io.open('/dev/fd/0', 'rb').read().split())))",
+    "with open('/proc/self/fd/0') as f: print(sum(map(int, f.readlines())))",
+    "print(sum(map(int, open(0).read().split())))",
+    "import fileinput; print(sum(map(int, fileinput.input('/dev/stdin'))))",
+]
+
+
+@pytest.mark.parametrize("program", READS)
+def test_standard_input_can_be_opened_by_name(program):
+    verdicts = CodeVerifier(LIMITS).judge(program, {"inputs": ["1\n2\n", "3\n4\n5\n"], "outputs": ["3", "12"]}).verdicts
+    assert verdicts == ("pass", "pass")
+
+
+def test_other_files_open_as_ever():
+    program = (
+        "open('x', 'w').write('7')\nprint(open('x').read())\ntry: open('/dev/none')\nexcept OSError: print('none')"
+    )
+    assert CodeVerifier(LIMITS).judge(program, {"inputs": [""], "outputs": ["7\nnone"]}).passed
+
+
+@pytest.mark.parametrize(
+    ("definition", "value"),
+    [
+        ("class E(str, enum.Enum): A = 'red'", "red"),
+        ("class E(enum.StrEnum): A = 'red'", "red"),
+        ("class E(enum.IntEnum): A = 3", 3),
+        ("class E(float, enum.Enum): A = 1.5", 1.5),
+    ],
+)
+def test_members_of_an_enumeration_of_values_arrive_as_values(definition, value):
+    tests = {"fn_name": "f", "inputs": [[]], "outputs": [value]}
+    for result in ("E.A", "[E.A][0]"):
+        judgement = CodeVerifier(LIMITS).judge(f"import enum\n{definition}\ndef f(): return {result}", tests)
+        assert judgement.passed, judgement.detail
+    nested = {**tests, "outputs": [{"k": [value]}]}
+    assert CodeVerifier(LIMITS).judge(f"import enum\n{definition}\ndef f(): return {{'k': (E.A,)}}", nested).passed
+
+
+def test_the_output_limit_is_an_option():
+    size = 12_000_000
+    program = f"print('x' * {size})"
+    tests = {"inputs": [""], "outputs": ["x" * size]}
+    assert CodeVerifier(Limits()).judge(program, tests).verdicts == ("error",)
+    assert CodeVerifier(Limits(output_bytes=16 << 20)).judge(program, tests).passed
+    call = {"fn_name": "f", "inputs": [[size]], "outputs": ["x" * size]}
+    assert CodeVerifier(Limits()).judge("def f(n): return 'x' * n", call).verdicts == ("error",)
+    assert CodeVerifier(Limits(output_bytes=16 << 20)).judge("def f(n): return 'x' * n", call).passed
+
+
+def test_a_dataset_s_option_sets_the_output_limit(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    tests = {"inputs": ["1"], "outputs": ["x" * 2000]}
+    rows.write_text(json.dumps({"question": "Print x.", "input_output": json.dumps(tests)}))
+    tokenizer = SimpleNamespace(chat_template=None)
+    response = "```python\nprint('x' * 2000)\n```"
+    for options, reward in (("", 1.0), (",output_bytes=1000", 0.0), (",output_bytes=4000", 1.0)):
+        (problem,) = load_problems(None, (f"taco:path={rows}{options}",), tokenizer)
+        assert problem.verify(response) == reward, options
+    with pytest.raises(ConfigError, match="output_bytes is 'much', but must be"):
+        load_problems(None, (f"taco:path={rows},output_bytes=much",), tokenizer)
