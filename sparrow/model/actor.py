@@ -236,7 +236,11 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
             except Exception as error:  # the model's own pass over the same tokens raised nothing
                 if windowed is not None and isinstance(error, ConfigError):  # shorter than these few tokens
                     raise windowed from None
-                raise UnsupportedModel(f"{name} has an attention Sparrow cannot read: {error}") from error
+                cause, _, _ = str(error).partition("; ")  # what follows is advice on inputs
+                raise UnsupportedModel(
+                    f"{name} has an attention Sparrow cannot read: {cause}; choose a model whose attention is a causal "
+                    "softmax over keys alone"
+                ) from error
             calls, modules = forcing.layers, forcing.modules
     if missing := set(range(config.num_hidden_layers)) - set(calls):
         raise UnsupportedModel(

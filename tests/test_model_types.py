@@ -1,0 +1,178 @@
+"""Every kind of causal language model that transformers ships, tiny and at random: computed right, or refused by name.
+
+A model that is taken must decode with every page as its own attention does, and under a sparse schedule give the same
+step by step, teacher-forced and by the reference below, which is written from the method and shares no code with ours.
+"""
+
+import inspect
+import zlib
+
+import pytest
+import torch
+import transformers
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as TYPES
+
+from sparrow.errors import UnsupportedModel
+from sparrow.model.actor import set_schedule, teacher_forced
+from sparrow.schedule import SparsitySchedule
+
+T, PROMPT = 34, 22
+LARGEST = 2_000_000  # parameters: what stays larger under the settings below takes too long
+
+# What configs call the same thing.
+NAMES = {
+    "width": ("hidden_size", "n_embd", "d_model", "embedding_size", "word_embed_proj_dim"),
+    "inner": ("intermediate_size", "ffn_dim", "n_inner", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size",
+              "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+    "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"),
+    "heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads",
+              "encoder_attention_heads"),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads", "n_kv_heads"),
+    "head_dim": ("head_dim", "kv_channels"),
+    "experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "chosen": ("num_experts_per_tok", "moe_topk", "moe_k", "num_selected_experts"),
+    "context": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "init": ("initializer_range", "init_std"),
+}  # fmt: skip
+
+
+def tiny(kind: str):
+    """A model of the kind with random small shapes, or None if a config does not come out of these settings."""
+    number = torch.Generator().manual_seed(zlib.crc32(kind.encode()))
+
+    def pick(*choices):
+        return choices[int(torch.randint(len(choices), (1,), generator=number))]
+
+    heads, head_dim = 4, pick(8, 16)
+    values = {
+        "width": heads * head_dim, "inner": 48, "layers": pick(2, 3), "heads": heads, "kv_heads": pick(1, 2, 4),
+        "head_dim": head_dim, "experts": 4, "chosen": 2, "context": 128, "init": 0.3,
+    }  # fmt: skip
+    values = {name: values[meaning] for meaning, names in NAMES.items() for name in names}
+    values |= {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "n_group": 1, "topk_group": 1}
+    try:
+        config_class = type(CONFIG_MAPPING[kind]().get_text_config())
+        default = config_class()
+        alias = {*default.attribute_map.values()} & set(values)
+        known = {
+            k: v for k, v in values.items()
+            if getattr(default, k, None) is not None and default.attribute_map.get(k) not in alias
+        }  # fmt: skip
+        if getattr(default, "layer_types", None):
+            known["layer_types"] = None
+        config, model_class = config_class(**known), getattr(transformers, TYPES[kind])
+        with torch.device("meta"):
+            if sum(p.numel() for p in model_class(config).parameters()) > LARGEST:
+                return None
+        torch.manual_seed(0)
+        model = model_class(config).eval()
+        with torch.no_grad():
+            model(input_ids=torch.arange(3, 3 + T)[None], use_cache=False)
+        return model
+    except Exception:  # whatever a config or a model says to shapes that are not its own
+        return None
+
+
+def reference(schedule: SparsitySchedule):
+    """Attention function for one whole sequence whose first ``PROMPT`` tokens are dense."""
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+        H, K, P = query.shape[1], key.shape[1], schedule.page_size
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out = torch.empty(1, query.shape[2], H, value.shape[-1])
+        for h in range(H):
+            shared = h * K // H  # the kv head, which the queries of its group select pages for together
+            k, v, group = key[0, shared], value[0, shared], slice(shared * H // K, (shared + 1) * H // K)
+            for t in range(query.shape[2]):
+                columns = list(range(t + 1))
+                pages = [columns[i : i + P] for i in range(0, t + 1, P)]
+                if t >= PROMPT and module.layer_idx not in schedule.dense_layers:
+                    last = len(pages) - schedule.recent_pages
+                    rest = list(range(schedule.sink_pages, max(last, schedule.sink_pages)))
+                    q = query[0, group, t].mean(0)
+                    rest.sort(key=lambda i, k=k, q=q, pages=pages: -float(q @ k[pages[i]].mean(0)))
+                    best = rest[: int(schedule.pages(t + 1))]
+                    kept = {*range(schedule.sink_pages), *best, *range(max(last, 0), len(pages))}
+                    columns = [c for i in sorted(kept) if i < len(pages) for c in pages[i]]
+                weights = (query[0, h, t] @ k[columns].T * scale).softmax(-1)
+                out[0, t, h] = weights @ v[columns]
+        return out, None
+
+    return attention
+
+
+@torch.no_grad()
+def stepwise(model, rows, pad):
+    """Log-probs after each token from the prompt's last on, by decode steps of a batch padded to its left."""
+    longest = T + pad
+    ids, mask = torch.zeros(2, longest, dtype=torch.long), torch.zeros(2, longest, dtype=torch.long)
+    ids[0, pad:], mask[0, pad:] = rows[0], 1
+    ids[1], mask[1] = torch.cat([rows[1], rows[1][:pad]]), 1
+    positions, prompt = (mask.cumsum(1) - 1).clamp(min=0), PROMPT + pad
+    out = model(
+        input_ids=ids[:, :prompt], attention_mask=mask[:, :prompt], position_ids=positions[:, :prompt], use_cache=True
+    )
+    found = [out.logits[:, -1]]
+    for t in range(prompt, longest - 1):
+        out = model(
+            input_ids=ids[:, t : t + 1], attention_mask=mask[:, : t + 1], position_ids=positions[:, t : t + 1],
+            past_key_values=out.past_key_values, use_cache=True,
+        )  # fmt: skip
+        found.append(out.logits[:, -1])
+    return torch.stack(found, 1).log_softmax(-1)[0]
+
+
+@torch.no_grad()
+def whole(model, row):
+    return model(input_ids=row[None], use_cache=False).logits[0, PROMPT - 1 : -1].log_softmax(-1)
+
+
+def check(model, kind):
+    """Raises AssertionError: what a model that was taken computes is not what it should be. Whether sparsity shows."""
+    number = torch.Generator().manual_seed(zlib.crc32(kind.encode()) + 1)
+    rows = torch.randint(3, 97, (2, T), generator=number)
+    P = 2 + int(torch.randint(3, (1,), generator=number))
+    sparse = SparsitySchedule((0, 1), bin_tokens=28, page_size=P, dense_layers=(1,))
+    pad = 5 if "position_ids" in inspect.signature(model.forward).parameters else 0  # some count columns instead
+    own = whole(model, rows[0])
+    set_schedule(model, SparsitySchedule.dense(page_size=P, dense_layers=()))
+    torch.testing.assert_close(stepwise(model, rows, pad), own, rtol=0, atol=1e-4, msg="every page, step by step")
+    set_schedule(model, sparse)
+    with teacher_forced(model, [PROMPT]):
+        forced = whole(model, rows[0])
+    torch.testing.assert_close(stepwise(model, rows, pad), forced, rtol=0, atol=1e-4, msg="sparse, step by step")
+    AttentionInterface.register("by_hand", reference(sparse))
+    AttentionMaskInterface.register("by_hand", sdpa_mask)
+    model.set_attn_implementation("by_hand")
+    torch.testing.assert_close(forced, whole(model, rows[0]), rtol=0, atol=1e-4, msg="sparse, teacher-forced")
+    return (forced - own).abs().max() > 0.01
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_type_of_model_is_computed_right_or_refused_by_name(caplog):
+    taken, refused, wrong, shows = [], [], [], []
+    caplog.set_level("CRITICAL")
+    for kind in sorted(TYPES):
+        if not isinstance(TYPES[kind], str) or (model := tiny(kind)) is None:
+            continue
+        config, before = model.config, whole(model, torch.arange(3, 3 + T))
+        try:
+            set_schedule(model, SparsitySchedule.dense(dense_layers=()))
+        except UnsupportedModel as refusal:
+            refused.append(kind)
+            unchanged = model.config is config and torch.equal(whole(model, torch.arange(3, 3 + T)), before)
+            if "; " not in str(refusal) or not unchanged:
+                wrong.append(f"{kind}: {refusal} ({'un' * unchanged}changed)")
+            continue
+        model = tiny(kind)
+        taken.append(kind)
+        try:
+            if check(model, kind):
+                shows.append(kind)
+        except Exception as error:
+            wrong.append(f"{kind}: {type(error).__name__}: {error}")
+    assert not wrong, "\n".join(wrong)
+    assert len(taken) > 40 and len(refused) > 40 and len(shows) > 0.9 * len(taken)
