@@ -1,6 +1,14 @@
-"""The walls that the sandbox's tests ask for."""
+"""The walls that the sandbox's tests ask for.
+
+This folder is a package so that its ``conftest`` is not taken for the one above, from which other tests import.
+"""
+
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
 from harness import require
 
 
