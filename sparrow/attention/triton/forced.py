@@ -15,6 +15,7 @@ from torch import Tensor
 from sparrow.attention.decode import device_limits
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import forced_kernels as kernels
+from sparrow.attention.triton import forced_select
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
@@ -168,7 +169,7 @@ class Call:
             torch.empty(self.items, self.tile_count, N, dtype=torch.int64, device=device),
             torch.empty(self.items, self.tile_count, dtype=torch.int32, device=device),
         )
-        kernels.landmark_kernel[(triton.cdiv(N, 16), self.items)](
+        forced_select.landmark_kernel[(triton.cdiv(N, 16), self.items)](
             self.k, marks, self.start, self.length, *self.k.stride()[:3], N, K=K, D=self.heads["D"],
             DP=self.heads["DP"], P=P, TILE=16, num_warps=2,
         )  # fmt: skip
@@ -179,16 +180,16 @@ class Call:
             pages = min(N, triton.cdiv(first + C, P))
             block = triton.next_power_of_2(max(pages, 32))
             tiles = min(C // self.BT, self.tile_count - first // self.BT)
-            kernels.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
+            forced_select.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
                 self.q, marks, scores, self.start, self.length, prompt, top_k, *self.q.stride()[:3],
                 *top_k.stride(), first, N, pages, **self.heads, P=P, SINK=layout.sink_pages,
                 RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
             )  # fmt: skip
-            kernels.select_kernel[(min(C, self.T - first), self.items)](
+            forced_select.select_kernel[(min(C, self.T - first), self.items)](
                 scores, kept, self.length, prompt, top_k, self.start, *top_k.stride(), first, pages, K=K, P=P,
                 SINK=layout.sink_pages, RECENT=layout.recent_pages, C=C, BLOCK=block, num_warps=max(1, block // 2048),
             )  # fmt: skip
-            kernels.tile_kernel[(tiles, self.items)](
+            forced_select.tile_kernel[(tiles, self.items)](
                 kept, *selection, self.length, first, N, self.tile_count, K=K, C=C, BT=self.BT, WORDS=block // 32,
                 BW=min(4, block // 32), num_warps=4,
             )  # fmt: skip

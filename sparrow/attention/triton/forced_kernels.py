@@ -1,4 +1,4 @@
-"""Triton kernels of teacher-forced page attention: select pages for every position, attend, and differentiate.
+"""Triton kernels of teacher-forced page attention: attend and differentiate; ``forced_select`` has chosen the pages.
 
 Queries are cut into tiles of BT consecutive positions times the G heads of a group. What the positions of a tile keep
 is a bit mask per page (``masks``: bit i is the tile's i-th position); the pages that anybody in a tile keeps are
@@ -9,136 +9,18 @@ those. Nothing is added atomically: results are the same bits every time.
 Everything is indexed by position in the sequence; columns before a row's start and after its end are never read.
 
 Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K (padded to GP), D head dim (padded to DP), P page
-size, N pages, C positions in a chunk, W = 32-page words. An item is one sequence and kv head.
+size, N pages. An item is one sequence and kv head.
 """
 
 import triton
 import triton.language as tl
 
-from sparrow.attention.division import page_counts
-from sparrow.attention.triton.kernels import _above_and_tied, _load_rows
+from sparrow.attention.triton.forced_select import tile_rows
+from sparrow.attention.triton.kernels import load_rows
 
 
 @triton.jit
-def landmark_kernel(
-    k, landmarks, start, length, stride_row, stride_head, stride_token, N,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest."""
-    item = tl.program_id(1).to(tl.int64)
-    b = item // K
-    n = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    d = tl.arange(0, DP)
-    full = (n < tl.load(length + b) // P)[:, None] & (d < D)[None, :]
-    k += b * stride_row + item % K * stride_head
-    token = tl.load(start + b).to(tl.int64) + n * P
-    total = tl.zeros((TILE, DP), tl.float32)
-    for p in range(P):
-        total += tl.load(k + (token + p)[:, None] * stride_token + d[None, :], mask=full, other=0.0).to(tl.float32)
-    mean = (total / P).to(landmarks.dtype.element_ty)
-    tl.store(landmarks + (item * N + n[:, None]) * D + d[None, :], mean, mask=(n < N)[:, None] & (d < D)[None, :])
-
-
-@triton.jit
-def _tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """Of each row of a tile: its position and head, clamped to what exists, the bit of its position, if it exists."""
-    row = tl.arange(0, BT * GP)
-    position = tile * BT + row // GP
-    head = row % GP
-    inside = (position < size) & (head < G)
-    return tl.minimum(position, size - 1), tl.minimum(head, G - 1), 1 << (row // GP), inside
-
-
-@triton.jit
-def score_kernel(
-    q, landmarks, scores, start, length, prompt, top_k, stride_row, stride_head, stride_token,
-    stride_top_k_row, stride_top_k_token, first, N, pages,
-    K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Scores ``[B, K, C, pages]`` of C positions from ``first`` on: sums over the group, which rank like means.
-
-    Tiles of positions that keep every page are left out.
-    """
-    item = tl.program_id(2).to(tl.int64)
-    b = item // K
-    size = tl.load(length + b).to(tl.int32)
-    tile = first // BT + tl.program_id(0)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    position, head, _, inside = _tile_rows(tile, size, BT, GP, G)
-    top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token, mask=inside)
-    is_sparse = inside & (position >= tl.load(prompt + b)) & (position // P + 1 - SINK - RECENT > top)
-    pages_below = tl.max(tl.where(is_sparse, position // P + 1 - RECENT, 0), 0)
-    if tl.program_id(1) * BN < pages_below:
-        q += b * stride_row + item % K * G * stride_head
-        q_MD = _load_rows(q, (tl.load(start + b) + position) * stride_token + head * stride_head, D, DP)
-        marks_ND = _load_rows(landmarks + item * N * D, tl.minimum(n, N - 1) * D, D, DP)
-        score = tl.dot(q_MD, tl.trans(marks_ND), input_precision="ieee")
-        if GP != G:
-            score = tl.where((tl.arange(0, BT * GP) % GP < G)[:, None], score, 0.0)
-        score = tl.sum(tl.reshape(score, (BT, GP, BN)), 1)
-        row = tl.program_id(0) * BT + tl.arange(0, BT)
-        tl.store(scores + (item * C + row[:, None]) * pages + n[None, :], score, mask=(n < pages)[None, :])
-
-
-@triton.jit
-def select_kernel(
-    scores, kept, length, prompt, top_k, start, stride_top_k_row, stride_top_k_token, first, pages,
-    K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
-    item = tl.program_id(1).to(tl.int64)
-    b = item // K
-    position = first + tl.program_id(0)
-    if position < tl.load(length + b):
-        top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
-        own, ranked, budget, _ = page_counts(position + 1, top, P, SINK, RECENT)
-        budget = tl.where(position < tl.load(prompt + b), ranked, budget)
-        row = item * C + tl.program_id(0)
-        n = tl.arange(0, BLOCK)
-        is_ranked = (n >= SINK) & (n < SINK + ranked)
-        is_scored = is_ranked & (budget > 0) & (budget < ranked)
-        score = tl.load(scores + row * pages + n, mask=is_scored, other=0.0)
-        above, tied, need = _above_and_tied(score, is_ranked, ranked, budget)
-        tied_before = tl.cumsum(tied.to(tl.int32), 0) - tied.to(tl.int32)
-        keep = above | (tied & (tied_before < need)) | ((n < own) & ~is_ranked)
-        word = tl.sum(tl.reshape(keep.to(tl.int32), (BLOCK // 32, 32)) << tl.arange(0, 32)[None, :], 1)
-        tl.store(kept + row * (BLOCK // 32) + tl.arange(0, BLOCK // 32), word)
-
-
-@triton.jit
-def tile_kernel(
-    kept, masks, lists, counts, length, first, N, TILES,
-    K: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, WORDS: tl.constexpr, BW: tl.constexpr,
-):  # fmt: skip
-    """From a chunk's bits: every page's mask over a tile's positions, and the list of pages whose mask is not empty.
-
-    An entry of the list has the page in its lower half and the mask in its upper half.
-    """
-    item = tl.program_id(1).to(tl.int64)
-    size = tl.load(length + item // K).to(tl.int32)
-    tile = first // BT + tl.program_id(0)
-    t = tl.arange(0, BT)
-    inside = tile * BT + t < size
-    row = item * C + tl.program_id(0) * BT + t
-    place = (item * TILES + tile) * N
-    count = 0
-    if tile * BT < size:
-        for w in range(0, WORDS, BW):
-            word = tl.load(kept + row[:, None] * WORDS + w + tl.arange(0, BW)[None, :], mask=inside[:, None], other=0)
-            bit = (word[:, :, None] >> tl.arange(0, 32)[None, None, :]) & 1
-            mask = tl.reshape(tl.sum(bit << t[:, None, None], 0), (BW * 32,))
-            n = w * 32 + tl.arange(0, BW * 32)
-            tl.store(masks + place + n, mask, mask=n < N)
-            listed = (mask != 0).to(tl.int32)
-            entry = n.to(tl.int64) | (mask.to(tl.int64) << 32)
-            tl.store(lists + place + count + tl.cumsum(listed, 0) - listed, entry, mask=mask != 0)
-            count += tl.sum(listed, 0)
-    tl.store(counts + item * TILES + tile, count)
-
-
-@triton.jit
-def _early_pages(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
+def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
     """Listed pages that lie wholly before a tile; the list goes on with the tile's own pages, all of them."""
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
@@ -166,7 +48,7 @@ def _attend(
         slot += NP
         entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
         source = tl.minimum(token, size - 1) if CAUSAL else token
-        k_ND = _load_rows(k, source * stride_k, D, DP)
+        k_ND = load_rows(k, source * stride_k, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee")
         seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
@@ -175,7 +57,7 @@ def _attend(
         highest = tl.maximum(maximum, tl.max(logit, 1) * scale_log2)
         weight = tl.exp2(logit * scale_log2 - highest[:, None])
         shrink = tl.exp2(maximum - highest)
-        v_ND = _load_rows(v, source * stride_v, D, DP)
+        v_ND = load_rows(v, source * stride_v, D, DP)
         acc = tl.dot(weight.to(v_ND.dtype), v_ND, acc * shrink[:, None], input_precision="ieee")
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
@@ -197,9 +79,9 @@ def forward_kernel(
     size = tl.load(length + b).to(tl.int32)
     if tile * BT < size:
         base = tl.load(start + b).to(tl.int64)
-        position, head, bit, inside = _tile_rows(tile, size, BT, GP, G)
+        position, head, bit, inside = tile_rows(tile, size, BT, GP, G)
         head += (item % K).to(tl.int32) * G
-        q_MD = _load_rows(q + b * stride_q_row, (base + position) * stride_q_token + head * stride_q_head, D, DP)
+        q_MD = load_rows(q + b * stride_q_row, (base + position) * stride_q_token + head * stride_q_head, D, DP)
         k += b * stride_k_row + item % K * stride_k_head + base * stride_k_token
         v += b * stride_v_row + item % K * stride_v_head + base * stride_v_token
         lists += (item * TILES + tile) * N
@@ -207,13 +89,13 @@ def forward_kernel(
         maximum = tl.full((BT * GP,), -1e30, tl.float32)
         total = tl.zeros((BT * GP,), tl.float32)
         acc = tl.zeros((BT * GP, DP), tl.float32)
-        early = _early_pages(tile, size, count, P, BT)
+        before = _pages_before(tile, size, count, P, BT)
         acc, total, maximum = _attend(
-            q_MD, k, v, lists, 0, early, size, bit, position, acc, total, maximum,
+            q_MD, k, v, lists, 0, before, size, bit, position, acc, total, maximum,
             scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
         )  # fmt: skip
         acc, total, maximum = _attend(
-            q_MD, k, v, lists, early, count, size, bit, position, acc, total, maximum,
+            q_MD, k, v, lists, before, count, size, bit, position, acc, total, maximum,
             scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
         )  # fmt: skip
         d = tl.arange(0, DP)
@@ -236,8 +118,8 @@ def _differentiate(
         slot += NP
         entry = tl.load(lists + tl.maximum(tl.minimum(slot, end - 1), 0))
         source = tl.minimum(token, size - 1) if CAUSAL else token
-        k_ND = _load_rows(k, source * stride_k, D, DP)
-        v_ND = _load_rows(v, source * stride_v, D, DP)
+        k_ND = load_rows(k, source * stride_k, D, DP)
+        v_ND = load_rows(v, source * stride_v, D, DP)
         logit = tl.dot(q_MD, tl.trans(k_ND), input_precision="ieee") * scale_log2
         seen = (mask[None, :] & bit[:, None]) != 0
         if CAUSAL:
@@ -265,12 +147,12 @@ def query_gradient_kernel(
     size = tl.load(length + b).to(tl.int32)
     if tile * BT < size:
         base = tl.load(start + b).to(tl.int64)
-        position, head, bit, inside = _tile_rows(tile, size, BT, GP, G)
+        position, head, bit, inside = tile_rows(tile, size, BT, GP, G)
         head += (item % K).to(tl.int32) * G
         column = base + position
-        q_MD = _load_rows(q + b * stride_q_row, column * stride_q_token + head * stride_q_head, D, DP)
-        do_MD = _load_rows(d_out + b * stride_do_row, column * stride_do_token + head * stride_do_head, D, DP)
-        out_MD = _load_rows(out + b * stride_out_row, column * stride_out_token + head * stride_out_head, D, DP)
+        q_MD = load_rows(q + b * stride_q_row, column * stride_q_token + head * stride_q_head, D, DP)
+        do_MD = load_rows(d_out + b * stride_do_row, column * stride_do_token + head * stride_do_head, D, DP)
+        out_MD = load_rows(out + b * stride_out_row, column * stride_out_token + head * stride_out_head, D, DP)
         stat = (b * K * G + head) * T + position
         lse_M = tl.load(lse + stat)
         delta_M = tl.sum(do_MD.to(tl.float32) * out_MD.to(tl.float32), 1)
@@ -280,13 +162,13 @@ def query_gradient_kernel(
         lists += (item * TILES + tile) * N
         count = tl.load(counts + item * TILES + tile)
         acc = tl.zeros((BT * GP, DP), tl.float32)
-        early = _early_pages(tile, size, count, P, BT)
+        before = _pages_before(tile, size, count, P, BT)
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists, 0, early, size, bit, position, lse_M, delta_M, acc,
+            q_MD, do_MD, k, v, lists, 0, before, size, bit, position, lse_M, delta_M, acc,
             scale_log2, stride_k_token, stride_v_token, False, D, DP, P, NP,
         )  # fmt: skip
         acc = _differentiate(
-            q_MD, do_MD, k, v, lists, early, count, size, bit, position, lse_M, delta_M, acc,
+            q_MD, do_MD, k, v, lists, before, count, size, bit, position, lse_M, delta_M, acc,
             scale_log2, stride_k_token, stride_v_token, True, D, DP, P, NP,
         )  # fmt: skip
         d = tl.arange(0, DP)
@@ -384,8 +266,8 @@ def key_gradient_kernel(
         own = (j < PAGES * P) & (token < size)
         page_bit = tl.where(own, 1 << tl.minimum(j // P, PAGES - 1), 0)
         source = base + tl.minimum(token, size - 1)
-        k_ND = _load_rows(k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP)
-        v_ND = _load_rows(v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP)
+        k_ND = load_rows(k + b * stride_k_row + item % K * stride_k_head, source * stride_k_token, D, DP)
+        v_ND = load_rows(v + b * stride_v_row + item % K * stride_v_head, source * stride_v_token, D, DP)
         cell = item * RUNS + run
         begin = tl.load(ends + cell - 1, mask=cell > 0, other=0)
         count = (tl.load(ends + cell) - begin).to(tl.int32)
@@ -406,8 +288,8 @@ def key_gradient_kernel(
             position = tl.reshape(tl.broadcast_to((entry >> PAGES)[:, None], (BT, GP)), (BT * GP,))
             reader += BT
             entry = tl.load(readers + tl.minimum(reader, count - 1))
-            q_MD = _load_rows(q, position * stride_q_token + head * stride_q_head, D, DP)
-            do_MD = _load_rows(d_out, position * stride_do_token + head * stride_do_head, D, DP)
+            q_MD = load_rows(q, position * stride_q_token + head * stride_q_head, D, DP)
+            do_MD = load_rows(d_out, position * stride_do_token + head * stride_do_head, D, DP)
             lse_M = tl.load(lse + stat + position)
             delta_M = tl.load(delta + stat + position)
             logit = tl.dot(k_ND, tl.trans(q_MD), input_precision="ieee") * scale_log2

@@ -48,7 +48,7 @@ def _order(bits):
 
 
 @triton.jit
-def _load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
+def load_rows(base, offset_T, D: tl.constexpr, DP: tl.constexpr):
     """Rows of ``D`` elements, zeros up to ``DP``."""
     d = tl.arange(0, DP)
     rows = base + offset_T[:, None] + d[None, :]
@@ -79,7 +79,7 @@ def _score(
 
 
 @triton.jit
-def _above_and_tied(score, is_ranked, ranked, budget):
+def above_and_tied(score, is_ranked, ranked, budget):
     """Which ranked pages score above the threshold, which equal it, and how many of these to take to have ``budget``.
 
     The threshold is found by counting how many scores reach two guesses a step, until exactly ``budget`` do or
@@ -135,7 +135,7 @@ def _select_block(
     block = tl.load(table + n // PER_BLOCK, mask=inside, other=0)
     is_scored = is_ranked & (budget > 0) & (budget < ranked)
     score = tl.load(row + n, mask=is_scored, other=0.0)
-    above, tied, need = _above_and_tied(score, is_ranked, ranked, budget)
+    above, tied, need = above_and_tied(score, is_ranked, ranked, budget)
     kept = above | (inside & ~is_ranked)
     both = kept.to(tl.int32) + (tied.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both
