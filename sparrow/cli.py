@@ -130,7 +130,7 @@ class Eval(DecodingOptions, Sampled):
 
 @dataclass(frozen=True)
 class Cost(Settings):
-    """Predict what a schedule buys: rollout and step time, dense against sparse, on a named GPU."""
+    """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a schedule, lossless."""
 
     model: str  # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b; or a model by hub name, or its config.json.
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
@@ -144,6 +144,9 @@ class Cost(Settings):
     cutoff: Count = 32768  # Longest response in tokens.
     prompt: Count = 256  # Prompt length in tokens.
     max_batch: Count = 256  # Sequences decoded together at most.
+    # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless finds it; for other
+    # budgets the rejected share is taken to fall as their power -0.7.
+    acceptance: Probability = 0.94
     # Share of a dense step's time that is rollout, where it is known; unset: training is priced by its FLOPs.
     rollout_share: Share | None = None
 
@@ -435,6 +438,8 @@ def cost(command: Cost) -> None:
     from sparrow import cluster
     from sparrow import cost as one_gpu
     from sparrow.cost import MACHINES, SHAPES, ModelShape
+    from sparrow.cost_lossless import predict_lossless
+    from sparrow.cost_lossless import rows as lossless_rows
     from sparrow.terminal import print_rows
 
     if command.model in SHAPES:
@@ -455,7 +460,9 @@ def cost(command: Cost) -> None:
         rows = cluster.rows(whole, steps)
     else:
         share = command.rollout_share
-        rows = one_gpu.rows(one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=share))
+        lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=share)
+        lossless = predict_lossless(shape, machine, lengths, lossy.dense, command.acceptance, *batching)
+        rows = lossless_rows(lossy, lossless)
     machines = f"{command.gpus} {command.gpu.upper()}"
     responses = f"{command.responses} responses of {lengths.mean():,.0f} tokens"
     print_rows(f"{command.model} on {machines}, {responses}, {command.schedule}", rows)

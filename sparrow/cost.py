@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,12 +261,14 @@ def kv_capacity(shape: ModelShape, machine: Machine) -> int:
 
 def simulate_rollout(
     shape: ModelShape, machine: Machine, responses: ArrayLike, schedule: SparsitySchedule | None = None,
-    prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200,
+    prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, *,
+    price: Callable[[NDArray[np.int64]], StepCost] | None = None,
 ) -> RolloutEstimate:  # fmt: skip
     """Continuous batching of ``responses`` (tokens each, served in this order) on one machine, bounded by KV memory.
 
     A response enters when its present tokens fit with room for the batch to grow; when memory runs out, the last one
     in gives way and is computed again later. Sparse reading does not shrink the cache, so both kinds batch alike.
+    ``price`` says in place of ``decode_step`` what a token for each sequence costs at these lengths.
 
     Raises ConfigError: a response that does not fit into memory alone. ValueError: no response, or an empty one.
     """
@@ -291,7 +293,8 @@ def simulate_rollout(
             waiting.appendleft((int(length[-1]), int(left[-1])))
             length, left, preemptions = length[:-1], left[:-1], preemptions + 1
             continue
-        step = decode_step(shape, machine, length + (advance + 1) // 2, schedule, overheads)
+        middle = length + (advance + 1) // 2
+        step = price(middle) if price else decode_step(shape, machine, middle, schedule, overheads)
         spent += advance * np.array([step.overhead_s, step.weight_s, step.attention_s])
         drain_s = 0.0 if waiting else drain_s + advance * step.seconds
         length, left, steps = length + advance, left - advance, steps + advance

@@ -54,9 +54,9 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
 def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
     main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86"])
     printed = capsys.readouterr().out
-    assert "rollout speed-up" in printed and "Sparse rollouts" in printed
+    assert "lossy speed-up" in printed and "lossless speed-up" in printed and "Both pay (2.47x lossy" in printed
     main(["cost", "--model", checkpoint, "--schedule", "fixed:1", "--median", "300", "--cutoff", "600"])
-    assert "will not pay" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "Neither pays" in " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "cannot load the config of 'no/such'" in fails(capsys, "cost", "--model", "no/such", "--schedule", "fixed:1")
 
 

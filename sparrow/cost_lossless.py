@@ -1,0 +1,217 @@
+"""What lossless decoding buys: dense, lossy and lossless rollouts side by side, and how to draft.
+
+A cycle is k draft steps and one verification, which reads weights and cache as a dense step does and computes k tokens
+more for each sequence. It gives (1 - a^(k+1)) / (1 - a) tokens where drafts are accepted independently with chance a
+(Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md`` says what is fitted and what is assumed.
+
+Shapes: B sequences, k drafts of a cycle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.optimize import nnls
+
+from sparrow.cost import (
+    SHAPES,
+    VLLM_H200,
+    WORTHWHILE,
+    Machine,
+    ModelShape,
+    Overheads,
+    Prediction,
+    RolloutEstimate,
+    StepCost,
+    decode_step,
+    simulate_rollout,
+)
+from sparrow.schedule import SparsitySchedule
+
+REFERENCE_TOKENS = 1024  # the draft budget that a given acceptance is for
+BUDGET_POWER = 0.7  # the rejected share falls with the budget to the power -0.7, as published for p5
+DRAFT_TOKENS = (2, 4, 8, 16)
+DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink and the two recent ones, in every layer
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What verifying costs beyond a dense step, by further token; ``fit_verification`` fits it."""
+
+    peak_share: float  # of the machine's peak FLOP/s, which further tokens reach
+    token_s: float  # further seconds of a token: its logits, and rejection sampling
+
+
+# From the measurements of a prototype, benchmarks/results/lossless_prototype_h200.json.
+VERIFY_H200 = Verification(0.914, 0.689e-6)
+
+
+def fit_verification(
+    products: Iterable[Mapping[str, Any]], verified: Iterable[Mapping[str, Any]], machine: Machine
+) -> Verification:
+    """Least squares, first of the share of the peak, then of the seconds of a token, which are not below zero.
+
+    Args:
+        products: matrix products of all layers: ``shape``, ``rows`` and ``ms``, two or more rows of each shape.
+        verified: verifications: ``shape``, ``batch``, ``drafts``, their ``ms`` and ``dense_ms``, a dense step's.
+        machine: what they ran on.
+    """
+    smallest: dict[str, Mapping[str, Any]] = {}
+    points = sorted(products, key=lambda row: row["rows"])
+    for row in points:
+        smallest.setdefault(row["shape"], row)
+    added = [(row, smallest[row["shape"]]) for row in points if row is not smallest[row["shape"]]]
+    ideal = np.array([_flops_s(SHAPES[a["shape"]], machine, a["rows"] - b["rows"]) for a, b in added])
+    took = np.array([(a["ms"] - b["ms"]) / 1e3 for a, b in added])
+    inverse = float(ideal @ took / (ideal @ ideal))
+    rows = list(verified)
+    tokens = np.array([row["batch"] * row["drafts"] for row in rows], dtype=float)
+    left = [
+        (row["ms"] - row["dense_ms"]) / 1e3 - inverse * _flops_s(SHAPES[row["shape"]], machine, n)
+        for row, n in zip(rows, tokens.tolist(), strict=True)
+    ]
+    token_s, _ = nnls(tokens[:, None] / 1e6, np.array(left))
+    return Verification(1 / inverse, float(token_s[0]) / 1e6)
+
+
+def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
+    """Seconds that ``tokens`` through the weights take at the machine's peak."""
+    return 2 * shape.weights * tokens / machine.flops
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How a cycle drafts."""
+
+    tokens: int  # k; 0 is plain dense decoding
+    schedule: SparsitySchedule  # what drafts read
+    acceptance: float  # mean chance that a draft is accepted, in [0, 1]
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Expected tokens of a cycle, drafts being independent."""
+        return sum(self.acceptance**i for i in range(self.tokens + 1))
+
+
+def lossless_step(
+    shape: ModelShape, machine: Machine, lengths: ArrayLike, drafting: Drafting,
+    overheads: Overheads = VLLM_H200, verification: Verification = VERIFY_H200,
+) -> StepCost:  # fmt: skip
+    """A cycle over sequences of ``lengths`` ``[B]``, divided by the tokens it gives each: comparable to a dense step.
+
+    Raises ValueError, ConfigError: see ``decode_step``.
+    """
+    length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
+    plain = replace(overheads, lists_s=0.0, host_s=0.0)
+    parts = [decode_step(shape, machine, length, drafting.schedule, plain)] * drafting.tokens
+    parts.append(decode_step(shape, machine, length, None, plain))
+    further = length.size * drafting.tokens
+    given = drafting.tokens_per_cycle
+    weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / verification.peak_share
+    attention_s = sum(p.attention_s for p in parts)
+    overhead_s = sum(p.overhead_s for p in parts) + further * verification.token_s
+    overhead_s += overheads.lists_s * length.size * given  # of the tokens that come out
+    # By the token, as in dense steps: what the host does for a cycle was not measured.
+    overhead_s += max(0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s)
+    found = np.array(
+        [sum(p.weight_bytes for p in parts), sum(p.kv_bytes for p in parts), sum(p.landmark_bytes for p in parts),
+         overhead_s, weight_s, attention_s, overhead_s + weight_s + attention_s]
+    ) / given  # fmt: skip
+    return StepCost(*found.tolist())
+
+
+def choices(acceptance: float) -> list[Drafting]:
+    """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``."""
+    found = []
+    for pages in DRAFT_PAGES:
+        schedule = SparsitySchedule.fixed(pages, dense_layers=())
+        budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
+        rejected = min(1.0, (1 - acceptance) * (budget / REFERENCE_TOKENS) ** -BUDGET_POWER)
+        found += [Drafting(k, schedule, 1 - rejected) for k in DRAFT_TOKENS]
+    return found
+
+
+@dataclass(frozen=True)
+class LosslessPrediction:
+    """A lossless rollout that drafts ``drafting.tokens``, half as many, or none, whichever is fastest at the time."""
+
+    drafting: Drafting
+    rollout: RolloutEstimate
+    speedup: float  # over the dense rollout
+
+
+def predict_lossless(
+    shape: ModelShape, machine: Machine, responses: ArrayLike, dense: RolloutEstimate, acceptance: float,
+    prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200,
+    verification: Verification = VERIFY_H200,
+) -> LosslessPrediction:  # fmt: skip
+    """The best of ``choices(acceptance)`` for a rollout of these responses, and what it takes.
+
+    ``acceptance`` is the mean at drafts that read ``REFERENCE_TOKENS``. A choice is judged by the mean batch, at half,
+    once and one and a half times the mean length that a token is sampled at.
+
+    Raises ValueError: acceptance outside [0, 1]; otherwise as ``simulate_rollout``.
+    """
+    if not 0 <= acceptance <= 1:
+        raise ValueError(f"acceptance is {acceptance}, expected a probability in [0, 1]")
+    final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
+    batch, mean = max(1, round(dense.mean_batch)), prompt + float(np.average(final, weights=final)) / 2
+    typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
+
+    def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
+        return lossless_step(shape, machine, lengths, drafting, overheads, verification)
+
+    best = min(choices(acceptance), key=lambda drafting: sum(cost(n, drafting).seconds for n in typical))
+    tunable = [replace(best, tokens=k) for k in sorted({0, (best.tokens + 1) // 2, best.tokens})]
+
+    def fastest(lengths: NDArray[np.int64]) -> StepCost:
+        return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
+
+    found = simulate_rollout(shape, machine, final, None, prompt, max_batch, overheads, price=fastest)
+    return LosslessPrediction(best, found, dense.seconds / found.seconds)
+
+
+def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
+    """Dense, lossy and lossless side by side as (name, value) for printing, and which of them to take."""
+    lines = []
+    for name, run in (("dense", lossy.dense), ("lossy", lossy.sparse), ("lossless", lossless.rollout)):
+        shares = f"{run.attention_s / run.seconds:.0%} attention, {run.drain_s / run.seconds:.0%} draining"
+        speed = f"{run.tokens / run.seconds:,.0f} tokens/s, batch {run.mean_batch:.1f}"
+        lines.append((f"{name} rollout", f"{run.seconds:.1f} s, {speed}, {shares}"))
+    drafting = lossless.drafting
+    kept = drafting.schedule.top_k[0] + drafting.schedule.sink_pages + drafting.schedule.recent_pages
+    budget = f"{kept * drafting.schedule.page_size:,} tokens each"
+    step = (lossy.dense.seconds + lossy.train_s) / (lossless.rollout.seconds + lossy.train_s)
+    return [
+        *lines,
+        ("lossy speed-up", f"{lossy.speedup:.2f}x on the rollout, {lossy.step_speedup:.2f}x on the step"),
+        ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
+        ("drafts", f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle"),
+        ("verdict", verdict(lossy, lossless)),
+    ]
+
+
+def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
+    """Which mode to take, in a sentence or two."""
+    lossy_pays, lossless_pays = (x >= WORTHWHILE for x in (lossy.speedup, lossless.speedup))
+    both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
+    if not lossy_pays and not lossless_pays:
+        return f"Neither pays ({both}): decode densely. {_limit(lossy)}"
+    if lossless.speedup >= lossy.speedup:
+        return f"Lossless rollouts pay most ({both}), and leave nothing to correct."
+    if not lossless_pays:
+        return f"Sparse rollouts pay and lossless ones do not ({both}); lossy needs a schedule that holds p5."
+    return f"Both pay ({both}): lossy gains more and needs a schedule that holds p5, lossless needs none."
+
+
+def _limit(lossy: Prediction) -> str:
+    _, limit = max(
+        (lossy.dense.attention_s, "the cache, which drafts and kept pages read about as much of"),
+        (lossy.dense.weight_s, "weights: the model is large for this batch"),
+        (lossy.dense.overhead_s, "fixed overheads: the batch is small"),
+    )
+    return f"Most of a dense rollout's time goes to {limit}."

@@ -1,0 +1,166 @@
+"""The cost of lossless decoding: cycles by hand, the fit, what a prototype measured, advice."""
+
+import json
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparrow.cost import (
+    MACHINES,
+    SHAPES,
+    VLLM_H200,
+    Machine,
+    ModelShape,
+    Overheads,
+    decode_step,
+    predict,
+    response_lengths,
+)
+from sparrow.cost_lossless import (
+    VERIFY_H200,
+    Drafting,
+    Verification,
+    choices,
+    fit_verification,
+    lossless_step,
+    predict_lossless,
+    rows,
+)
+from sparrow.schedule import SparsitySchedule
+
+H200 = MACHINES["h200"]
+PROTOTYPE = json.loads(
+    (Path(__file__).parents[1] / "benchmarks/results/lossless_prototype_h200.json").read_text(encoding="utf-8")
+)
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the prototype returned no lists
+
+
+def drafts(k, acceptance, pages=61):
+    return Drafting(k, SparsitySchedule.fixed(pages, dense_layers=()), acceptance)
+
+
+def test_tokens_per_cycle_by_hand():
+    assert drafts(3, 0.5).tokens_per_cycle == 1 + 0.5 + 0.25 + 0.125
+    assert drafts(8, 0.95).tokens_per_cycle == pytest.approx((1 - 0.95**9) / 0.05)
+    assert drafts(8, 1.0).tokens_per_cycle == 9 and drafts(8, 0.0).tokens_per_cycle == 1
+    assert drafts(0, 0.7).tokens_per_cycle == 1
+
+
+def test_a_cycle_by_hand():
+    # One layer, one head of 4: a cached token is 16 bytes, a landmark 8. Weights are 500 parameters, 1,000 bytes.
+    shape, machine = ModelShape("tiny", 1, 1, 1, 4, 500), Machine("toy", 1e3, 1e3, 1e6, 1e12)
+    schedule = SparsitySchedule.fixed(1, page_size=10, bin_tokens=10, sink_pages=1, recent_pages=1, dense_layers=())
+    overheads = Overheads(0.5, 0.25, 0.125, 1.0, 1.0, 0.0)
+    found = lossless_step(
+        shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Verification(0.5, 0.01)
+    )  # fmt: skip
+    # A draft: 1 s of weights, 2 x 30 tokens and 10 + 20 landmarks, and 0.5 + 0.25 + 2 x 0.125 s. Verification: 1 s of
+    # weights, 300 tokens, 4 further ones at half the peak and 0.01 s each, 0.5 + 2 x 0.125 s. Lists: 1.75 tokens each.
+    draft = (1.0, (60 * 16 + 30 * 8) / 1e3, 1.0)
+    verify = (1.0 + 4 * 2 * 500 / (0.5 * 1e6), 300 * 16 / 1e3, 0.75 + 0.04)
+    weight, attention, overhead = (2 * d + v for d, v in zip(draft, verify, strict=True))
+    overhead += 2 * 1.75
+    assert found.weight_s == pytest.approx(weight / 1.75) and found.attention_s == pytest.approx(attention / 1.75)
+    assert found.overhead_s == pytest.approx(overhead / 1.75)
+    assert found.seconds == pytest.approx((weight + attention + overhead) / 1.75)
+    assert found.kv_bytes == pytest.approx((2 * 60 + 300) * 16 / 1.75)
+
+
+def test_without_drafts_a_cycle_is_a_dense_step():
+    for overheads in (VLLM_H200, ENGINE, Overheads(host_s=1.0)):
+        dense = decode_step(SHAPES["qwen3-4b"], H200, [3000, 9000], None, overheads)
+        found = lossless_step(SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(0, 0.9), overheads)
+        assert astuple(found) == pytest.approx(astuple(dense))
+
+
+def test_the_fit_recovers_what_it_was_given():
+    truth = Verification(0.8, 2e-6)
+
+    def ms(shape, tokens):
+        return 2 * SHAPES[shape].weights * tokens / (0.8 * H200.flops) * 1e3
+
+    products = [
+        {"shape": shape, "rows": n, "ms": 5 + ms(shape, n)}
+        for shape in ("qwen3-1.7b", "qwen3-8b")
+        for n in (64, 320, 900)
+    ]
+    verified = [
+        {"shape": "qwen3-8b", "batch": b, "drafts": k, "dense_ms": 20, "ms": 20 + ms("qwen3-8b", b * k) + b * k * 2e-3}
+        for b, k in ((64, 8), (16, 4))
+    ]
+    assert astuple(fit_verification(products, verified, H200)) == pytest.approx(astuple(truth))
+    cheaper = [{**row, "ms": 20.0} for row in verified]
+    assert fit_verification(products, cheaper, H200).token_s == 0, "no constant is below zero"
+
+
+def test_the_shipped_constants_are_the_fit_of_what_the_prototype_measured():
+    fitted = fit_verification(PROTOTYPE["products"], PROTOTYPE["verified"], H200)
+    assert astuple(fitted) == pytest.approx(astuple(VERIFY_H200), rel=2e-3)
+
+
+def test_the_prototypes_drafts_and_speedups_are_predicted():
+    for row in PROTOTYPE["drafted"]:
+        schedule = SparsitySchedule.fixed(row["pages"], dense_layers=())
+        found = decode_step(SHAPES[row["shape"]], H200, [row["length"]] * row["batch"], schedule, ENGINE)
+        assert found.seconds * 1e3 == pytest.approx(row["ms"], rel=0.08)
+    for row in PROTOTYPE["speedups"]:
+        shape, lengths = SHAPES[row["shape"]], [row["length"]] * row["batch"]
+        drafting = drafts(row["drafts"], row["acceptance"], row["pages"])
+        dense = decode_step(shape, H200, lengths, None, ENGINE).seconds
+        found = dense / lossless_step(shape, H200, lengths, drafting, ENGINE).seconds
+        assert found == pytest.approx(row["tokens_per_s"] / row["stock_tokens_per_s"], rel=0.04)
+
+
+def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget():
+    by_pages = {c.schedule.top_k[0]: c.acceptance for c in choices(0.9)}
+    assert by_pages[61] == pytest.approx(0.9)
+    assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(0.1 * 2**0.7)
+
+
+def predicted(shape, responses, acceptance=0.94, **options):
+    lossy = predict(SHAPES[shape], H200, responses, SparsitySchedule.preset(shape), **options)
+    return lossy, predict_lossless(SHAPES[shape], H200, responses, lossy.dense, acceptance, **options)
+
+
+def test_more_is_drafted_where_drafts_are_right_and_nothing_is_lost_where_they_are_not():
+    responses = np.full(240, 12_000)
+    speedups, counts = zip(
+        *(
+            (found.speedup, found.drafting.tokens)
+            for a in (0.0, 0.8, 0.94, 0.99)
+            for found in [predicted("qwen3-1.7b", responses, a)[1]]
+        ),
+        strict=True,
+    )
+    assert speedups[0] >= 1, "where drafts do not pay, none is drafted"
+    assert list(speedups) == sorted(speedups) and list(counts[1:]) == sorted(counts[1:])
+    assert counts[-1] == 16 and speedups[-1] > 2.5
+    with pytest.raises(ValueError, match=r"acceptance is 1\.5, expected a probability"):
+        predicted("qwen3-1.7b", responses, 1.5)
+
+
+def test_a_larger_model_verifies_at_the_flops_and_gains_less():
+    responses = np.full(240, 12_000)
+    found = [predicted(shape, responses)[1].speedup for shape in SHAPES]
+    assert found == sorted(found, reverse=True) and found[0] > 1.3 * found[3]
+
+
+LONG = response_lengths(14_000, 32_768, 240)
+
+
+def test_rows_advise_by_what_pays():
+    table = dict(rows(*predicted("qwen3-1.7b", LONG)))
+    assert list(table) == [
+        "dense rollout", "lossy rollout", "lossless rollout", "lossy speed-up", "lossless speed-up", "drafts",
+        "verdict",
+    ]  # fmt: skip
+    assert table["drafts"].startswith("8 that read 1,024 tokens each; 7.1")
+    assert table["verdict"].startswith("Both pay (") and "lossy gains more" in table["verdict"]
+    surer = dict(rows(*predicted("qwen3-1.7b", LONG, 0.99)))["verdict"]
+    assert surer.startswith("Lossless rollouts pay most (") and "nothing to correct" in surer
+    wrong = dict(rows(*predicted("qwen3-8b", LONG, 0.1)))["verdict"]
+    assert wrong.startswith("Sparse rollouts pay and lossless ones do not (")
+    short = dict(rows(*predicted("qwen3-14b", np.full(16, 500))))["verdict"]
+    assert short.startswith("Neither pays (") and "decode densely" in short and "weights" in short
