@@ -258,15 +258,15 @@ class _Run:
         start, own, seen = time.monotonic(), 0.0, None
         limit_s = min(limit_s or self.limits.wall_s, self.limits.program_s - self.used.seconds)
         while True:
-            began = time.monotonic()
+            began, look_s = time.monotonic(), _LOOK_S if seen is not None else _LOOK_S / 5
             try:
-                reply = box.receive(began + max(0.0, min(_LOOK_S, limit_s - own)), most)
+                reply = box.receive(began + max(0.0, min(look_s, limit_s - own)), most)
                 self.used.seconds += own + time.monotonic() - began
                 return reply
             except ChildTimeoutError:
-                waited, cpu_s = time.monotonic() - began, processor_s(box.process.pid)
-                ran = waited if seen is None else cpu_s - seen
-                own, seen = own + (waited if ran < waited / 20 else min(ran, waited)), cpu_s
+                waited, (cpu_s, runnable) = time.monotonic() - began, processor_s(box.process.pid)
+                ran = waited if seen is None else min(cpu_s - seen, waited)
+                own, seen = own + (ran if runnable or ran >= waited / 20 else waited), cpu_s
                 if own >= limit_s or time.monotonic() - start > STARVED * limit_s:
                     self.used.seconds += own
                     raise
@@ -357,19 +357,25 @@ class _Used:
     seconds: float = 0.0  # of a program's own time, in all its tests so far
 
 
-def processor_s(root: int) -> float:
-    """Processor seconds of a process and all below it, those that have ended included; 0 if it is gone."""
+def processor_s(root: int) -> tuple[float, bool]:
+    """Processor seconds of a process and all below it, those that have ended included, and whether one asks for more.
+
+    0 and no if it is gone.
+    """
     parents: dict[int, int] = {}
     ticks: dict[int, int] = {}
+    states: dict[int, str] = {}
     for entry in os.listdir("/proc"):
         with suppress(OSError, ValueError):
             fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
             if fields:
-                parents[int(entry)], ticks[int(entry)] = int(fields[1]), sum(map(int, fields[11:15]))
+                pid = int(entry)
+                states[pid], parents[pid], ticks[pid] = fields[0], int(fields[1]), sum(map(int, fields[11:15]))
     family = {root}
     while more := {pid for pid, parent in parents.items() if parent in family} - family:
         family |= more
-    return sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+    used = sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
+    return used, any(states.get(pid) == "R" for pid in family)
 
 
 def _raised(said: object) -> tuple[Verdict, str]:

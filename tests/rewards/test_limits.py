@@ -27,7 +27,7 @@ SLEEPER = "import time\ndef f(s):\n time.sleep(s)\n return 1"
 def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
     """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
     start = time.monotonic()
-    monkeypatch.setattr(code_module, "processor_s", lambda pid: share * (time.monotonic() - start))
+    monkeypatch.setattr(code_module, "processor_s", lambda pid: (share * (time.monotonic() - start), False))
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
 
 
@@ -46,7 +46,7 @@ def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch,
 def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
     start = time.monotonic()
     monkeypatch.setattr(code_module, "STARVED", 2)
-    monkeypatch.setattr(code_module, "processor_s", lambda pid: 0.06 * (time.monotonic() - start))
+    monkeypatch.setattr(code_module, "processor_s", lambda pid: (0.06 * (time.monotonic() - start), True))
     tests = {**SLEEPS, "inputs": [[60]]}
     judgement = CodeVerifier(LIMITS).judge(SLEEPER, tests)
     assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
@@ -58,10 +58,22 @@ def test_processor_time_of_a_family():
     script += "\nprint(1, flush=True)\ntime.sleep(9)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
-        first, _ = processor_s(process.pid), time.sleep(0.3)
-        assert 0.4 <= first < 1.5 and processor_s(process.pid) - first < 0.05
+        time.sleep(0.1)
+        first, runnable = processor_s(process.pid)
+        time.sleep(0.3)
+        assert 0.4 <= first < 1.5 and processor_s(process.pid)[0] - first < 0.05 and not runnable
         process.kill()
-    assert processor_s(process.pid) == 0
+    assert processor_s(process.pid) == (0, False)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        time.sleep(0.3)
+        assert processor_s(process.pid)[1]
+        process.kill()
+
+
+def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
+    """None of the 1.6 s was it on the processor, yet it asked for it."""
+    monkeypatch.setattr(code_module, "processor_s", lambda pid: (0.0, True))
+    assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
 
 READS = [
