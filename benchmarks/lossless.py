@@ -12,7 +12,9 @@ measured with each number of drafts, and with Sparrow choosing it for ``SECONDS`
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import tempfile
 import time
 from pathlib import Path
@@ -89,6 +91,23 @@ def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) 
     text.write_text("\n".join(lines) + "\n")
 
 
+def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int = 300) -> None:
+    """Where the host spends its time in steps without drafts."""
+    bench.start([length - 64] * batch, [steps + MARGIN] * batch, None)
+    for _ in range(SETTLE):
+        bench.llm.llm_engine.step()
+    recorded = cProfile.Profile()
+    recorded.enable()
+    for _ in range(steps):
+        bench.llm.llm_engine.step()
+    recorded.disable()
+    bench.llm.llm_engine.abort_request([str(i) for i in range(bench._served - batch + 1, bench._served + 1)])
+    while bench.llm.llm_engine.has_unfinished_requests():
+        bench.llm.llm_engine.step()
+    with text.open("w") as stream:
+        pstats.Stats(recorded, stream=stream).sort_stats("tottime").print_stats(45)
+
+
 def measure(arguments: argparse.Namespace) -> None:
     out, rows, began = Path(arguments.out), [], time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -124,6 +143,10 @@ def measure(arguments: argparse.Namespace) -> None:
             scheduler(bench).draft_length.choose = lambda *_: k
             runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(arguments.rates[0])
             profile(bench, 64, 15000, out.with_suffix(".txt"))
+        if arguments.profile:
+            if decoding is not None:
+                scheduler(bench).draft_length.choose = lambda *_: 0
+            profile_host(bench, 8, 1024, out.with_suffix(".host.txt"))
         points = [tuple(map(int, p.split("x"))) for p in arguments.points] or POINTS[arguments.shape]
         for batch, length in points:
             if decoding is None:
@@ -165,7 +188,7 @@ def main() -> None:
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
     parser.add_argument("--rates", type=float, nargs="+", default=[0.95, 0.9], help="synthetic acceptance of a draft")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--profile", action="store_true", help="kernels of the cycles at 64 x 15000, beside --out")
+    parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000 and the host at 8 x 1024")
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())
 

@@ -100,26 +100,15 @@ class Runtime:
         """Page counts ``[rows]``, int32, that leave nothing out."""
         return self._everything_B[:rows]
 
-    def count_cycle(
-        self, drafts: int, cached_B: Tensor, sampled_B: Tensor, rejected_B: Tensor, is_prefilling: np.ndarray
-    ) -> None:
-        """Count one dense pass of lossless mode over a batch, after which so many tokens are drafted.
+    def count_pass(self, drafts: int) -> Tensor:
+        """Count one dense pass of lossless mode, after which so many tokens are drafted, and say where the rest goes.
 
-        Args:
-            cached_B: tokens of each sequence that stay in the cache.
-            sampled_B, rejected_B: tokens that came out of the pass, and drafts that were turned down.
-            is_prefilling: bool, on the host: sequences that were in prefill before the pass.
+        Returns:
+            int64 [4], to which the caller adds, over the sequences that were not in prefill: tokens read by the pass,
+            tokens that decoding one by one would have read instead, tokens that came out, and sequences.
         """
         self._cycles[drafts] += 1
-        sampled_B = sampled_B.long()
-        if is_prefilling.any():
-            sampled_B = sampled_B * torch.from_numpy(~is_prefilling).to(sampled_B.device, non_blocking=True)
-        decodes_B, cached_B = (sampled_B > 0).long(), cached_B.long()
-        # Decoding one by one would have read the lengths before each of these tokens.
-        held_B = sampled_B * cached_B - sampled_B * (sampled_B - 1) // 2
-        self._verified += torch.stack(
-            [(decodes_B * (cached_B + rejected_B)).sum(), held_B.sum(), sampled_B.sum(), decodes_B.sum()]
-        )
+        return self._verified
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.

@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
+from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -33,6 +34,39 @@ from sparrow.vllm.runtime import Runtime, find
 DRAFT_NOISE = 0x5DEECE66D
 """Where vLLM draws a draft and the token resampled after its rejection from the same noise, drafts get seeds of their
 own: with shared noise the two are not independent and the result does not follow the dense distribution."""
+
+
+@triton.jit
+def _begin_kernel(
+    index_B, length_B, sampled_B, rejected_B, newest_S, prefilling_B, heat_S, seed_S, own_index_R, ids_R, positions_R,
+    lengths_R, own_heat_S, own_seed_S, step, counts, B, S, limit,
+    PREFILL: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Set the first draft step up and count the pass before it: see ``propose`` and ``Runtime.count_pass``."""
+    row = tl.arange(0, ROWS)
+    inside = row < B
+    index = tl.load(index_B + row, mask=inside, other=0).to(tl.int64)
+    sampled = tl.load(sampled_B + row, mask=inside, other=0).to(tl.int64)
+    rejected = tl.load(rejected_B + row, mask=inside, other=0).to(tl.int64)
+    length = tl.load(length_B + row, mask=inside, other=0).to(tl.int64)
+    cached = length - rejected
+    newest = tl.load(newest_S + index, mask=inside, other=0)
+    drafts = inside & (sampled > 0) & (cached < limit)
+    held = row < S
+    tl.store(own_index_R + row, tl.where(drafts, index, -1), mask=held)
+    tl.store(ids_R + row, tl.where(drafts, newest, 0), mask=held)
+    tl.store(positions_R + row, tl.where(drafts, cached, 0), mask=held)
+    tl.store(lengths_R + row, tl.where(drafts, cached + 1, 0), mask=held)
+    tl.store(own_heat_S + row, tl.load(heat_S + row, mask=held), mask=held)
+    tl.store(own_seed_S + row, tl.load(seed_S + row, mask=held) ^ NOISE, mask=held)
+    tl.store(step, 0)
+    if PREFILL:
+        sampled = tl.where(tl.load(prefilling_B + row, mask=inside, other=0) != 0, 0, sampled)
+    decodes = sampled > 0
+    tl.store(counts, tl.load(counts) + tl.sum(tl.where(decodes, length, 0), 0))
+    tl.store(counts + 1, tl.load(counts + 1) + tl.sum(sampled * cached - sampled * (sampled - 1) // 2, 0))
+    tl.store(counts + 2, tl.load(counts + 2) + tl.sum(sampled, 0))
+    tl.store(counts + 3, tl.load(counts + 3) + tl.sum(decodes.to(tl.int64), 0))
 
 
 class SparseSpeculator(DraftModelSpeculator):
@@ -63,6 +97,7 @@ class SparseSpeculator(DraftModelSpeculator):
             f"{self._logits_argument}_col": self._step_index,
             **({"is_drafting": True} if self._own_noise else {}),
         }
+        self.idx_mapping.fill_(-1)
         self._slots_R = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
 
     # No second model and no second cache.
@@ -111,7 +146,6 @@ class SparseSpeculator(DraftModelSpeculator):
         if not self._captures:
             return
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes
-        self._clear(0)
         with graph_capture(device=self.device) as context:
             for rows in sorted({min(size, self.max_num_reqs) for size in sizes}, reverse=True):
                 self._draft(rows)
@@ -154,22 +188,16 @@ class SparseSpeculator(DraftModelSpeculator):
         drafts = self.num_drafts
         if dummy_run:  # a draft step takes less memory than the passes that vLLM tries out before it
             return self.draft_tokens[:B]
-        cached_B = input_batch.seq_lens[:B] - num_rejected[:B]
-        self.runtime.count_cycle(drafts, cached_B, num_sampled[:B], num_rejected[:B], input_batch.is_prefilling_np[:B])
-        if not drafts:
-            return self.draft_tokens[:B]
-        drafting_B = (num_sampled[:B] > 0) & (cached_B < self.max_model_len)
-        buffers, index_B = self.input_buffers, input_batch.idx_mapping.long()
-        self._clear(B)
-        self.temperature.copy_(temperature)
-        self.seeds.copy_(seeds)
-        if not self._own_noise:
-            self.seeds.bitwise_xor_(DRAFT_NOISE)
-        self.idx_mapping[:B] = torch.where(drafting_B, index_B, -1).to(self.idx_mapping.dtype)
-        newest_B = last_sampled.view(-1)[index_B]
-        buffers.input_ids[:B] = torch.where(drafting_B, newest_B, 0).to(buffers.input_ids.dtype)
-        buffers.positions[:B] = torch.where(drafting_B, cached_B, 0)
-        buffers.seq_lens[:B] = torch.where(drafting_B, cached_B + 1, 0).to(buffers.seq_lens.dtype)
+        prefilling = input_batch.is_prefilling_np[:B]
+        is_prefilling = torch.from_numpy(prefilling).to(self.device, non_blocking=True) if prefilling.any() else None
+        buffers, S = self.input_buffers, self.max_num_reqs
+        _begin_kernel[(1,)](
+            input_batch.idx_mapping, input_batch.seq_lens, num_sampled, num_rejected, last_sampled.view(-1),
+            is_prefilling, temperature, seeds, self.idx_mapping, buffers.input_ids, buffers.positions, buffers.seq_lens,
+            self.temperature, self.seeds, self._step_index, self.runtime.count_pass(drafts), B, S, self.max_model_len,
+            PREFILL=is_prefilling is not None, NOISE=0 if self._own_noise else DRAFT_NOISE,
+            ROWS=triton.next_power_of_2(S), num_warps=4,
+        )  # fmt: skip
         rows = min((size for size in self._graphs if size >= B), default=0)
         for _step in range(drafts):
             if rows:
@@ -177,15 +205,6 @@ class SparseSpeculator(DraftModelSpeculator):
             else:
                 self._draft(B)
         return self.draft_tokens[:B]
-
-    def _clear(self, B: int) -> None:
-        """Make rows from ``B`` on padding: no sequence, no token, no slot."""
-        buffers = self.input_buffers
-        self._step_index.zero_()
-        self.idx_mapping[B:].fill_(-1)
-        buffers.seq_lens[B:].zero_()
-        buffers.positions[B : self.max_num_reqs].zero_()
-        buffers.input_ids[B : self.max_num_reqs].zero_()
 
     def _draft(self, rows: int) -> None:
         """One draft step of ``rows`` rows, and what the next step reads; this is what a graph holds."""
