@@ -498,6 +498,8 @@ def test_a_lossless_run_tells_how_it_drafted():
     assert rows["drafts per token"] == "1.60" and rows["tokens per cycle"] == "5.00"
     assert rows["drafts accepted at 0-2K tokens"] == "0.900, p5 0.500"
     assert not any("draft" in name for name in dict(result_rows(log_of(step_row(1)))))
+    log.train["rollout"] = {"mode": "lossless"}
+    assert dict(setup_rows(log)) == {"mode": "lossless", "drafts read": describe_schedule(SCHEDULE)}
 
 
 def test_a_figure_is_the_same_each_time():

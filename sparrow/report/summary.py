@@ -23,13 +23,16 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """What was run: model, task or datasets, engine, as far as a command line said; and the schedule."""
+    """What was run: model, task or datasets, engine, as far as a command line said; and the schedule, or the mode and
+    what drafts read."""
     start, now = log.schedules[0], log.schedules[-1]
     schedule = describe_schedule(now)
     if now != start:
         schedule += f"; at the start {describe_schedule(start)}"
     named = {name: log.train.get(name) for name in ("model", "task", "dataset", "engine")}
     texts = {name: value if isinstance(value, str) else ", ".join(value) for name, value in named.items() if value}
+    if (log.train.get("rollout") or {}).get("mode") == "lossless":
+        return [*texts.items(), ("mode", "lossless"), ("drafts read", schedule)]
     return [*texts.items(), ("schedule", schedule)]
 
 
