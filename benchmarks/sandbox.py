@@ -3,10 +3,11 @@
     python benchmarks/sandbox.py          # 2,000 programs, two at a time; writes JSON to benchmarks/results/
     python benchmarks/sandbox.py --programs 200 --workers 8
 
-Most programs are honest: right or wrong, of every kind of test. One in eight attacks: it loops, forks, fills memory,
-floods its output, sleeps, exits early, writes outside or kills. Every program's verdict is known beforehand. Before
-and after, this process's memory, file descriptors, threads and children are counted, and all processes of the machine
-that carry the sandbox's mark. Throughput is also measured for honest programs alone.
+Most programs are honest: right or wrong, of every kind of test, and their verdicts are known beforehand. One in eight
+attacks: half of these are a few with known verdicts, which loop, fork, fill memory, flood their output or exit early;
+half are drawn from the attacks of tests/rewards/sandbox, which must not pass. Before and after, this process's memory,
+file descriptors, threads and children are counted, and all processes of the machine that carry this run's mark; its
+memory in between too. Throughput is also measured for honest programs alone.
 """
 
 from __future__ import annotations
@@ -31,12 +32,17 @@ from typing import Any
 
 import psutil
 
-from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import choose_isolation, walls
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "rewards" / "sandbox"))
+from attacks import ATTACKS, TESTS  # noqa: E402
+
+from sparrow.rewards import CodeVerifier, Judgement, Limits  # noqa: E402
+from sparrow.rewards.sandbox import choose_isolation, walls  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results" / "sandbox.json"
 LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
 MARK = "SPARROW_SOAK"
+HELD = "anything but pass"
 
 STDIO = {"inputs": [f"{n} {n * n}\n" for n in range(10)], "outputs": [f"{n + n * n}\n" for n in range(10)]}
 CALL = {"fn_name": "add", "inputs": [[n, n * n] for n in range(10)], "outputs": [n + n * n for n in range(10)]}
@@ -82,7 +88,14 @@ HOSTILE: list[tuple[str, dict[str, Any], str]] = [
 def mixture(count: int, seed: int = 0) -> list[tuple[str, dict[str, Any], str]]:
     """Programs in random order, an eighth of them hostile, with their tests and verdicts."""
     rng = random.Random(seed)
-    return [rng.choice(HOSTILE if rng.random() < 1 / 8 else HONEST) for _ in range(count)]
+    missing = {"OUTSIDE": "/nonexistent", "SEGMENT": "0", "ABSTRACT": "sparrow-soak", "PARENT": str(os.getpid())}
+    held = []
+    for attack in ATTACKS:
+        program = attack.program
+        for name, value in missing.items():
+            program = program.replace(name, value)
+        held.append((program, TESTS[attack.kind], HELD))
+    return [rng.choice(rng.choice((HOSTILE, held)) if rng.random() < 1 / 8 else HONEST) for _ in range(count)]
 
 
 def left_behind() -> dict[str, Any]:
@@ -91,7 +104,7 @@ def left_behind() -> dict[str, Any]:
     marked = 0
     for process in psutil.process_iter():
         try:
-            marked += MARK in process.environ()
+            marked += process.environ().get(MARK) == str(os.getpid())
         except psutil.Error:
             continue
     return {
@@ -107,15 +120,23 @@ def left_behind() -> dict[str, Any]:
 def soak(verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]) -> dict[str, Any]:
     """Judge all programs; verdicts, times and disagreements."""
     began = time.monotonic()
+    rss_mb, me = [], psutil.Process()
+
+    def judge(numbered: tuple[int, tuple[str, dict[str, Any], str]]) -> Judgement:
+        number, (program, tests, _) = numbered
+        if number % max(1, len(programs) // 10) == 0:
+            rss_mb.append(round(me.memory_info().rss / 2**20, 1))
+        return verifier.judge(program, tests)
+
     with ThreadPoolExecutor(verifier.workers) as threads:
-        judged = list(threads.map(lambda program: verifier.judge(program[0], program[1]), programs))
+        judged = list(threads.map(judge, enumerate(programs)))
     wall_s = time.monotonic() - began
     last = [next((v for v in j.verdicts if v != "pass"), "pass") for j in judged]
     seconds = sorted(j.wall_s for j in judged)
     wrong = [
         {"program": program, "expected": expected, "verdict": verdict, "detail": j.detail}
         for (program, _, expected), verdict, j in zip(programs, last, judged, strict=True)
-        if verdict != expected
+        if (verdict == "pass" if expected == HELD else verdict != expected)
     ]
     return {
         "programs": len(programs),
@@ -127,6 +148,7 @@ def soak(verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], s
             "p95": round(seconds[int(0.95 * len(seconds))], 3),
             "max": round(seconds[-1], 3),
         },
+        "rss_mb": rss_mb,
         "verdicts": dict(collections.Counter(last)),
         "unexpected": wrong,
     }
@@ -150,10 +172,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--isolation", choices=("auto", "bwrap", "session"), default="auto")
+    parser.add_argument("--isolation", choices=("auto", "bwrap", "session", "none"), default="auto")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    walls.ENVIRONMENT[MARK] = "1"
+    walls.ENVIRONMENT[MARK] = str(os.getpid())
+    tempfile.tempdir = tempfile.mkdtemp(prefix="soak-")
     verifier = CodeVerifier(LIMITS, options.isolation, options.workers)
     result: dict[str, Any] = {"machine": machine(), "isolation": choose_isolation(options.isolation)}
     result["workers"] = options.workers
@@ -162,6 +185,7 @@ def main() -> int:
     result["mixed"] = soak(verifier, mixture(options.programs))
     result["after"] = left_behind()
     result["honest"] = soak(verifier, [random.Random(2).choice(HONEST[:6:5]) for _ in range(options.programs // 10)])
+    shutil.rmtree(tempfile.tempdir)
     options.out.parent.mkdir(exist_ok=True)
     options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result, indent=1))

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, Literal
 
 from sparrow.errors import RewardError
-from sparrow.rewards.sandbox import files
+from sparrow.rewards.sandbox import cgroup, files
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 from sparrow.rewards.sandbox.inside.confine import LANDLOCK_NEEDED, landlock_version
 from sparrow.rewards.sandbox.limits import Limits
@@ -66,10 +66,12 @@ def _wall(held: Held) -> Wall:
 @cache
 def _announce(held: Held) -> None:
     wall = _wall(held)
-    tasks = "by the kernel" if wall.counted_by_kernel else "by counting" if held != "bwrap" else "not at all"
+    grouped = cgroup.parent() is not None
+    tasks = "by the kernel" if grouped or wall.counted_by_kernel else "by counting" if held != "bwrap" else "not at all"
     bounds = (
         f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource limits, files by "
-        f"{'a file system of their own and ' * (held == 'bwrap')}counting, replies by their size and shape"
+        f"{'a file system of their own and ' * (held == 'bwrap')}counting, replies by their size and shape, "
+        f"{'and all of it' if grouped else 'and nothing'} by a control group of its own"
     )
     if held == "none":
         _log.warning(
@@ -143,6 +145,10 @@ class Sandbox(Child):
                 folder = tempfile.mkdtemp(prefix="sparrow-")
                 stack.callback(files.remove, folder)
                 environment.update(HOME=folder, TMPDIR=folder)
+            if (group := cgroup.parent()) is not None:
+                own = cgroup.make(group, limits)
+                stack.callback(cgroup.remove, own)
+                command = cgroup.enter(own, command)
             try:
                 super().__init__(command, cwd=folder, env=environment, pass_fds=inherited)
             finally:

@@ -1,0 +1,91 @@
+"""A control group (version 2) for each sandbox, where this process may make some: it bounds all that a program spends
+together, the kernel's memory for it included.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+from sparrow.rewards.sandbox.limits import Limits
+
+_NEEDED = {"memory", "pids"}
+_REMOVAL_S = 2.0
+_HARNESS_TASKS, _HARNESS_BYTES = 16, 128 << 20
+_log = logging.getLogger(__name__)
+
+
+@cache
+def parent() -> Path | None:
+    """The group in which groups that bound memory and tasks can be made: this process's own or the one above it."""
+    own = next((line[3:].strip() for line in _lines("/proc/self/cgroup") if line.startswith("0::")), None)
+    mounts = [line.split() for line in _lines("/proc/self/mountinfo") if " - cgroup2 " in line]
+    if own is None or not mounts:
+        return None
+    folder = Path(mounts[0][4]) / own.lstrip("/")
+    for group in dict.fromkeys((folder.parent, folder)):
+        if _NEEDED.issubset(" ".join(_lines(group / "cgroup.subtree_control")).split()) and _works(group):
+            return group
+    return None
+
+
+def _works(group: Path) -> bool:
+    """Whether this process may make groups in this one and start processes in them."""
+    try:
+        made = make(group, Limits())
+    except OSError:
+        return False
+    try:
+        return subprocess.run(enter(made, ["true"]), stderr=subprocess.DEVNULL).returncode == 0
+    finally:
+        remove(made)
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def make(group: Path, limits: Limits) -> Path:
+    """A new group in ``group``, held to ``limits``. Raises OSError: it cannot be made."""
+    made = Path(tempfile.mkdtemp(prefix="sparrow-", dir=group))
+    most = limits.memory_bytes + limits.files_bytes + 3 * limits.output_bytes + _HARNESS_BYTES
+    try:
+        (made / "pids.max").write_text(str(limits.tasks + _HARNESS_TASKS))
+        (made / "memory.max").write_text(str(most))
+        if (made / "memory.swap.max").exists():
+            (made / "memory.swap.max").write_text("0")
+    except OSError:
+        remove(made)
+        raise
+    return made
+
+
+def enter(group: Path, command: list[str]) -> list[str]:
+    """A command that runs ``command`` in the group from its start, so that whatever it starts is in it too."""
+    return ["/bin/sh", "-c", 'echo 0 > "$0/cgroup.procs" && exec "$@"', str(group), *command]
+
+
+def remove(group: Path) -> None:
+    """End what is left in the group and remove it; what cannot be removed is named in a warning."""
+    deadline = time.monotonic() + _REMOVAL_S
+    while True:
+        try:
+            if (group / "cgroup.kill").exists():
+                (group / "cgroup.kill").write_text("1")
+            return os.rmdir(group)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or time.monotonic() > deadline:
+                _log.warning("the control group %s cannot be removed: %s", group, error)
+                return
+        time.sleep(0.005)

@@ -1,0 +1,125 @@
+"""Control groups: found where they can be had, bounded, entered from the start, and removed with what is in them.
+
+Limits are written to a copy of the kernel's layout; entering, killing and removing is tried on the kernel itself where
+this process may make groups of any kind.
+"""
+
+import errno
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from sparrow.rewards import CodeVerifier, Limits
+from sparrow.rewards.sandbox import box, cgroup
+
+ONE = {"inputs": ["1"], "outputs": ["1"]}
+
+
+def layout(tmp_path, monkeypatch, controllers, own="/trainer"):
+    """A group ``trainer`` below a root with these controllers for its groups."""
+    root = tmp_path / "root"
+    (root / "trainer").mkdir(parents=True)
+    (root / "cgroup.subtree_control").write_text(controllers)
+    (tmp_path / "cgroup").write_text(f"4:memory:/old\n0::{own}\n")
+    (tmp_path / "mounts").write_text(f"31 30 0:26 / {root} rw shared:4 - cgroup2 cgroup2 rw\n")
+    names = {"/proc/self/cgroup": tmp_path / "cgroup", "/proc/self/mountinfo": tmp_path / "mounts"}
+    real = cgroup._lines
+    monkeypatch.setattr(cgroup, "_lines", lambda path: real(names.get(str(path), path)))
+    cgroup.parent.cache_clear()
+    monkeypatch.setattr(cgroup.os, "rmdir", lambda path: subprocess.run(["rm", "-r", path], check=True))
+    return root
+
+
+@pytest.fixture(autouse=True)
+def anew():
+    caches = cgroup.parent, box._announce
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_groups_are_made_beside_the_trainer_s_where_both_controllers_are(tmp_path, monkeypatch):
+    root = layout(tmp_path, monkeypatch, "cpu memory pids\n")
+    assert cgroup.parent() == root and sorted(path.name for path in root.iterdir()) == [
+        "cgroup.subtree_control",
+        "trainer",
+    ]
+
+
+@pytest.mark.parametrize("controllers", ["", "memory", "pids cpu"])
+def test_without_both_controllers_there_are_no_groups(controllers, tmp_path, monkeypatch):
+    layout(tmp_path, monkeypatch, controllers)
+    assert cgroup.parent() is None
+
+
+def test_groups_that_may_be_made_but_not_entered_are_none(tmp_path, monkeypatch):
+    root = layout(tmp_path, monkeypatch, "memory pids")
+    monkeypatch.setattr(
+        cgroup, "enter", lambda group, command: ["/bin/sh", "-c", "echo 0 > /proc/nowhere && exec true"]
+    )
+    assert cgroup.parent() is None and sorted(p.name for p in root.iterdir() if p.is_dir()) == ["trainer"]
+
+
+def test_without_version_2_there_are_no_groups(tmp_path, monkeypatch):
+    layout(tmp_path, monkeypatch, "memory pids")
+    (tmp_path / "mounts").write_text("31 30 0:26 / /sys/fs/cgroup rw - cgroup cgroup rw,memory\n")
+    assert cgroup.parent() is None
+
+
+def test_a_group_has_the_program_s_limits(tmp_path):
+    limits = Limits(memory_bytes=1 << 30, files_bytes=64 << 20, output_bytes=8 << 20, tasks=100)
+    made = cgroup.make(tmp_path, limits)
+    assert (made / "pids.max").read_text() == "116"
+    assert (made / "memory.max").read_text() == str((1024 + 64 + 24 + 128) << 20)
+
+
+def test_a_sandbox_runs_in_its_group_and_takes_it_along(tmp_path, monkeypatch, mode, caplog):
+    root = layout(tmp_path, monkeypatch, "memory pids")
+    seen = []
+    real = cgroup.remove
+
+    def remove(group):
+        seen.append((group / "cgroup.procs").read_text() if (group / "cgroup.procs").exists() else "")
+        real(group)
+
+    monkeypatch.setattr(cgroup, "remove", remove)
+    with caplog.at_level("INFO"):
+        box._announce.cache_clear()
+        assert CodeVerifier(isolation=mode).judge("print(1)", ONE).passed
+    assert seen == ["0\n", "0\n"] and sorted(p.name for p in root.iterdir() if p.is_dir()) == ["trainer"]
+    assert "and all of it by a control group of its own" in caplog.text
+
+
+def test_a_group_that_stays_busy_is_named_and_stops_nothing(tmp_path, monkeypatch, caplog):
+    def busy(path):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(cgroup.os, "rmdir", busy)
+    monkeypatch.setattr(cgroup, "_REMOVAL_S", 0.02)
+    cgroup.remove(tmp_path)
+    assert f"the control group {tmp_path} cannot be removed" in caplog.text
+
+
+def _writable() -> list[Path]:
+    mounts = [line.split()[4] for line in cgroup._lines("/proc/self/mountinfo") if " - cgroup2 " in line]
+    return [Path(mount) for mount in mounts if os.access(mount, os.W_OK) and os.geteuid() == 0]
+
+
+@pytest.mark.parametrize("mount", _writable(), ids=str)
+def test_the_kernel_s_own_groups_are_entered_and_emptied(mount):
+    group = mount / f"sparrow-test-{os.getpid()}"
+    group.mkdir()
+    process = subprocess.Popen(cgroup.enter(group, ["sh", "-c", "sleep 60 & sleep 60"]))
+    try:
+        deadline = time.monotonic() + 20
+        while len((group / "cgroup.procs").read_text().split()) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        cgroup.remove(group)
+    assert process.wait(10) == -9 and not group.exists()
