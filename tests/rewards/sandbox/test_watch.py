@@ -160,7 +160,11 @@ def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
 
 def test_a_group_is_killed_though_its_leader_is_dead():
     """A process that the harness leaves behind ends with the sandbox."""
-    script = "import os, time\nif os.fork(): os._exit(7)\nos.write(1, b'%d\\n' % os.getpid()); os.close(1); time.sleep(60)"
+    script = r"""
+import os, time
+if os.fork(): os._exit(7)
+os.write(1, b"%d\n" % os.getpid()); os.close(1); time.sleep(60)
+"""
     held = Sandbox({"mode": "stdio", "prelude": "", "code": ""}, Limits(), "session")
     held.close()
     sandbox.Child.__init__(held, [sys.executable, "-c", script])
