@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t
 
-from sparrow.train.controller import FALLEN
+from sparrow.train.schedules import FALLEN
 
 Run = dict[str, Any]
 STATISTICS = ("p1", "p5", "p10", "mean", "KL")

@@ -301,7 +301,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
 
         def _assess(self, experience: Any) -> Any:
             assessed = super()._assess(experience)
-            lower = np.concatenate(assessed[0].accepted)
+            lower = np.concatenate([a.lower for a in assessed[0].acceptances])
             # As in ``token_acceptance``: the length that the schedule looked at.
             cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
             position = self.schedule.page_end(np.concatenate(cached))

@@ -83,6 +83,8 @@ class FromPrompts(Sampled):
     # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
     temperature: Positive = 1.0
     count: Count = 64  # Responses to sample; prompts are repeated as needed.
+    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; flat distributions need more.
+    top_n: Count = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,9 +336,9 @@ def _start_engine(command: Train, model: Any, tokenizer: Any, decoding: Decoding
 
 
 def measure(command: Measure) -> None:
-    from sparrow.measure import measure, pool
+    from sparrow.measure import left_open, measure, pool
     from sparrow.rollout import Sampling
-    from sparrow.terminal import print_drafts, print_mismatch, status
+    from sparrow.terminal import print_drafts, print_mismatch, say, status
 
     if command.schedule is None and command.mode in (None, "lossy"):
         raise ConfigError("say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense")
@@ -345,7 +347,7 @@ def measure(command: Measure) -> None:
     if command.out:
         files.check_file(command.out)
     engine, scorer, prompts = _load_sampler(command, decoding)
-    sampling = Sampling(command.max_new_tokens, command.temperature, seed=command.seed)
+    sampling = Sampling(command.max_new_tokens, command.temperature, command.top_n, seed=command.seed)
     with status(f"sampling and scoring {len(prompts)} responses"):
         found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, command.seed)
     counters = engine.counters()
@@ -354,6 +356,8 @@ def measure(command: Measure) -> None:
     print_mismatch(found, command.tau, counters.read_fraction)
     if drafts:
         print_drafts(drafts)
+    if note := left_open(found.bins, command.tau, command.top_n, "--top-n"):
+        say(note)
     if command.out:
         report = found.to_dict() | ({"drafts": drafts} if drafts else {})
         files.write_text(Path(command.out), json.dumps(report, indent=1))
@@ -377,7 +381,7 @@ def calibrate(command: Calibrate) -> None:
             engine,
             scorer,
             prompts,
-            Sampling(command.max_new_tokens, command.temperature, seed=command.seed),
+            Sampling(command.max_new_tokens, command.temperature, command.top_n, seed=command.seed),
             work,
             budgets=command.budgets,
             target=command.target,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,9 +22,11 @@ import numpy as np
 from sparrow.calibrate import Acceptance, Calibration, calibrate
 from sparrow.engines.base import Engine, Scorer
 from sparrow.errors import ConfigError
-from sparrow.mismatch import MismatchReport, acceptance_bounds, mismatch_report
+from sparrow.mismatch import BinMismatch, MismatchReport, acceptance_bounds, mismatch_report
 from sparrow.rollout import Rollout, Sampling, Scores, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
+
+log = logging.getLogger(__name__)
 
 PILOT = 24  # fewest responses that a round samples
 
@@ -63,6 +66,25 @@ def flatten(responses: Sequence[TokenAcceptance]) -> tuple[np.ndarray, np.ndarra
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
     """One report over many responses, each of them a unit of the bootstrap."""
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
+
+
+def left_open(bins: Sequence[BinMismatch], level: float, top_n: int, option: str) -> str | None:
+    """A sentence on the bin where the actor's lists leave it most open whether p5 reaches ``level``; None if none does.
+
+    Args:
+        bins: of a report.
+        level: the p5 that is asked for.
+        top_n: length of the lists.
+        option: the setting that makes them longer.
+    """
+    still = [b for b in bins if b.lower_bound < level <= b.upper_bound]
+    if not still:
+        return None
+    b = min(still, key=lambda b: b.lower_bound)
+    return (
+        f"whether p5 of acceptance reaches {level:g} is not known at lengths {b.start}-{b.end}: the actor's lists of "
+        f"{top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones ({option}) tell"
+    )
 
 
 def measure(
@@ -126,12 +148,14 @@ def calibrate_engine(
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
 
-    Raises ConfigError: rounds on policy without a pass to refine what they start from.
+    Raises ConfigError: rounds on policy without a pass to refine what they start from; or no budget holds the target in
+    any length bin, or the lists of ``sampling.top_n`` tokens are too short to show that one does.
     """
     if on_policy and not refine:
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
     fewest = min(budgets)
+    listed: tuple[BinMismatch, ...] = ()  # of the last rollouts, the part of the policy's probability that is listed
 
     @contextmanager
     def step(phase: str, kind: str, responses: int, passes_left: int, rounds_left: int) -> Iterator[None]:
@@ -145,11 +169,13 @@ def calibrate_engine(
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
+        nonlocal listed
         some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 10)]
         again = replace(sampling, seed=sampling.seed + number)
         left, later = count(len(trials), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
             trajectories = Trajectories(engine, scorer, some, again, folder, behaviour)
+        listed = pool(trajectories.listed(), layout.bin_tokens).bins
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
@@ -167,6 +193,22 @@ def calibrate_engine(
     for number in range(1, on_policy + 1):
         if not found.schedule.is_dense:
             found = search(number, found.schedule, [found.schedule])
+    if short := [b for b in listed if b.lower_bound < target]:
+        b = min(short, key=lambda b: b.lower_bound)
+        reason = (
+            f"at lengths {b.start}-{b.end} the lists of {sampling.top_n} tokens hold {b.lower_bound:.3f} of the "
+            f"probability at the 5th percentile, so no budget can be shown to hold p5 {target:g} there; sample with "
+            "longer ones (--top-n), or lower the target"
+        )
+        if found.schedule.is_dense:
+            raise ConfigError(reason)
+        log.warning("%s", reason)
+    if found.schedule.is_dense:
+        best = max(tail.lower for tails in found.curves.values() for tail in tails)
+        raise ConfigError(
+            f"no budget up to {max(budgets)} pages holds p5 {target:g} in any length bin: the best lower limit was "
+            f"{best:.3f}; try larger budgets, sample more responses, or lower the target"
+        )
     return found
 
 
@@ -207,6 +249,11 @@ class Trajectories:
         sparse = self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
         rows = zip(self.rollouts, self._dense, sparse, strict=True)
         return [token_acceptance(rollout, p, schedule or self._behaviour, q) for rollout, p, q in rows]
+
+    def listed(self) -> list[TokenAcceptance]:
+        """The part of the dense model's probability that is on the lists: no schedule's bound can be higher."""
+        rows = zip(self.rollouts, self._dense, strict=True)
+        return [token_acceptance(rollout, p, self._behaviour, p) for rollout, p in rows]
 
     def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
         path = self._folder / f"scores-{_digest(self._name, schedule.to_dict())}.npy"

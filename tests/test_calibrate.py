@@ -185,6 +185,30 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     assert again.bins == found.bins
 
 
+def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
+    from conftest import VOCAB, tiny_model
+
+    from sparrow.engines.hf import HFEngine
+    from sparrow.measure import calibrate_engine
+    from sparrow.rollout import Sampling
+
+    layout = SparsitySchedule.dense(bin_tokens=64, page_size=4, dense_layers=(0,))
+    engine = HFEngine(tiny_model(initializer_range=0.2), layout, eos_ids=[])
+    prompts = [[1 + i % 7] * 40 for i in range(24)]
+    options = dict(budgets=(2,), layout=layout, refine=0, on_policy=0, provenance={})
+
+    def calibrated(top_n, target):
+        return calibrate_engine(engine, engine, prompts, Sampling(40, top_n=top_n), tmp_path, target=target, **options)
+
+    short = r"the lists of 2 tokens hold 0\.\d+ of the probability at the 5th .* longer ones \(--top-n\), or lower"
+    with pytest.raises(ConfigError, match=short):
+        calibrated(2, 0.9)
+    few = r"no budget up to 2 pages holds p5 0.999 in any length bin: the best lower limit was 0\.\d+; try larger"
+    with pytest.raises(ConfigError, match=few):
+        calibrated(VOCAB, 0.999)
+    assert calibrated(VOCAB, 0.05).schedule.top_k[0] == 2 and not caplog.records
+
+
 def test_an_engine_sleeps_while_a_scorer_scores():
     from sparrow.measure import measure
     from sparrow.rollout import Rollout, Sampling, Scores

@@ -51,6 +51,18 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert json.loads(out.read_text())["bins"][0]["upper_bound"] < 0.999
 
 
+def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, capsys):
+    arguments = ["measure", "--schedule", "dense", "--model", checkpoint, "--task", "trace:lines=2", "--count", "8"]
+    arguments += ["--max-new-tokens", "20", "--tau", "0.95"]
+    main([*arguments, "--top-n", "1"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "whether p5 of acceptance reaches 0.95 is not known at lengths 0-2000: the actor's lists of 1 tokens" in said
+    assert "1.000; longer ones (--top-n) tell" in said and " undecided" in said
+    main([*arguments, "--top-n", "151"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "not known" not in said and " holds" in said
+
+
 def test_cost_by_shape_name_and_by_config(checkpoint, capsys):
     main(["cost", "--model", "qwen3-4b", "--schedule", "qwen3-4b-0.86"])
     printed = capsys.readouterr().out

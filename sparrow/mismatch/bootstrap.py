@@ -92,13 +92,15 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Mismatch of one set of rollouts. All but `upper_bound` describes the lower bound on acceptance."""
+    """Mismatch of one set of rollouts. All but `upper_bound` and `p1_upper` describes the lower bound on acceptance."""
 
     n_tokens: int
     n_sequences: int
     bin_tokens: int
     percentile: float
     mean: float
+    p1: float  # the 1st percentile over all tokens, and that of the upper bound
+    p1_upper: float
     bins: tuple[BinMismatch, ...]
     histogram: Histogram  # of acceptance, 50 equal bins
     log_histogram: Histogram  # of 1 - acceptance, half a decade a bin, and one bin for all below 1e-6
@@ -272,6 +274,8 @@ def mismatch_report(
         bin_tokens=bin_tokens,
         percentile=percentile,
         mean=float(low.mean()),
+        p1=float(np.percentile(low, 1)),
+        p1_upper=float(np.percentile(high, 1)),
         bins=bins,
         histogram=_histogram(low, np.linspace(0, 1, 51)),
         log_histogram=_histogram(1 - low, np.append(0, np.logspace(-6, 0, 13))),

@@ -187,6 +187,7 @@ class DistillConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        require(self, "step_down", self.enabled or not self.step_down, "left out without distill.enabled")
         require(self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss")
 
 
@@ -234,8 +235,6 @@ class TrainConfig(Settings):
         require(self.distill, "enabled", apart, "off with lossless rollouts: the actor's adapter would verify too")
         moves = not (lossless and self.guard.action == "raise")
         require(self.guard, "action", moves, "warn or stop with lossless rollouts, which more pages do not change")
-        guarded = self.guard.action != "raise" or not self.distill.step_down
-        require(self.guard, "action", guarded, "warn or stop where distill.step_down moves the schedule")
         rollout, window = self.rollout, self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
         require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")

@@ -36,10 +36,10 @@ from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.model.scoring import TokenScorer
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DistillConfig, TrainConfig
-from sparrow.train.controller import MIN_SEQUENCES
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
+from sparrow.train.schedules import MIN_SEQUENCES
 
 BASE = "sparrow_base"  # metadata of a saved adapter: weights of its base
 
@@ -265,21 +265,20 @@ def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]
 
 
 class Distiller:
-    """Trains an ``Adapter`` after every update of the policy, and moves to cheaper schedules when it may.
+    """Trains an ``Adapter`` after every update of the policy.
 
     Args:
         model: the policy.
         config: of the whole run.
         schedule: what the actor decodes under.
 
-    Raises ConfigError: see ``Adapter``; or a step-down schedule that cannot be loaded.
+    Raises ConfigError: see ``Adapter``.
     """
 
     def __init__(self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule) -> None:
         self.config = config
         self._adapter = Adapter(model, config.distill, schedule)
         self.checkpointing = {"context_fn": keep_attention}  # sparse attention is not computed again
-        self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         self._schedule = schedule
         self.parameter_group = {
             "params": self._adapter.parameters, "lr": config.distill.learning_rate, "weight_decay": 0.0
@@ -304,8 +303,8 @@ class Distiller:
         old policy, plus ``kl_coef`` times the mean KL(dense || sparse) of the chosen tokens.
         """
         distill, accelerator = self.config.distill, self._accelerator
-        rows = worst_responses(assessment.accepted, distill.responses)
-        accepted = torch.from_numpy(np.concatenate([assessment.accepted[i] for i in rows]))
+        rows = worst_responses([a.lower for a in assessment.acceptances], distill.responses)
+        accepted = torch.from_numpy(np.concatenate([assessment.acceptances[i].lower for i in rows]))
         chosen = [torch.zeros(len(r), dtype=torch.bool) for r in experience.rollouts]
         parts_of_rows = worst_positions(accepted, distill.positions).split([len(chosen[i]) for i in rows])
         for i, part in zip(rows, parts_of_rows, strict=True):
@@ -353,21 +352,8 @@ class Distiller:
         return merged
 
     @torch.no_grad()
-    def next_schedule(self, experience: Experience, assessment: Assessment, step: int) -> SparsitySchedule:
-        """The schedule for the next rollouts: one rung cheaper if its p5 on these rollouts surely holds tau in every
-        bin that enough responses reach, one rung back if the present one's surely does not, else the present one."""
-        if len(self._ladder) == 1 or step % self.config.distill.step_down_every:
-            return self._schedule
-        at, tau = self._ladder.index(self._schedule), self.config.tau
-        if at + 1 < len(self._ladder) and all(
-            b.interval_low >= tau for b in self._tail(experience, assessment, self._ladder[at + 1])
-        ):
-            at += 1
-        elif at and any(b.interval_high < tau for b in self._tail(experience, assessment, self._schedule)):
-            at -= 1
-        return self._ladder[at]
-
-    def _tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
+    def tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
+        """The actor's tail on these rollouts under ``schedule``, in the bins that enough responses reach, if any."""
         rollouts, budget = experience.rollouts, self.config.optimizer.token_budget
 
         def score(rows: list[int]) -> list[TokenAcceptance]:
@@ -382,7 +368,7 @@ class Distiller:
             set_schedule(self._adapter.model, schedule)
             found = self._ranks.batched("step down", experience.lengths, budget, score)
             set_schedule(self._adapter.model, self._schedule)
-        bins = pool(found, self.config.bin_tokens or schedule.bin_tokens).bins
+        bins = pool(found, schedule.bin_tokens).bins
         return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
     def _sparse(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:

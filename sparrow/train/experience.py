@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparrow.measure import TokenAcceptance
 from sparrow.model.scoring import Batch
 from sparrow.rollout import Rollout
 from sparrow.tasks import Problem
@@ -81,7 +82,7 @@ class Assessment:
     logq_BT: Tensor
     mask_BT: Tensor  # bool, response tokens
     policy_top: list[np.ndarray]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
-    accepted: list[np.ndarray]  # per response, float64 [T] lower bounds on the acceptance rate
+    acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
     obrs_z_BT: Tensor  # what Jackpot's correction needs, ``sum_v min(q, p / lambda)`` over the actor's top-n tokens
 
 

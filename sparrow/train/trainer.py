@@ -16,7 +16,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from sparrow.engines.base import Counters, Engine, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
-from sparrow.mismatch import MismatchReport
+from sparrow.mismatch import BinMismatch, MismatchReport
 from sparrow.model.scoring import TokenScorer
 from sparrow.rollout import derived_seed, split
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
@@ -42,13 +42,13 @@ from sparrow.tasks import Task
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
-from sparrow.train.controller import Steering
 from sparrow.train.corrections import Correction, compute_correction
 from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks, reshard, sharding, whole
 from sparrow.train.resume import describe, resumed
 from sparrow.train.reward import reward_metrics
+from sparrow.train.schedules import Evidence, Movers
 from sparrow.train.trackers import check_trackers, flatten, tracked
 
 if TYPE_CHECKING:
@@ -67,9 +67,8 @@ class Trainer:
     ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
     under; with ``closed_loop`` the schedule follows the measured p5, so that it holds ``config.tau``.
 
-    Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
-    processes that start from different weights, or a closed loop beside something else that moves the
-    schedule, or in other bins than the schedule's.
+    Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses, or
+    processes that start from different weights.
     """
 
     def __init__(
@@ -89,7 +88,7 @@ class Trainer:
         self.step = 0
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
-        self.steering = Steering(config, schedule, closed_loop)
+        self.movers = Movers(config, schedule, closed_loop)
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
@@ -161,14 +160,13 @@ class Trainer:
             self._sync()
             while self.step < self.config.steps:
                 self._train_step()
-                stop = self.config.guard.action == "stop" and self.steering.alarm
-                if stop or self.step % self.config.save_every == 0:
+                if self.movers.guard.stops or self.step % self.config.save_every == 0:
                     self._save()
                     saved = self.step
-                if stop:
+                if self.movers.guard.stops:
+                    guard = self.movers.guard
                     raise TrainingDiverged(
-                        f"{self.steering.warning}; the checkpoint of step {self.step} is saved, and --resume "
-                        "--guard.action raise goes on from it with more pages"
+                        f"{guard.reason}; the checkpoint of step {self.step} is saved, and {guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Rollouts and scores change nothing, and updates are not interrupted: the state is that of self.step.
@@ -212,7 +210,7 @@ class Trainer:
             metrics["schedule"] = {"top_k": self.schedule.to_dict()["top_k"]}
             with self.ranks.connected("update"), _checkpointing(self.model):
                 metrics |= self._update(experience, assessment)
-            metrics |= self._steer(report)
+            metrics |= self._move_schedule(experience, assessment, report)
             self.step, self.cursor = self.step + 1, experience.cursor
             clock["update"] = time.perf_counter()
             try:
@@ -274,7 +272,7 @@ class Trainer:
             logq_BT=pad([r.logprobs for r in rollouts]),
             mask_BT=pad([np.ones(len(r), dtype=bool) for r in rollouts]),
             policy_top=list(tops),
-            accepted=[a.lower for a in acceptances],
+            acceptances=list(acceptances),
             obrs_z_BT=pad(z),
         )
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
@@ -344,16 +342,22 @@ class Trainer:
         }
         if self.distiller:
             found["distill"] = self.distiller.update(experience, assessment, advantages_B)
-            self._set_schedule(self.distiller.next_schedule(experience, assessment, self.step + 1))
         return found
 
-    def _steer(self, report: MismatchReport) -> Metrics:
-        """The closed loop's turn and the guard's."""
-        steering = self.steering
-        self._set_schedule(steering.turn(self.schedule, report))
-        if steering.steps_below == self.config.guard.patience and self.ranks.is_main:
-            log.warning(steering.warning)
-        return {"guard": {"steps_below": steering.steps_below, "alarm": steering.alarm}}
+    def _move_schedule(self, experience: Experience, assessment: Assessment, report: MismatchReport) -> Metrics:
+        """The schedule of the next rollouts, and what the guard has to say."""
+
+        def tail_under(schedule: SparsitySchedule) -> Sequence[BinMismatch]:
+            assert self.distiller is not None, "distill.step_down needs distill.enabled"
+            return self.distiller.tail(experience, assessment, schedule)
+
+        if report.bin_tokens != self.schedule.bin_tokens:
+            report = pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step)
+        self._set_schedule(self.movers.next(self.schedule, Evidence(self.step + 1, report, tail_under)))
+        guard = self.movers.guard
+        if guard.warning and self.ranks.is_main:
+            log.warning(guard.warning)
+        return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}}
 
     def _set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on; the engine gets it with the next weights."""
@@ -392,7 +396,7 @@ class Trainer:
                 experience.problems[i].id,
                 experience.problems[i].prompt,
                 tokens=[str(self.tokenizer.decode([t])) for t in experience.rollouts[i].response_ids],
-                acceptance=np.round(assessment.accepted[i], 4).tolist(),
+                acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
             )
@@ -407,7 +411,7 @@ class Trainer:
             except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
                 raise OSError(str(error).splitlines()[0]) from error
             if self.ranks.is_main:
-                TrainerState(self.step, self.cursor, self.schedule, self.steering.state()).save(folder)
+                TrainerState(self.step, self.cursor, self.schedule, self.movers.state()).save(folder)
 
         keep, name = self.config.keep_checkpoints, "checkpoint"
         with _uninterrupted(), self.run_dir.checkpoint_errors(self.step):
@@ -432,8 +436,11 @@ class Trainer:
             self.accelerator.load_state(str(folder))
         state = TrainerState.load(folder)
         self.cursor = state.cursor
-        self._set_schedule(given.schedule if "schedule.top_k" in changes else state.schedule)
-        self.steering.load(state.steering)
+        moved = "schedule.top_k" in changes
+        self._set_schedule(given.schedule if moved else state.schedule)
+        # Another start schedule is the first rung of a ladder again.
+        memory = {name: kept for name, kept in state.steering.items() if not (moved and name == "step_down")}
+        self.movers.load(memory, self.schedule)
         # The optimiser's state has brought its own settings back.
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:

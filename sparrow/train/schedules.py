@@ -1,0 +1,347 @@
+"""What moves the schedule between steps: the step-down of a distilled actor, the closed loop, and the guard.
+
+They are one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured under
+it, and what those before it proposed. A fixed schedule is what nothing moves. Any of them may be on beside the others.
+
+The closed loop: pages follow the measured tail, bin by bin, so that no calibration run is needed. Every step measures
+p5 of acceptance by length bin for nothing, because the dense log-probs are computed anyway. What
+decides is the lower limit of p5's interval, as in calibration: a bin must hold tau surely, and a bin with few
+responses has a wide interval and stays dearer. While a bin is dense its p5 is 1 and says nothing of the sparse actor;
+the bound on a step is what makes going down from there safe.
+
+Budgets are raised in proportion to the rejected share 1 - p5 and lowered with its cube root, for it falls with the
+pages read as their power -0.7 (the published tables for p5 0.75 to 0.92, median) to -4 (the bundled reasoner near p5
+0.97): a raise must suffice where it is slow, a cut must not go too far where it is steep. A budget that left no room
+is the bin's floor from then on. So every bin settles, whatever the noise; and the loop does not take back the pages
+that come free as the policy grows surer, which would hold p5 and lose the reward (docs/stability.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from sparrow.measure import left_open
+from sparrow.mismatch import BinMismatch, MismatchReport
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.train.config import TrainConfig
+
+STEP_UP = 2.0  # pages read in a bin at most double in a step,
+STEP_DOWN = 0.75  # and lose at most a quarter
+ROOM = 0.9  # A bin has room while the rejected share is at most this part of what tau allows: the gap is the hysteresis
+PATIENCE = 2  # steps in a row that a bin must have room before it is lowered
+MIN_SEQUENCES = 8
+"""A bin that fewer responses reach is never lowered, and raised only where its whole interval is below tau."""
+
+FALLEN = 0.5  # the guard's other sign: p1 of all tokens below this part of its highest value so far
+
+
+class Control(NamedTuple):
+    """What the closed loop decided last."""
+
+    schedule: SparsitySchedule  # for the next rollouts
+    calm: tuple[int, ...] = ()  # per length bin, the steps in a row that it had room
+    floor: tuple[int, ...] = ()  # per length bin, the top-k below which it is not lowered any more
+
+
+def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
+    """One turn of the closed loop.
+
+    A bin is raised at once, in proportion to how much too much it rejects; one with room is lowered a third of the
+    way, after ``PATIENCE`` steps, but not to a budget that has failed, nor below one that left no room. Bins that hold
+    no more than prompts follow the first that can be judged; lengths not seen yet keep what they have. A raised bin
+    raises the longer ones with it where they would otherwise read less.
+
+    Args:
+        control: the schedule that the rollouts were sampled under, and the memory.
+        bins: their tail in the schedule's own bins, over all processes.
+        tau: the p5 to hold, in (0, 1).
+
+    Returns:
+        The next schedule, in the same layout, with at least as many bins.
+    """
+    schedule, always = control.schedule, control.schedule.sink_pages + control.schedule.recent_pages
+    # The last entry of the table is for all longer lengths; only those before it are moved.
+    count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
+    calm, floor = ([*memory, *[0] * count][:count] for memory in (control.calm, control.floor))
+    table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
+    judged = set()
+    for b in bins:
+        enough = b.n_sequences >= MIN_SEQUENCES
+        rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
+        i, k, had_room = b.bin, table[b.bin], calm[b.bin]
+        calm[i] = 0
+        if rejected > 1:
+            floor[i] = max(floor[i], k + 1)
+            table[i] = min(max(_raised(k + always, rejected) - always, floor[i]), _whole(schedule, i))
+        elif enough and rejected > ROOM:
+            floor[i] = max(floor[i], k)
+        elif enough:
+            calm[i] = had_room + 1
+            if calm[i] == PATIENCE:
+                lowered = math.floor((k + always) * max(STEP_DOWN, math.cbrt(rejected))) - always
+                table[i] = min(k, max(lowered, floor[i], 0))
+                calm[i] = 0
+        if enough or rejected > 1:
+            judged.add(i)
+    for i in reversed(range(max(judged, default=0))):
+        if i not in judged:
+            table[i] = min(table[i], table[i + 1])
+    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(calm), tuple(floor))
+
+
+def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
+    """The schedule with half as many pages again read in ``bins``."""
+    always = schedule.sink_pages + schedule.recent_pages
+    table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
+    for b in bins:
+        table[b.bin] = min(_raised(table[b.bin] + always, 1.5) - always, ALL_PAGES)
+    return _monotone(schedule, [*table, schedule.top_k[-1]])
+
+
+def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
+    """The bins, of those that enough responses reach, whose p5 is known to be below ``threshold``.
+
+    Known it is of the upper bound on acceptance: short lists of tokens leave a flat distribution's lower bound low,
+    however close the actor is.
+    """
+    return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
+
+
+class Evidence(NamedTuple):
+    """What a step has measured, over all processes."""
+
+    step: int  # finished steps, this one included
+    report: MismatchReport  # under the schedule in force, in that one's bins
+    tail_under: Callable[[SparsitySchedule], Sequence[BinMismatch]]
+    """The actor's tail on the same rollouts under another schedule, for a forward pass; in bins worth judging."""
+
+
+class Mover(Protocol):
+    """Something that moves the schedule."""
+
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
+        """The schedule of the next rollouts; ``proposed`` itself to leave things as they are.
+
+        Args:
+            now: in force, and ``seen`` was measured under it.
+            proposed: what the movers before this one make of it; ``now`` if none moved it.
+            seen: of this step.
+        """
+
+    def state(self) -> dict[str, Any]:
+        """The memory, for ``load`` after a detour through JSON."""
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` returned."""
+
+
+class StepDown:
+    """Goes down a ladder of ever cheaper schedules as a distilled actor learns to hold tau under them.
+
+    One rung cheaper if its p5 on these rollouts surely holds tau in every bin, one rung back if that of the schedule in
+    force surely does not.
+
+    Args:
+        ladder: from the start schedule to the cheapest.
+        every: steps between looks.
+        tau: the p5 to hold.
+    """
+
+    def __init__(self, ladder: Sequence[SparsitySchedule], every: int, tau: float) -> None:
+        self._ladder, self._every, self._tau, self._rung = ladder, every, tau, 0
+
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
+        rung = self._rung
+        if seen.step % self._every:
+            return proposed
+        if rung + 1 < len(self._ladder) and all(
+            b.interval_low >= self._tau for b in seen.tail_under(self._ladder[rung + 1])
+        ):
+            self._rung += 1
+        elif rung and any(b.interval_high < self._tau for b in seen.tail_under(now)):
+            self._rung -= 1
+        return proposed if self._rung == rung else self._ladder[self._rung]
+
+    def state(self) -> dict[str, Any]:
+        return {"rung": self._rung}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._rung = state["rung"]
+
+
+class ClosedLoop:
+    """Holds tau in every bin, see ``next_schedule``; a schedule that was moved already is measured first."""
+
+    def __init__(self, tau: float) -> None:
+        self._tau = tau
+        self._calm: tuple[int, ...] = ()
+        self._floor: tuple[int, ...] = ()
+
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
+        if proposed != now:
+            return proposed
+        control = Control(now, self._calm, self._floor)
+        schedule, self._calm, self._floor = next_schedule(control, seen.report.bins, self._tau)
+        return schedule
+
+    def state(self) -> dict[str, Any]:
+        return {"calm": self._calm, "floor": self._floor}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._calm, self._floor = tuple(state["calm"]), tuple(state["floor"])
+
+
+class Guard:
+    """Watches for p5 too low in a length bin, and for p1 of all tokens fallen; see ``GuardConfig``.
+
+    It judges what is known: the upper bound on acceptance. What the actor's lists of tokens leave open it names.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config, self._top_n = config.guard, config.rollout.top_n
+        self._threshold = config.tau - 0.02 if config.guard.threshold is None else config.guard.threshold
+        self._lossless = config.rollout.mode == "lossless"
+        self._best_p1 = 0.0
+        self._reads_all = False
+        self._left_open: str | None = None
+        self._steps_open = 0
+        self.steps_below = 0  # steps in a row with one of the signs
+
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
+        bins = seen.report.bins
+        failing = below(bins, self._threshold)
+        fallen = seen.report.p1_upper < FALLEN * self._best_p1
+        self._best_p1 = max(self._best_p1, seen.report.p1)
+        self.steps_below = self.steps_below + 1 if failing or fallen else 0
+        judged = [b for b in bins if b.n_sequences >= MIN_SEQUENCES]
+        self._left_open = left_open(judged, self._threshold, self._top_n, "rollout.top_n")
+        self._steps_open = self._steps_open + 1 if self._left_open else 0
+        sparse = [b for b in failing or bins if _pages(now, b) < _whole(now, b.bin)]
+        self._reads_all = self._lossless or not sparse
+        if not (self.alarm and self._config.action == "raise"):
+            return proposed
+        # What another mover raises already is not raised twice.
+        left = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
+        return _densest(raise_bins(now, left), proposed) if left else proposed
+
+    @property
+    def alarm(self) -> bool:
+        """Whether the signs have been there for long enough to act."""
+        return self.steps_below >= self._config.patience
+
+    @property
+    def stops(self) -> bool:
+        """Whether the run is to stop."""
+        return self.alarm and self._config.action == "stop"
+
+    @property
+    def warning(self) -> str | None:
+        """What is to be said after this step, once each time a sign has been there for ``patience`` steps in a row."""
+        if self.steps_below == self._config.patience:
+            return self.reason
+        if self._steps_open == self._config.patience:
+            return self._left_open
+        return None
+
+    @property
+    def reason(self) -> str:
+        """Why there is an alarm, and what to do about it."""
+        seen = f"p5 of acceptance has been below {self._threshold:g}, or p1 below half of its best, for "
+        if self._reads_all:
+            return (
+                f"{seen}{self.steps_below} steps, though samples come from all that is cached: not sparsity is the "
+                "cause, but weights that did not reach the engine, or its precision, temperature or another difference "
+                "to the policy's model"
+            )
+        return f"{seen}{self.steps_below} steps, so training may collapse; a denser schedule prevents it"
+
+    @property
+    def remedy(self) -> str:
+        """How to go on from a checkpoint where it has stopped a run."""
+        if self._reads_all:
+            return "--resume goes on from it once the cause is mended"
+        return "--resume --guard.action raise goes on from it with more pages"
+
+    def state(self) -> dict[str, Any]:
+        return {"best_p1": self._best_p1, "steps_below": self.steps_below}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self._best_p1, self.steps_below = state["best_p1"], state["steps_below"]
+
+
+class Movers:
+    """All that moves a run's schedule, in the order in which they propose.
+
+    Args:
+        config: the run's.
+        schedule: what the run starts with.
+        closed_loop: the schedule follows the measured p5.
+
+    Raises ConfigError: a step-down schedule that cannot be loaded.
+    """
+
+    def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
+        self.guard = Guard(config)
+        self._movers: dict[str, Mover] = {}
+        self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
+        if config.distill.step_down:
+            self._movers["step_down"] = StepDown(self._ladder, config.distill.step_down_every, config.tau)
+        if closed_loop:
+            self._movers["closed_loop"] = ClosedLoop(config.tau)
+        self._movers["guard"] = self.guard
+
+    def next(self, now: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
+        """The schedule of the next rollouts after ``now``, under which ``seen`` was measured."""
+        proposed = now
+        for mover in self._movers.values():
+            proposed = mover.propose(now, proposed, seen)
+        return proposed
+
+    def state(self) -> dict[str, Any]:
+        """The memory of all, by name."""
+        return {name: mover.state() for name, mover in self._movers.items()}
+
+    def load(self, state: Mapping[str, Any], schedule: SparsitySchedule) -> None:
+        """Go on from what ``state`` returned, with ``schedule`` in force; a mover that was not on then starts anew."""
+        if "calm" in state:  # of a checkpoint from before step-downs remembered their rung
+            rung = self._ladder.index(schedule) if schedule in self._ladder else 0
+            state = {"closed_loop": state, "guard": state, "step_down": {"rung": rung}}
+        for name, mover in self._movers.items():
+            if name in state:
+                mover.load(state[name])
+
+
+def _raised(pages: int, rejected: float) -> int:
+    return max(pages + 1, math.ceil(pages * min(STEP_UP, rejected)))
+
+
+def _whole(schedule: SparsitySchedule, i: int) -> int:
+    """The top-k with which bin ``i`` is dense."""
+    pages = math.ceil((i + 1) * schedule.bin_tokens / schedule.page_size)
+    return max(0, pages - schedule.sink_pages - schedule.recent_pages)
+
+
+def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:
+    """Top-k pages in a length bin."""
+    return int(schedule.pages(b.end - schedule.page_size))
+
+
+def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
+    """What reads as much as either at every length; ``a`` if they differ in more than that."""
+    if a.replace(top_k=b.top_k) != b:
+        return a
+    count = max(len(a.top_k), len(b.top_k))
+    return a.replace(top_k=tuple(map(max, _extended(a, count), _extended(b, count))))
+
+
+def _extended(schedule: SparsitySchedule, count: int) -> list[int]:
+    """The first ``count`` entries of the table."""
+    return [schedule.top_k[min(i, len(schedule.top_k) - 1)] for i in range(count)]
+
+
+def _monotone(schedule: SparsitySchedule, table: list[int]) -> SparsitySchedule:
+    return schedule.replace(top_k=tuple(np.maximum.accumulate(table).tolist()))
