@@ -293,7 +293,7 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
         assert verifier.equal("x+x", "2x")
         with monkeypatch.context() as patch:
             patch.setattr(
-                "sparrow.rewards.sandbox.child.json.loads", lambda reply: (_ for _ in ()).throw(KeyboardInterrupt)
+                "sparrow.rewards.sandbox.child.json.loads", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt)
             )
             with pytest.raises(KeyboardInterrupt):
                 verifier.equal("x+x", "2x")

@@ -126,7 +126,7 @@ class _Worker(Child):
 
     def __init__(self, limit_s: float) -> None:
         # -P: the script's folder must not be searched for modules, where math.py would hide the standard one.
-        super().__init__([sys.executable, "-P", str(WORKER), str(limit_s)])
+        super().__init__([sys.executable, "-P", str(WORKER), str(WALL_LIMITS * limit_s)])
         try:
             self.receive(time.monotonic() + START_LIMIT_S)
         except (ChildTimeoutError, ChildEndedError) as error:
