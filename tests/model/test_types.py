@@ -82,24 +82,22 @@ def reference(schedule: SparsitySchedule):
     def attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
         H, K, P = query.shape[1], key.shape[1], schedule.page_size
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        out = torch.empty(1, query.shape[2], H, value.shape[-1])
-        for h in range(H):
-            shared = h * K // H  # the kv head, which the queries of its group select pages for together
-            k, v, group = key[0, shared], value[0, shared], slice(shared * H // K, (shared + 1) * H // K)
-            for t in range(query.shape[2]):
-                columns = list(range(t + 1))
-                pages = [columns[i : i + P] for i in range(0, t + 1, P)]
-                if t >= PROMPT and module.layer_idx not in schedule.dense_layers:
-                    last = len(pages) - schedule.recent_pages
-                    rest = list(range(schedule.sink_pages, max(last, schedule.sink_pages)))
-                    q = query[0, group, t].mean(0)
-                    rest.sort(key=lambda i, k=k, q=q, pages=pages: -float(q @ k[pages[i]].mean(0)))
-                    best = rest[: int(schedule.pages(t + 1))]
-                    kept = {*range(schedule.sink_pages), *best, *range(max(last, 0), len(pages))}
-                    columns = [c for i in sorted(kept) if i < len(pages) for c in pages[i]]
-                weights = (query[0, h, t] @ k[columns].T * scale).softmax(-1)
-                out[0, t, h] = weights @ v[columns]
-        return out, None
+        kept_HTT = torch.ones(H, query.shape[2], query.shape[2], dtype=torch.bool).tril()
+        for t in range(PROMPT, query.shape[2] if module.layer_idx not in schedule.dense_layers else 0):
+            pages = [range(i, min(i + P, t + 1)) for i in range(0, t + 1, P)]
+            last = max(len(pages) - schedule.recent_pages, 0)
+            for k in range(K):
+                heads = slice(k * H // K, (k + 1) * H // K)  # they select together
+                q = query[0, heads, t].mean(0)
+                score = [float(q @ key[0, k, list(page)].mean(0)) for page in pages]
+                best = sorted(range(schedule.sink_pages, last), key=lambda i, score=score: -score[i])
+                always = [*range(schedule.sink_pages), *range(last, len(pages))]
+                columns = [c for i in {*always, *best[: int(schedule.pages(t + 1))]} for c in pages[i]]
+                kept_HTT[heads, t] = False
+                kept_HTT[heads, t, columns] = True
+        k, v = (x[0].repeat_interleave(H // K, 0) for x in (key, value))
+        weights = (query[0] @ k.mT * scale).masked_fill(~kept_HTT, float("-inf")).softmax(-1)
+        return (weights @ v).transpose(0, 1)[None].contiguous(), None
 
     return attention
 
