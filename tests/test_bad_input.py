@@ -386,3 +386,25 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
     with monkeypatch.context() as patch:
         patch.setattr("sparrow.loading.load_model", interrupted)
         assert f"sparrow train --resume --run-dir {run}' goes on" in fails(capsys, "demo", "--run-dir", run, code=130)
+
+
+# --- going on with a run ---
+
+
+def test_sizes_that_differ_on_resume(checkpoint, tmp_path, capsys):
+    main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
+    (weights,) = (tmp_path / "run" / "checkpoints" / "step-1").glob("model*.safetensors")
+    tensors = load_file(weights)
+    name = min(name for name in tensors if name.endswith("norm.weight"))
+    save_file({**tensors, name: tensors[name][:8].clone()}, weights, {"format": "pt"})
+    refused = fails(capsys, "train", "--resume", "--run-dir", str(tmp_path / "run"), "--steps", "2")
+    assert f"cannot go on from {weights.parent} (RuntimeError: size mismatch for {name}" in refused
+    assert "give the model that the run began with" in refused
+
+
+def test_a_log_that_is_no_text_does_not_stop_a_resumed_run(checkpoint, tmp_path, capsys):
+    main(train(checkpoint, tmp_path, "--task", "trace:lines=4"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes() + b'{"step": 2, "\xff')
+    main(["train", "--resume", "--run-dir", str(tmp_path / "run"), "--steps", "2"])
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1, 2]

@@ -176,8 +176,9 @@ class RunDir:
         for name in (METRICS, ROLLOUTS):
             path = self.path / name
             if path.exists():
-                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step_of(line) <= step]
-                _write_atomically(path, "".join(line + "\n" for line in kept))
+                # What is damaged, and may not even be text, counts as logged later.
+                kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
+                _write_atomically(path, "".join(line.decode() + "\n" for line in kept))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
@@ -260,10 +261,10 @@ def parse(text: bytes, where: str) -> Row:
     return found
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
 
 

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sparrow.engines.base import Counters, Engine, total
-from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
+from sparrow.errors import CheckpointError, ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import BinMismatch, MismatchReport
 from sparrow.model.scoring import TokenScorer
@@ -422,7 +422,8 @@ class Trainer:
     def _load(self, given: RunConfig) -> RunConfig:
         """Go on from the last checkpoint; what to record of the settings ``given``.
 
-        Raises ConfigError: a setting differs that cannot, see ``resumed``.
+        Raises ConfigError: a setting differs that cannot, see ``resumed``. CheckpointError: files that are damaged, or
+        of a model of another size.
         """
         found = self.run_dir.last_checkpoint()
         assert found is not None, "RunDir refuses to resume without a checkpoint"
@@ -432,9 +433,17 @@ class Trainer:
         if changes and self.ranks.is_main:
             log.warning("resuming %s after step %d with other settings: %s", folder.parent.parent, self.step,
                         describe(changes))  # fmt: skip
-        with self.distiller.everything_trains() if self.distiller else contextlib.nullcontext():
-            self.accelerator.load_state(str(folder))
-        state = TrainerState.load(folder)
+        try:
+            with self.distiller.everything_trains() if self.distiller else contextlib.nullcontext():
+                self.accelerator.load_state(str(folder))
+            state = TrainerState.load(folder)
+        except Exception as error:  # torch, safetensors, pickle and accelerate raise many unrelated types
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = next((line for line in lines if "size mismatch" in line), lines[0] if lines else "")
+            raise CheckpointError(
+                f"cannot go on from {folder} ({type(error).__name__}: {reason}); if sizes differ, give the model that "
+                "the run began with; if the files are damaged, remove this folder to go on from the checkpoint before"
+            ) from error
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self._set_schedule(given.schedule if moved else state.schedule)
