@@ -30,6 +30,7 @@ from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, place
 from sparrow.mode import Decoding
 from sparrow.rewards import Limits, extract_answer, extract_code, verify_code, verify_math
+from sparrow.rewards.sandbox import Isolation
 from sparrow.settings import Count, Settings
 from sparrow.tasks import Mixture, Problem, Task, load_dataset_task, load_task
 from sparrow.tasks.base import TASKS, draw, make_task
@@ -49,7 +50,7 @@ class DatasetOptions(Settings):
     split: str | None = None  # of the hub's dataset
     template: str | None = None  # the prompt, with {question} where the question goes
     max_length: Count | None = None  # rows whose prompt has more characters are dropped
-    isolation: Literal["auto", "bwrap", "session"] = "auto"  # of programs that are run against tests
+    isolation: Isolation = "auto"  # of programs that are run against tests
     output_bytes: Count = Limits().output_bytes  # that such a program may write
     weight: Count = 1  # how often it is drawn from, beside other datasets
 

@@ -261,7 +261,7 @@ def test_max_new_tokens_beyond_the_context(checkpoint, capsys):
         ("weight=true", "weight is True, but must be a valid integer; change weight."),
         ("weight=0", "weight is 0, but must be greater than or equal to 1; change weight."),
         ("max_length=-1", "max_length is -1, but must be greater than or equal to 1"),
-        ("isolation=none", "isolation is 'none', but must be 'auto', 'bwrap' or 'session'"),
+        ("isolation=vm", "isolation is 'vm', but must be 'auto', 'bwrap', 'session' or 'none'"),
         ("wieght=2", "has the option 'wieght'; it takes isolation, max_length, output_bytes, path, split, "),
         ("path=twice.jsonl", "the option 'path' stands twice"),
         ("template=hello", "the prompt template has no {question}: 'hello'"),
