@@ -52,10 +52,11 @@ def checkpoint(tmp_path_factory) -> str:
 
 
 def fails(capsys, *argv: str, code: int = 1) -> str:
-    """What a command prints on stderr as it ends with ``code``, in one line."""
+    """Why a command ends with ``code``: the last thing on stderr, in one line."""
     from sparrow.cli import main
 
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == code
-    return " ".join(capsys.readouterr().err.split())
+    _, mark, reason = " ".join(capsys.readouterr().err.split()).rpartition("sparrow: ")
+    return mark + reason
