@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from sparrow.rewards import Limits
+from sparrow.rewards import CodeVerifier, Limits
 from sparrow.rewards import code as code_module
 from sparrow.rewards.sandbox import Child, ChildEndedError, pack, unpack
 from sparrow.rewards.sandbox.inside.wire import parse
@@ -202,3 +202,12 @@ def test_words_are_compared_without_holding_them():
         assert peak < 16 << 20
     assert code_module.same_output("a  b \r\n\nc\n\n", "a b\n\nc")
     assert not code_module.same_output("a b\nc", "a\nb c") and not code_module.same_output("a\nb", "a b")
+
+
+@pytest.mark.parametrize(
+    "raised", ["StopIteration", "StopAsyncIteration", "GeneratorExit", "type('S', (StopIteration,), {})"]
+)
+def test_no_exception_of_a_program_ends_a_test_s_loop_early(raised, bwrap):
+    tests = {"test": "assert all(map(lambda case: f(case[0]) == case[1], [(21, 42), (4, 8)]))"}
+    judged = CodeVerifier().judge(f"def f(x): raise {raised}", tests)
+    assert judged.verdicts == ("error",) and judged.detail in (raised, "S")

@@ -53,6 +53,10 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
+# Every exception is one of the first two; the others would end a test's ``map`` or generator as if it had been through.
+_NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
+
+
 class RemoteError(Exception):
     """The other side raised an exception; raised as a subclass of the same built-in one too, where there is one."""
 
@@ -253,7 +257,7 @@ def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteErro
     detail = str(reply["raised"])
     for name in reply.get("kinds", ()):
         kind = getattr(builtins, str(name), None)
-        if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in (BaseException, Exception):
+        if isinstance(kind, type) and issubclass(kind, BaseException) and kind not in _NEVER_RAISED:
             try:
                 error = type(kind.__name__, (RemoteError, kind), {})(*unpack(reply.get("with", [])))
             except TypeError:  # one that needs certain arguments; its base will do
