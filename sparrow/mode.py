@@ -16,7 +16,8 @@ dense policy's. ``lossy``: decode steps read what a schedule says, samples are t
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """What drafts read unless told otherwise: 64 pages of 16 tokens in every layer, at any length."""
-DRAFT_TOKENS = 8
+DRAFT_TOKENS = 12
+"""The most tokens drafted at a time: what gives most at long context and 95 % acceptance."""
 
 
 @dataclass(frozen=True)

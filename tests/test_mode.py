@@ -13,7 +13,7 @@ TABLE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
 def test_one_word_is_enough():
     lossless = Decoding.load("lossless")
-    assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == ("lossless", DRAFT_SCHEDULE, 8)
+    assert (lossless.mode, lossless.schedule, lossless.draft_tokens) == ("lossless", DRAFT_SCHEDULE, 12)
     assert lossless.schedule.tokens_read(20_000) == 1024 and lossless.schedule.dense_layers == ()
     assert Decoding.load("dense").mode == "dense" and Decoding.load("dense").schedule.is_dense
     assert Decoding.load("qwen3-4b-0.86").mode == "lossy"

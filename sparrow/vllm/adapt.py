@@ -16,6 +16,8 @@ THINK_EVERY = 8
 """Cycles between two comparisons, which cost the host time."""
 TRY_AGAIN = 1000
 """Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
+RETIME = 96
+"""Cycles after which what nearly won is timed again: the first times of a batch are the least reliable."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
 HOPELESS = 0.9
@@ -46,6 +48,7 @@ class DraftLength:
         self._seconds: dict[tuple[int, int], dict[int, deque[float]]] = defaultdict(dict)
         self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
         self._in_use: dict[tuple[int, int], int] = {}
+        self._being_timed: set[tuple[int, int]] = set()
         self._cycles: Counter[tuple[int, int]] = Counter()
 
     def acceptance(self, length: float) -> float:
@@ -57,7 +60,7 @@ class DraftLength:
         """Drafts of the next cycle for so many sequences of this mean length (tokens)."""
         key = (_step(rows), _step(length))
         self._cycles[key] += 1
-        if key in self._in_use and self._cycles[key] % THINK_EVERY:
+        if key in self._in_use and key not in self._being_timed and self._cycles[key] % THINK_EVERY:
             self.chosen[self._in_use[key]] += 1
             return self._in_use[key]
         seconds = self._seconds[key]
@@ -65,8 +68,16 @@ class DraftLength:
             for drafts in self.choices:
                 if drafts != self._in_use.get(key):
                     seconds.pop(drafts, None)
+        elif self._cycles[key] % RETIME == 0:
+            speed = self._speeds(key)
+            near = [k for k in speed if k != self._in_use.get(key) and speed[k] >= HOPELESS * max(speed.values())]
+            if near:
+                seconds.pop(near[self._cycles[key] // RETIME % len(near)])
         choice = next((k for k in self.choices if len(seconds.get(k, ())) < PROBES and self._is_worth(key, k)), None)
-        if choice is None:
+        if choice is not None:
+            self._being_timed.add(key)
+        else:
+            self._being_timed.discard(key)
             speed = self._speeds(key)
             best = max(speed, key=speed.__getitem__)
             current = self._in_use.get(key, best)
