@@ -71,7 +71,7 @@ def _announce(held: Held) -> None:
     bounds = (
         f"tasks are bounded {tasks}, processor time, memory and the size of a file by resource limits, files by "
         f"{'a file system of their own and ' * (held == 'bwrap')}counting, replies by their size and shape, "
-        f"{'and all of it' if grouped else 'and nothing'} by a control group of its own"
+        f"{'and all of it by a control group of its own' if grouped else 'no control group can be made here'}"
     )
     if held == "none":
         _log.warning(
