@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -119,7 +120,7 @@ class GraphEngine(HFEngine):
         ended = np.isin(tokens, self._eos.cpu().numpy())
         stopped = ended.any(1)
         length = np.where(stopped, ended.argmax(1) + 1, t + 1)
-        self._count(prompts, torch.from_numpy(length))
+        self._count_read(prompts, length)
         n = min(sampling.top_n, TOP_N)
         return [
             Rollout(
@@ -128,6 +129,13 @@ class GraphEngine(HFEngine):
             )
             for b, m in enumerate(length.tolist())
         ]  # fmt: skip
+
+    def _count_read(self, prompts: Sequence[Sequence[int]], length: np.ndarray) -> None:
+        """Count what the decode steps of responses of these lengths read: all but the first token of each."""
+        cached = np.concatenate([np.arange(len(p) + 1, len(p) + n) for p, n in zip(prompts, length, strict=True)])
+        layers, dense = self.model.config.num_hidden_layers, len(set(self.schedule.dense_layers))
+        read = dense * cached.sum() + (layers - dense) * self.schedule.tokens_read(cached).sum()
+        self._counters += Counters(int(read), layers * int(cached.sum()))
 
     def _wait(self) -> None:
         """Until the device is through, without keeping a core busy that another run could use."""
