@@ -1,17 +1,31 @@
 """Lossless mode in a real vLLM, by the model runner of GPUs; ``test_lossless.py`` runs this in its own processes."""
 
+import contextlib
+import gc
+
+import kernels_in_numpy
+import numpy as np
 import pytest
+import torch
 import v2_on_cpu  # noqa: F401  before vLLM is imported
 
 import tiny_vllm as tiny  # isort: skip
 from tiny_vllm import prompts
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
+from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
+from sparrow.vllm.meter import overlap
 
+topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run that kernel; vLLM has the same in torch
 DRAFTS = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
 RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350]
+FEW = [300, 17, 150, 64, 33, 15]
 
 
 def lossless(k=4, adapt=False, pages=1, **layout):
@@ -19,49 +33,361 @@ def lossless(k=4, adapt=False, pages=1, **layout):
     return Decoding.lossless(schedule, draft_tokens=k, adapt_draft_tokens=adapt)
 
 
-def start(folder, decoding=None, **options):
+@contextlib.contextmanager
+def engine(folder, decoding=None, **options):
+    """An engine that is gone afterwards: vLLM keeps its process groups in one place for all engines of a process."""
     given = {} if decoding is None else {"additional_config": {"sparrow": decoding.to_dict()}}
-    return LLM(model=str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **given, **options})
+    llm = LLM(model=str(folder), skip_tokenizer_init=True, **{**tiny.OPTIONS, **given, **options})
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
 
 
-def generate(llm, prompts, tokens, **sampling):
+def parameters(tokens, **sampling):
     common = dict(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, logprobs=0)
-    parameters = SamplingParams(**{**common, **sampling})
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
+    return SamplingParams(**{**common, **sampling})
+
+
+def generate(llm, asked, tokens, **sampling):
+    wanted = parameters(tokens, **sampling)
+    return [o.outputs[0] for o in llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)]
 
 
 def tokens_of(completions):
     return [list(c.token_ids) for c in completions]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tiny.checkpoint(path)
-    return path
+def logprobs_of(completion):
+    return np.array([at[token].logprob for at, token in zip(completion.logprobs, completion.token_ids, strict=True)])
+
+
+def counters(llm):
+    return llm.collective_rpc("sparrow_counters")[0]
+
+
+@torch.no_grad()
+def dense(model, prompt, response):
+    """Log-probs ``[T, V]`` of the dense policy before each token of a response, by transformers."""
+    logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
+    return logits.double().log_softmax(-1).numpy()
+
+
+def assert_greedy_and_dense(model, asked, completions):
+    """Each token is the dense policy's best, rounding ties aside, and its log-prob is the dense one."""
+    for prompt, completion in zip(asked, completions, strict=True):
+        ids = list(completion.token_ids)
+        log_p = dense(model, prompt, ids)
+        own = log_p[np.arange(len(ids)), ids]
+        assert (log_p.max(1) - own).max() < 1e-4
+        assert np.abs(own - logprobs_of(completion)).max() < 1e-4
 
 
 @pytest.fixture(scope="module")
-def many(folder):
-    """64 ragged prompts, and what stock vLLM answers to them greedily."""
-    asked = prompts(*(RAGGED * 4), seed=1)
-    llm = start(folder)
-    return asked, generate(llm, asked, 256)
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    return folder, tiny.checkpoint(folder, num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("pages", [1, 4, 12])
-@pytest.mark.parametrize("k", [1, 4, 8])
-def test_greedy_tokens_are_stock_vllms(folder, many, k, pages):
-    asked, expected = many
-    llm = start(folder, lossless(k, pages=pages))
-    got = generate(llm, asked, 256)
-    assert tokens_of(got) == tokens_of(expected)
-    gap = max(
-        abs(a[token].logprob - b[token].logprob)
-        for x, y in zip(got, expected, strict=True)
-        for a, b, token in zip(x.logprobs, y.logprobs, x.token_ids, strict=True)
+@pytest.fixture(scope="module")
+def folder(made):
+    return made[0]
+
+
+@pytest.fixture(scope="module")
+def model(made):
+    return made[1]
+
+
+# --- kernels ---
+
+
+def reference_overlap(target, draft, temperature):
+    p, q = target.double().softmax(-1), (draft.double() / temperature).softmax(-1)
+    return torch.minimum(p, q).sum(-1)
+
+
+@pytest.mark.parametrize("temper", [True, False])
+def test_overlap_is_the_reference_in_double_precision(temper):
+    generator = torch.Generator().manual_seed(1)
+    target, draft = (torch.randn(*n, 5000, generator=generator) * 3 for n in ((7,), (4, 3)))
+    target[0, :4000] = draft[1, 1, 3:2500] = -float("inf")
+    heat = torch.tensor([1.0, 0.5, 2.0, 0.0])
+    sequence, place = torch.tensor([0, 0, 1, 1, 2, 3, 2]), torch.tensor([0, 1, 0, 1, 2, 0, -1])
+    found = overlap(target, draft, sequence, place, heat, temper)
+    for row in range(5):
+        t = float(heat[sequence[row]]) if temper else 1.0
+        assert float(found[row]) == pytest.approx(
+            float(reference_overlap(target[row], draft[sequence[row], place[row]], t)), abs=1e-6
+        )
+    assert found[5:].isnan().all()  # a greedy sequence, and no draft
+    assert float(overlap(draft[:1, 0], draft, sequence[:1], place[:1], heat, True)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
+    generator = torch.Generator().manual_seed(2)
+    logits = torch.randn(12, 97, generator=generator)
+    rows, heat = torch.arange(12, dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5] * 4)
+    seeds, places = torch.arange(12) * 12345678901, torch.arange(12) * 7
+    drafts = torch.randn(4, 2, 97, generator=generator)
+
+    def run():
+        drawn = [gumbel_sample(logits, rows, heat, seeds, places, True, is_drafting) for is_drafting in (False, True)]
+        scores = compute_token_logprobs(logits, drawn[0][:, None])
+        return [*drawn, scores, overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num()]
+
+    ours = run()
+    monkeypatch.setattr(kernels_in_numpy.interpreter.InterpretedFunction, "run", kernels_in_numpy._interpreted)
+    theirs = run()
+    assert (ours[0] != ours[1]).any()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+# --- greedy ---
+
+
+def assert_as_stock(folder, model, sizes, tokens, combinations):
+    asked = prompts(*sizes, seed=1)
+    with engine(folder) as llm:
+        expected = generate(llm, asked, tokens)
+    for k, pages in combinations:
+        with engine(folder, lossless(k, pages=pages)) as llm:
+            got = generate(llm, asked, tokens)
+            counts = counters(llm)
+        assert tokens_of(got) == tokens_of(expected), (k, pages)
+        assert_greedy_and_dense(model, asked, got)
+        assert 0 < counts["accepted"] < counts["drafted"]
+
+
+def test_greedy_tokens_are_stock_vllms(folder, model):
+    assert_as_stock(folder, model, FEW, 24, [(k, pages) for k in (1, 4, 8) for pages in (1, 4, 12)])
+
+
+# --- landmarks ---
+
+
+class Landmarks:
+    """Compares, whenever drafting begins, the landmarks of all full pages with the means of the cached keys."""
+
+    def __init__(self, monkeypatch):
+        from sparrow.vllm.speculator import SparseSpeculator
+
+        self.worst, self.pages = 0.0, 0
+        stock = SparseSpeculator.propose
+
+        def propose(speculator, batch, *args, dummy_run=False, **kwargs):
+            if not dummy_run:
+                rejected = kwargs["num_rejected"] if "num_rejected" in kwargs else args[5]
+                self.check(speculator, batch, rejected)
+            return stock(speculator, batch, *args, dummy_run=dummy_run, **kwargs)
+
+        monkeypatch.setattr(SparseSpeculator, "propose", propose)
+
+    def check(self, speculator, batch, rejected_B):
+        table = speculator.block_tables.input_block_tables[0]
+        cached = (batch.seq_lens[: batch.num_reqs] - rejected_B[: batch.num_reqs]).tolist()
+        for layer in speculator.vllm_config.compilation_config.static_forward_context.values():
+            keys, _, marks = layer.impl._views(layer, layer.kv_cache)
+            P, N = layer.impl.runtime.layout.page_size, keys.shape[2]
+            for b, length in enumerate(cached):
+                page = torch.arange(length // P)
+                if len(page):
+                    block, begin = table[b, page * P // N].long(), page * P % N
+                    fresh = keys[block[:, None], :, begin[:, None] + torch.arange(P)].mean(1)
+                    gap = (marks[block, page % (N // P)] - fresh).abs().max()
+                    self.worst = max(self.worst, float(gap))
+                    self.pages += len(page)
+
+
+def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch):
+    found = Landmarks(monkeypatch)
+    with engine(folder, lossless(8)) as llm:
+        generate(llm, prompts(*FEW, seed=2), 40)
+        counts = counters(llm)
+    assert found.pages > 500
+    assert counts["accepted"] < counts["drafted"]
+    assert found.worst < 1e-5
+
+
+def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monkeypatch):
+    from sparrow import attention
+
+    stock = attention.update_landmarks
+
+    def of_prompts_only(keys, marks, slot_mapping, **options):
+        if len(slot_mapping) > 100:  # all prompts are read in one pass; verification reads 9 tokens a sequence
+            stock(keys, marks, slot_mapping, **options)
+
+    found = Landmarks(monkeypatch)
+    monkeypatch.setattr(attention, "update_landmarks", of_prompts_only)
+    with engine(folder, lossless(8)) as llm:
+        generate(llm, prompts(*FEW, seed=2), 40)
+    assert found.worst > 1e-2
+
+
+# --- what vLLM does around a cycle ---
+
+
+def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, model, monkeypatch):
+    preempted = []
+    stock = Scheduler._preempt_request
+    monkeypatch.setattr(
+        Scheduler, "_preempt_request", lambda self, *a, **kw: preempted.append(1) or stock(self, *a, **kw)
     )
-    assert gap < 1e-4
-    counts = llm.collective_rpc("sparrow_counters")[0]
-    assert 0 < counts["accepted"] < counts["drafted"]
+    asked = prompts(90, 17, 70, 64, 33, 100, seed=3)
+    small = dict(num_gpu_blocks_override=12, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=6)
+    with engine(folder, lossless(4), **small) as llm:
+        got = generate(llm, asked, 60)
+    assert len(preempted) > 0
+    assert [len(c.token_ids) for c in got] == [min(60, 128 - len(p)) for p in asked]
+    assert {c.finish_reason for c in got} == {"length"}
+    assert_greedy_and_dense(model, asked, got)
+
+
+def test_a_second_turn_finds_a_dense_cache(folder, model):
+    asked = prompts(150, 33, 70, seed=4)
+    with engine(folder, lossless(4)) as llm:
+        first = generate(llm, asked, 40)
+        turns = [[*p, *c.token_ids, 5, 6, 7] for p, c in zip(asked, first, strict=True)]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in turns], parameters(12), use_tqdm=False)
+    assert [o.num_cached_tokens for o in outputs] == [(len(t) - 4) // 32 * 32 for t in turns]
+    assert_greedy_and_dense(model, turns, [o.outputs[0] for o in outputs])
+
+
+def test_responses_end_inside_accepted_drafts(folder, model):
+    asked = prompts(64, seed=5)
+    with engine(folder, lossless(8, pages=40)) as llm:  # drafts that read everything are all accepted
+        whole = generate(llm, asked, 20)[0]
+        ids = list(whole.token_ids)
+        for tokens in (1, 2, 5, 9, 10):
+            assert tokens_of(generate(llm, asked, tokens)) == [ids[:tokens]]
+        for at in (3, 12):
+            stopped = generate(llm, asked, 20, stop_token_ids=[ids[at]])[0]
+            assert list(stopped.token_ids) == ids[: ids.index(ids[at]) + 1]
+            assert stopped.finish_reason == "stop" and stopped.stop_reason == ids[at]
+        counts = counters(llm)
+    assert counts["accepted"] > 0.5 * counts["drafted"]
+
+
+def test_cancelled_requests_leave_the_others_alone(folder, model):
+    asked = prompts(*FEW, *FEW, seed=6)
+    done = {}
+    with engine(folder, lossless(4), max_num_seqs=4) as llm:
+        for i, prompt in enumerate(asked):
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, parameters(20))
+        for turn in range(400):
+            if not llm.llm_engine.has_unfinished_requests():
+                break
+            if turn in (2, 4, 6):
+                llm.llm_engine.abort_request([str(turn)])
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    done[int(output.request_id.split("-")[0])] = output.outputs[0]
+    kept = [i for i in range(len(asked)) if i not in (2, 4, 6)]
+    assert sorted(i for i in done if done[i].finish_reason != "abort") == kept
+    assert_greedy_and_dense(model, [asked[i] for i in kept], [done[i] for i in kept])
+
+
+# --- sampling ---
+
+PROCESSORS = [
+    dict(repetition_penalty=1.5),
+    dict(presence_penalty=1.0, frequency_penalty=0.7),
+    dict(allowed_token_ids=[1, 2, 3, 5, 8, 13, 21]),
+    dict(min_tokens=15, stop_token_ids=list(range(0, 97, 2))),
+    dict(temperature=1.0, top_k=1),
+    dict(temperature=0.7, top_p=1e-6),
+]
+
+
+def test_greedy_tokens_under_logits_processors_are_stock_vllms(folder):
+    asked = prompts(64, 33, seed=7)
+    answers = []
+    for decoding in (None, lossless(4)):
+        with engine(folder, decoding) as llm:
+            answers.append([tokens_of(generate(llm, asked, 16, **each)) for each in PROCESSORS])
+            for refused in () if decoding is None else (dict(logit_bias={3: 4.0}), dict(temperature=1.0, min_p=0.1)):
+                with pytest.raises(
+                    VLLMValidationError, match=r"min_p and logit_bias .* not yet supported with speculative"
+                ):
+                    generate(llm, asked, 16, **refused)
+    for each, stock, ours in zip(PROCESSORS, *answers, strict=True):
+        assert ours == stock, each
+
+
+def test_bad_words_are_never_said(folder):
+    asked = prompts(64, 33, seed=7)
+    with engine(folder, lossless(4)) as llm:
+        first = tokens_of(generate(llm, asked, 16))
+        wanted = parameters(16)
+        wanted._bad_words_token_ids = [[first[0][0]], first[1][4:6]]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+        ours = [list(o.outputs[0].token_ids) for o in outputs]
+    with engine(folder) as llm:
+        outputs = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+        assert ours == [list(o.outputs[0].token_ids) for o in outputs]
+    assert first[0][0] not in ours[0]
+
+
+def test_a_seed_repeats_to_the_bit_and_logprobs_are_dense(folder, model):
+    asked = prompts(64, 33, seed=8)
+    with engine(folder, lossless(4)) as llm:
+        answers = []
+        for _ in range(2):
+            llm.reset_prefix_cache()
+            wanted = parameters(16, temperature=1.0, seed=11, n=3, logprobs=5)
+            outputs = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+            answers.append([o.outputs for o in outputs])
+    first, second = answers
+    for prompt, a, b in zip(asked, first, second, strict=True):
+        assert len(a) == 3 and tokens_of(a) == tokens_of(b)
+        assert len({tuple(x) for x in tokens_of(a)}) == 3
+        for x, y in zip(a, b, strict=True):
+            assert np.array_equal(logprobs_of(x), logprobs_of(y))
+            log_p = dense(model, prompt, list(x.token_ids))
+            for at, given in zip(log_p, x.logprobs, strict=True):
+                assert set(np.argsort(-at)[:5]) <= set(given)
+                assert max(abs(at[token] - one.logprob) for token, one in given.items()) < 1e-4
+
+
+# --- what changes while an engine runs ---
+
+
+def test_the_draft_schedule_changes_between_calls(folder, model):
+    asked = prompts(*FEW, seed=9)
+    shares = {}
+    with engine(folder, lossless(4)) as llm:
+        for pages in (1, 40, 2):
+            llm.collective_rpc("sparrow_set_schedule", args=(DRAFTS.replace(top_k=(pages,)).to_dict(),))
+            llm.reset_prefix_cache()
+            counters(llm)
+            assert_greedy_and_dense(model, asked, generate(llm, asked, 15))
+            counts = counters(llm)
+            shares[pages] = counts["accepted"] / counts["drafted"]
+    # The context's and the response's end cut off some that would have been accepted.
+    assert shares[1] < 0.4 and shares[40] > 0.7
+
+
+def test_weights_change_between_rollouts(folder, model, tmp_path):
+    asked = prompts(64, 33, 150, seed=10)
+    new = tiny.tiny_model(num_hidden_layers=2, seed=1)
+    with engine(folder, lossless(4)) as llm:
+        assert_greedy_and_dense(model, asked, generate(llm, asked, 12))
+        new.save_pretrained(tmp_path)
+        llm.collective_rpc("sparrow_load_weights", args=(str(tmp_path / "model.safetensors"),))
+        llm.reset_prefix_cache()
+        assert_greedy_and_dense(new, asked, generate(llm, asked, 12))
+
+
+@pytest.mark.parametrize("options", [dict(adapt=True), dict(adapt=False, async_scheduling=False)])
+def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
+    adapt, others = options["adapt"], {k: v for k, v in options.items() if k != "adapt"}
+    asked = prompts(*FEW, seed=12)
+    with engine(folder, lossless(4, adapt=adapt), **others) as llm:
+        got = generate(llm, asked, 30)
+        cycles = llm.collective_rpc("sparrow_acceptance")[0]["cycles"]
+    assert_greedy_and_dense(model, asked, got)
+    assert len(cycles) > 1 if adapt else set(cycles) == {4}

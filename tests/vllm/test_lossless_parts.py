@@ -42,7 +42,7 @@ def test_vllm_is_told_that_the_model_drafts_for_itself():
 def test_a_number_of_drafts_that_adapts_names_its_choices_and_its_scheduler():
     made = prepared(Decoding.lossless(draft_tokens=7))
     ranges = made.speculative_config["num_speculative_tokens_per_batch_size"]
-    assert ranges == [(1, 1, 0), (2, 2, 4), (3, 3, 7)]
+    assert ranges == [(1, 1, 0), (2, 2, 2), (3, 3, 5), (4, 4, 7)]
     assert made.scheduler_cls == "sparrow.vllm.scheduler.LosslessScheduler"
 
 
@@ -74,7 +74,7 @@ def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
 
 
 def test_the_choices_of_drafts():
-    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 4, 8)
+    assert lossless.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
     assert lossless.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)
     assert lossless.draft_choices(Decoding.lossless(draft_tokens=8, adapt_draft_tokens=False)) == (8,)
 
