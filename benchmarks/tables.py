@@ -12,13 +12,25 @@ from collections.abc import Callable
 import tables_calibration as calibration
 import tables_cost as cost
 import tables_distill as distill
+import tables_lossless as lossless
 import tables_runs as runs
 import tables_speed as speed
+import tables_text as text
 from page_tables import ROOT, render
 
 PAGES = [
     ROOT / "docs" / f"{name}.md"
-    for name in ("performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill")
+    for name in (
+        "performance",
+        "cost",
+        "vllm",
+        "scaling",
+        "integrations",
+        "calibration",
+        "method",
+        "distill",
+        "lossless",
+    )
 ]
 TABLES: dict[str, Callable[[], str]] = {
     "decode steps": speed.decode_steps,
@@ -61,6 +73,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "distill tail": distill.distill_tail,
     "distill runs": distill.distill_runs,
     "distill rewards": distill.distill_rewards,
+    **lossless.TABLES,
+    **text.TABLES,
 }
 
 if __name__ == "__main__":

@@ -73,23 +73,9 @@ def text_reuse() -> str:
     return table(["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows)
 
 
-def text_drafting() -> str:
-    found = load("text_vllm")
-    rows = []
-    for part in (found, *found["bins"]):
-        predicted, (estimate, low, high) = part["predicted"], part["tokens_a_cycle"]
-        where = f"{part['start']:,} to {part['end']:,}" if "start" in part else "all"
-        others = (f"{predicted[name]:.2f}" for name in ("consecutive", "geometric"))
-        cells = [f"{estimate:.2f} [{low:.2f}, {high:.2f}]", f"{predicted['sampled']:.2f}", *others]
-        rows.append([where, f"{part['cycles']:,}", *cells, f"{part['measured_over_predicted']:.1%}"])
-    head = ["tokens before the cycle", "cycles", "tokens a cycle in vLLM", "predicted", "from consecutive drafts"]
-    return table([*head, "from the mean", "measured over predicted"], rows)
-
-
 TABLES = {
     "text model": text_model,
     "text acceptance": text_acceptance,
     "text acceptance by length": text_lengths,
     "text reuse": text_reuse,
-    "text drafting": text_drafting,
 }
