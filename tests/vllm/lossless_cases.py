@@ -2,12 +2,14 @@
 
 import contextlib
 import gc
+from functools import wraps
 
 import kernels_in_numpy
 import numpy as np
 import pytest
 import torch
 import v2_on_cpu  # noqa: F401  before vLLM is imported
+from scipy import stats
 
 import tiny_vllm as tiny  # isort: skip
 from tiny_vllm import prompts
@@ -164,6 +166,10 @@ def assert_as_stock(folder, model, sizes, tokens, combinations):
 
 def test_greedy_tokens_are_stock_vllms(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(k, pages) for k in (1, 4, 8) for pages in (1, 4, 12)])
+
+
+def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(folder, model):
+    assert_as_stock(folder, model, RAGGED * 4, 256, [(8, 4)])
 
 
 # --- landmarks ---
@@ -351,6 +357,73 @@ def test_a_seed_repeats_to_the_bit_and_logprobs_are_dense(folder, model):
             for at, given in zip(log_p, x.logprobs, strict=True):
                 assert set(np.argsort(-at)[:5]) <= set(given)
                 assert max(abs(at[token] - one.logprob) for token, one in given.items()) < 1e-4
+
+
+def enumerated(model, prompt, tokens):
+    """Probabilities ``[V ** tokens]`` of all continuations, by transformers."""
+    V = model.config.vocab_size
+    p, written = np.ones(1), np.zeros((1, 0), int)
+    for _ in range(tokens):
+        log_p = torch.log_softmax(
+            torch.cat([model(torch.tensor([[*prompt, *row]])).logits[:, -1].detach() for row in written]).double(), -1
+        )
+        p = (p[:, None] * log_p.exp().numpy()).reshape(-1)
+        written = np.concatenate([written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1)
+    return p
+
+
+def likelihood(counts, p):
+    """P-value of these counts under the probabilities p: chi-square, rare outcomes taken together."""
+    expected = p * counts.sum()
+    rare = expected < 5
+    seen, expected = (np.append(x[~rare], x[rare].sum()) for x in (counts, expected))
+    kept = expected > 0
+    return stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue
+
+
+SAMPLES = {"exact": 20_000, "worst drafts": 10_000, "shared noise": 15_000, "no resampling": 2_000}
+
+
+@pytest.mark.parametrize("variant", SAMPLES)
+def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
+    """The dense policy's, whatever is drafted; and two defects that it would show."""
+    V, T = 6, 3 if variant == "exact" else 2  # in fewer outcomes a bias is found sooner
+    model = tiny.checkpoint(tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.25, seed=3)
+    prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
+    if variant in ("worst drafts", "shared noise"):  # rejected as often as can be, so that noise matters most
+        from sparrow.vllm import speculator
+
+        stock = speculator.gumbel_sample
+        noise = {"is_drafting": False} if variant == "shared noise" else {}
+        monkeypatch.setattr(
+            speculator, "gumbel_sample", lambda logits, *args, **named: stock(-logits, *args, **{**named, **noise})
+        )
+    elif variant == "no resampling":  # a rejected draft stays
+        from vllm.v1.worker.gpu.spec_decode import rejection_sampler
+
+        verify = rejection_sampler.rejection_sample
+
+        @wraps(verify)
+        def keep_rejected(*args, **named):
+            tokens, count = verify(*args, **named)
+            draft_sampled, first = args[2], args[3]
+            at = first[:-1] + count  # the draft that was judged last is the token after those that were accepted
+            rows = torch.arange(len(count))
+            rejected = at < first[1:]
+            tokens[rows[rejected], count[rejected].long() - 1] = draft_sampled[at[rejected].long()].to(tokens.dtype)
+            return tokens, count
+
+        monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
+    layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
+    with engine(tmp_path, lossless(T - 1), **layout) as llm:
+        wanted = [parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None) for i in range(SAMPLES[variant])]
+        outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
+        counts = counters(llm)
+    assert 0 < counts["accepted"] < counts["drafted"]
+    code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
+    p_value = likelihood(np.bincount(code, minlength=V**T), enumerated(model, prompt, T))
+    print(variant, p_value)  # shown where the test fails
+    assert p_value > 1e-3 if variant in ("exact", "worst drafts") else p_value < 1e-4
 
 
 # --- what changes while an engine runs ---

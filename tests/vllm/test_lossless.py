@@ -1,4 +1,4 @@
-"""Runs the cases of lossless mode, each part in a process of its own.
+"""Runs the cases of lossless mode, each part in a process of its own, two at a time.
 
 vLLM chooses its model runner and Triton its interpreter when they are imported, which other tests may have done before.
 """
@@ -6,22 +6,35 @@ vLLM chooses its model runner and Triton its interpreter when they are imported,
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("vllm.version")
 CASES = Path(__file__).with_name("lossless_cases.py")
-PARTS = ("greedy_tokens_are",)
+PARTS = ("distribution", "64_ragged", "greedy_tokens_are")
 REST = "not (" + " or ".join(PARTS) + ")"
 
 
-@pytest.mark.parametrize("part", [*PARTS, REST])
-def test_lossless_mode(part):
-    done = subprocess.run(
+def run(part):
+    return subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", part, str(CASES)],
         env={**os.environ, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
         cwd=CASES.parents[2], capture_output=True, text=True,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(request):
+    """What becomes of each part that was asked for."""
+    wanted = [item.callspec.params["part"] for item in request.session.items if item.parent is request.node]
+    with ThreadPoolExecutor(2) as pool:
+        yield {part: pool.submit(run, part) for part in wanted}
+
+
+@pytest.mark.parametrize("part", [*PARTS, REST])
+def test_lossless_mode(runs, part):
+    done = runs[part].result()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
