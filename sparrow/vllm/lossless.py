@@ -81,6 +81,13 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         arguments.cudagraph_capture_sizes = capture_sizes(rows, draft_choices(decoding))
 
 
+def is_ours(speculative_config: Any) -> bool:
+    """Whether vLLM speculates as lossless mode has it: with the model as its own draft model."""
+    if speculative_config is None or speculative_config.method != "draft_model":
+        return False
+    return bool(speculative_config.model == speculative_config.target_model_config.model)
+
+
 def check_supported(vllm_config: Any) -> None:
     """Refuse an engine that would draft densely, with a second copy of the model, or not at all.
 

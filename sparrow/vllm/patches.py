@@ -120,6 +120,19 @@ def _allowing_our_speculator(stock: Any) -> Any:
     return unsupported_features
 
 
+def _refusing_grammars(stock: Any) -> Any:
+    @wraps(stock)
+    def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        stock(self, speculative_config)
+        if lossless.is_ours(speculative_config) and self.structured_outputs is not None:
+            raise ValueError(
+                "mode 'lossless' does not decode structured outputs: its drafts follow no grammar; leave "
+                "structured_outputs out, or start vLLM without Sparrow"
+            )
+
+    return _validate_spec_decode
+
+
 def _our_speculator(stock: Any) -> Any:
     @wraps(stock)
     def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
@@ -206,6 +219,11 @@ ALWAYS = (
     Patch(
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", ">=0.26,<0.32", "the V2 model runner "
         "has no speculator for draft models yet; in lossless mode it gets ours", _allowing_our_speculator,
+    ),
+    Patch(
+        "vllm.sampling_params:SamplingParams._validate_spec_decode", ">=0.26", "refuse requests with a grammar in "
+        "lossless mode, where vLLM refuses what speculation does not serve",
+        _refusing_grammars, ("speculative_config",),
     ),
 )  # fmt: skip
 """Made wherever the plugin is loaded; without effect for an engine that did not ask for Sparrow."""

@@ -150,3 +150,21 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
     )
     with pytest.raises(ConfigError, match=f"mode 'lossless': {message}"):
         lossless.check_supported(made)
+
+
+def test_structured_outputs_are_refused_by_name():
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    from sparrow.vllm import plugin
+
+    plugin.register()
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
+    target = SimpleNamespace(model="m")
+    SamplingParams()._validate_spec_decode(SimpleNamespace(method="draft_model", model="m", target_model_config=target))
+    for other in (None, SimpleNamespace(method="draft_model", model="small", target_model_config=target)):
+        asked._validate_spec_decode(other)
+    with pytest.raises(
+        ValueError, match=r"'lossless' does not decode structured outputs.*leave structured_outputs out"
+    ):
+        asked._validate_spec_decode(SimpleNamespace(method="draft_model", model="m", target_model_config=target))
