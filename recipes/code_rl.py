@@ -192,7 +192,9 @@ def main(options: Options) -> None:
         )  # fmt: skip
         for path in sorted(out.glob("*.jsonl")):
             rewards = [json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()]
-            scores[f"{name}, {'dense' if '-dense-' in path.name else 'sparse'}"] = round(float(np.mean(rewards)), 4)
+            scores[f"{name}, {'dense' if path.name.startswith('dense-') else 'sparse'}"] = round(
+                float(np.mean(rewards)), 4
+            )
     settings = {**asdict(options), "folder": options.folder.name, "out": options.out.name}
     result = {
         "machine": {"processor": platform.processor() or platform.machine(), "python": platform.python_version()},

@@ -68,7 +68,7 @@ def run_benchmark(
         **source, "benchmark": benchmark, "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens, "seed": sampling.seed,
     }  # fmt: skip
-    slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{benchmark}-{schedule}")[:80]
+    slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{schedule}-{benchmark}")[:80]
     path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"
     path.with_suffix(".json").write_text(json.dumps(key, indent=1), encoding="utf-8")
     found = _read_samples(path)

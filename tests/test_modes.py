@@ -9,7 +9,7 @@ from sparrow import cli, loading
 from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
-from sparrow.mode import DRAFT_SCHEDULE, Decoding
+from sparrow.mode import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DecodingOptions, DistillConfig, GuardConfig, RolloutConfig, TrainConfig
 
@@ -136,7 +136,7 @@ def test_the_demo_runs_in_every_mode(mode, monkeypatch):
     decoding = commands[0].rollout.decoding(commands[0].schedule)
     assert decoding.mode == mode
     assert decoding.schedule.is_dense == (mode == "dense")
-    assert decoding.draft_tokens == (4 if mode == "lossless" else 8)
+    assert decoding.draft_tokens == (4 if mode == "lossless" else DRAFT_TOKENS)
 
 
 def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
