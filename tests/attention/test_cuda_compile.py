@@ -23,6 +23,7 @@ def test_the_source_compiles_for_hopper(changes):
     pytest.importorskip("cuda.bindings.nvrtc")
     code, _ = compiled("decode.cu", tuple((DEFINES | changes).items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
+    assert [bytes([n])[0] for n in range(256)] == list(range(256)), "the compiler wrote into bytes that Python shares"
 
 
 @pytest.mark.parametrize("D, G", [(128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8)])

@@ -64,13 +64,15 @@ def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str, *opti
     given = [option.encode() for option in (*options, *(f"-D{name}={value}" for name, value in defines))]
     program = _call(nvrtc.nvrtcCreateProgram, (folder / file).read_bytes(), file.encode(), 0, [], [])
     (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
-    log = b" " * cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program))
+    # NVRTC writes into the bytes that it is given; Python shares those of one character, so there must be more.
+    log = bytes(cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program)) + 1)
     _call(nvrtc.nvrtcGetProgramLog, program, log)
+    said = log.partition(b"\0")[0].decode()
     if result != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(f"{file} did not compile: {log.decode()}")
-    code = b" " * cast(int, _call(nvrtc.nvrtcGetCUBINSize, program))
+        raise RuntimeError(f"{file} did not compile: {said}")
+    code = bytes(cast(int, _call(nvrtc.nvrtcGetCUBINSize, program)))
     _call(nvrtc.nvrtcGetCUBIN, program, code)
-    return code, log.decode()
+    return code, said
 
 
 def _target(device: torch.device) -> str:
