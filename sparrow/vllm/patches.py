@@ -213,16 +213,16 @@ ALWAYS = (
         "Sparrow's backend and say in the log what decodes", _checked_initialize_from_config,
     ),
     Patch(
-        "vllm.engine.arg_utils:EngineArgs.create_engine_config", ">=0.26", "in lossless mode tell vLLM to speculate, "
-        "so that a user need not know how", _prepared_engine_arguments,
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config", ">=0.26,<0.34", "in lossless mode tell vLLM to "
+        "speculate, so that a user need not know how", _prepared_engine_arguments,
     ),
     Patch(
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", ">=0.26,<0.32", "the V2 model runner "
         "has no speculator for draft models yet; in lossless mode it gets ours", _allowing_our_speculator,
     ),
     Patch(
-        "vllm.sampling_params:SamplingParams._validate_spec_decode", ">=0.26", "refuse requests with a grammar in "
-        "lossless mode, where vLLM refuses what speculation does not serve",
+        "vllm.sampling_params:SamplingParams._validate_spec_decode", ">=0.26,<0.34", "refuse requests with a grammar "
+        "in lossless mode, where vLLM refuses what speculation does not serve",
         _refusing_grammars, ("speculative_config",),
     ),
 )  # fmt: skip
