@@ -24,7 +24,8 @@ def model():
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler():
+def fresh_compiler(monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # tests of vLLM switch it off for the whole process
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
