@@ -46,25 +46,40 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
     for _ in range(min(VERIFYING, len(texts))):
         threading.Thread(target=work, daemon=True).start()
     rewards = [0.0] * len(texts)
+    failed: dict[int, Exception] = {}
+    waiting = len(texts)
     try:
-        for _ in texts:
+        while waiting:
             i, verdict = verdicts.get(timeout=time_limit)
+            waiting -= 1
             if isinstance(verdict, Exception):
-                raise verdict
-            rewards[i] = verdict
+                failed[i] = verdict
+                waiting -= _emptied(todo)  # what has begun is still waited for, so that the first is told
+            else:
+                rewards[i] = verdict
     except queue.Empty:
-        oldest = next(iter(dict(running)), 0)
-        raise RewardError(
-            f"the verifier of problem {problems[oldest].id!r} has not returned in {time_limit:g} s; fix it, or raise "
-            "the limit (reward.time_limit), and resume the run"
-        ) from None
+        if not failed:
+            oldest = next(iter(dict(running)), 0)
+            raise RewardError(
+                f"the verifier of problem {problems[oldest].id!r} has not returned in {time_limit:g} s; fix it, or "
+                "raise the limit (reward.time_limit), and resume the run"
+            ) from None
     finally:
-        while not todo.empty():
-            try:
-                todo.get_nowait()
-            except queue.Empty:
-                break
+        _emptied(todo)
+    if failed:
+        raise failed[min(failed)]
     return rewards
+
+
+def _emptied(waiting: queue.SimpleQueue[int]) -> int:
+    """How many were left in the queue, which is empty now."""
+    count = 0
+    while True:
+        try:
+            waiting.get_nowait()
+        except queue.Empty:
+            return count
+        count += 1
 
 
 def verify(problem: Problem, text: str) -> float:
