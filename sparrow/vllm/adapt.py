@@ -16,7 +16,7 @@ THINK_EVERY = 8
 """Cycles between two comparisons, which cost the host time."""
 TRY_AGAIN = 1000
 """Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
-RETIME = 96
+RETIME = 320
 """Cycles after which what nearly won is timed again: the first times of a batch are the least reliable."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""

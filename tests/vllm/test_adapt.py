@@ -44,7 +44,7 @@ def test_it_settles_on_the_fastest_number_of_drafts(acceptance, machine, expecte
     assert best(acceptance, machine) == expected
     chosen, _ = simulate(DraftLength(CHOICES), 900, acceptance, machine)
     assert Counter(chosen[200:]).most_common(1)[0][0] == expected
-    assert chosen[200:].count(expected) >= 0.95 * len(chosen[200:])  # what nearly won is timed again now and then
+    assert chosen[200:].count(expected) >= 0.98 * len(chosen[200:])
 
 
 @pytest.mark.parametrize(("acceptance", "machine"), [(0.95, LONG), (0.7, LONG), (0.3, LONG), (0.95, SHORT)])
