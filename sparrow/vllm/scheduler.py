@@ -10,7 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sparrow.vllm.adapt import DraftLength
 
-LOG_EVERY = 2000  # cycles
+LOG_EVERY = 200  # cycles at least between two lines
 
 
 class LosslessScheduler(AsyncScheduler):
@@ -25,6 +25,7 @@ class LosslessScheduler(AsyncScheduler):
         # When the step before this one ended, its sequences, and how many drafts each had.
         self._last: tuple[float, int, int] | None = None
         self._said: dict[str, int] = {}
+        self._say_from = 0  # cycles
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -61,6 +62,7 @@ class LosslessScheduler(AsyncScheduler):
         self.draft_length.observe(
             rows, length / rows, drafts, now - last[0], sum(emitted) - rows, sum(min(n, drafts) for n in emitted)
         )
-        if self.draft_length.chosen.total() % LOG_EVERY == 0 and self.draft_length.in_use() != self._said:
-            self._said = self.draft_length.in_use()
+        cycles = self.draft_length.chosen.total()
+        if cycles >= self._say_from and self.draft_length.in_use() != self._said:
+            self._said, self._say_from = self.draft_length.in_use(), cycles + LOG_EVERY
             self._logger.info("Sparrow drafts by sequences x tokens: %s", self._said)
