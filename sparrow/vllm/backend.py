@@ -67,9 +67,8 @@ class SparseBuilder(VLLMClass):
         if self.runtime is None:
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
-        if (
-            self.runtime.is_lossless
-        ):  # whatever vLLM itself runs is dense: prefill, verification, and steps without drafts
+        if self.runtime.is_lossless:
+            # Whatever vLLM itself runs is dense: prefill, verification, and steps without drafts.
             metadata.sparrow = Step(
                 rows=0, lengths=common.seq_lens[:0], top_k=self.runtime.begin_step(0, None),
                 block_table=common.block_table_tensor[:0], prefill=metadata,

@@ -168,3 +168,10 @@ def test_structured_outputs_are_refused_by_name():
         ValueError, match=r"'lossless' does not decode structured outputs.*leave structured_outputs out"
     ):
         asked._validate_spec_decode(SimpleNamespace(method="draft_model", model="m", target_model_config=target))
+
+
+def test_acceptance_is_counted_in_the_buckets_that_read_it():
+    from sparrow.mismatch import drafts
+    from sparrow.vllm import meter
+
+    assert meter.BUCKETS == drafts.BUCKETS
