@@ -5,8 +5,14 @@
 
 Models are random, states are reached without prefill, as in ``benchmarks/rollout.py``. What drafts of
 a random model agree on tells nothing, so vLLM is told to accept each draft with a given probability (its synthetic
-rejection sampler); everything else runs as it does for real, the meter included. Points are
-measured with each number of drafts, and with Sparrow choosing it for ``SECONDS``, the probing at the start included.
+rejection sampler); everything else runs as it does for real, the meter included. Parts:
+
+- ``points``: plain states, with each number of drafts, and with Sparrow choosing it for ``SECONDS``, the probing at the
+  start included.
+- ``growth``: short contexts growing by ``GROWTH`` tokens, Sparrow choosing from the start; stock through the same ones.
+- ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
+  there. A token takes a cycle's time over the tokens that a cycle gives; the number of drafts is settled before.
+- ``whole``: a smaller trace, generated from its first token to its last.
 """
 
 from __future__ import annotations
@@ -17,17 +23,25 @@ import json
 import pstats
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from rollout import POINTS, Bench
+from rollout import LOGPROBS, POINTS, PROMPT, Bench
+from rollout_trace import SLOTS, responses, simulate, states
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
+from sparrow.vllm.adapt import DraftLength
 
 SETTLE, TIMED, SECONDS = 4, 16, 4.0
+GROWTH, SHORT = 1024, [(64, 320), (64, 1024), (8, 1024), (1, 1024), (64, 4096)]
+GROWTH_RATES = (0.95, 0.9, 0.5)
+STATES = 16
+SETTLED = 256
+"""Tokens that a request may grow by while the number of drafts is chosen."""
 MARGIN = 512
 """Tokens a request may still generate after its point was timed."""
 
@@ -40,37 +54,101 @@ def runner(bench: Bench) -> Any:
     return bench.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
 
 
-def emitted(bench: Bench) -> int:
-    torch.cuda.synchronize()
-    return bench.llm.collective_rpc("sparrow_counters")[0]["emitted"]
+def generated(bench: Bench) -> int:
+    """Tokens that the requests under way have, as the host knows."""
+    return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
-def timed(bench: Bench, lengths: list[int], steps: int, seconds: float) -> dict[str, float]:
-    """Cycles from a state on: tokens per second, and the median time of a cycle, in ms."""
-    engine, times = bench.llm.llm_engine, []
-    bench.start([n - 64 for n in lengths], [MARGIN * 16] * len(lengths), None)
-    for _ in range(SETTLE):
+def abandon(bench: Bench, batch: int) -> None:
+    """Give up the last ``batch`` requests."""
+    engine = bench.llm.llm_engine
+    engine.abort_request([str(i) for i in range(bench._served - batch + 1, bench._served + 1)])
+    while engine.has_unfinished_requests():
         engine.step()
-    emitted(bench)
-    engine.step()  # with nothing under way it returns before its work is done: from here on a step returns as one ends
+
+
+def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float, tokens: int = 0) -> dict[str, float]:
+    """Cycles of running requests: tokens per second, and the time of a cycle, in ms.
+
+    It ends after so many steps, seconds and tokens a request, whichever comes last."""
+    engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
-    while len(times) < steps or last - began < seconds:
+    while (
+        len(times) < steps or last - began < seconds or (tokens and generated(bench) - before < tokens * len(lengths))
+    ):
         engine.step()
         now = time.perf_counter()
         times.append(now - last)
         last = now
-    took = last - began
-    tokens = emitted(bench) * len(times) / (len(times) + 1)  # the first step's tokens came in as the last one's did not
-    engine.abort_request([str(i) for i in range(bench._served - len(lengths) + 1, bench._served + 1)])
+    came = generated(bench) - before
+    low, middle, high = np.percentile(times, [10, 50, 90])
+    return {
+        "tokens_per_s": came / (last - began),
+        "ms": float(middle * 1e3),
+        "p10": float(low * 1e3),
+        "p90": float(high * 1e3),
+        "tokens_per_cycle": came / len(times) / len(lengths),
+        "cycles": len(times),
+        "length_reached": float(np.mean(lengths) + generated(bench) / len(lengths)),
+    }
+
+
+def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
+    """Requests under way with so many cached tokens each: the first step returns before its work is done."""
+    bench.start(lengths, [MARGIN * 16] * len(lengths), logprobs)
+    for _ in range(SETTLE):
+        bench.llm.llm_engine.step()
+
+
+def point(bench: Bench, batch: int, length: int, seconds: float) -> dict[str, float]:
+    lengths = [length - 64] * batch
+    begin(bench, lengths)
+    found = timed(bench, lengths, TIMED, seconds)
+    abandon(bench, batch)
+    return found
+
+
+def growth(bench: Bench, batch: int, length: int) -> dict[str, float]:
+    lengths = [length] * batch
+    begin(bench, lengths)
+    found = timed(bench, lengths, TIMED, 0, GROWTH)
+    abandon(bench, batch)
+    return found
+
+
+def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
+    """A state of the trace, its number of drafts chosen before it is timed; ``ms_per_token`` is of every request."""
+    behind = np.maximum(PROMPT + 1, lengths - (SETTLED if settle else SETTLE + TIMED // 2))
+    begin(bench, behind.tolist(), LOGPROBS["sampled"])
+    while settle and not scheduler(bench).draft_length.is_settled(len(lengths), float(np.mean(lengths))):
+        if (generated(bench) / len(lengths)) > 4 * SETTLED:
+            break  # the mean length has left the range by which cycles are told apart
+        bench.llm.llm_engine.step()
+    found = timed(bench, behind.tolist(), TIMED, 0.5)
+    abandon(bench, len(lengths))
+    return {"ms_per_token": len(lengths) / found["tokens_per_s"] * 1e3, **found}
+
+
+def whole(bench: Bench, requests: int) -> dict[str, Any]:
+    """A trace from the first prompt to the last token, every prompt prefilled."""
+    tokens, engine, rows = responses(requests), bench.llm.llm_engine, list[list[float]]()
+    bench.start([PROMPT] * requests, tokens, LOGPROBS["sampled"], only_final=True)
+    began, steps = time.perf_counter(), 0
     while engine.has_unfinished_requests():
         engine.step()
+        steps += 1
+        if not steps % 1000:
+            rows.append([steps, time.perf_counter() - began, len(scheduler(bench).running)])
+    took = time.perf_counter() - began
     return {
-        "tokens_per_s": tokens / took,
-        "ms": float(np.median(times) * 1e3),
-        "p10": float(np.percentile(times, 10) * 1e3),
-        "p90": float(np.percentile(times, 90) * 1e3),
-        "tokens_per_cycle": tokens / len(times) / len(lengths),
-        "cycles": len(times),
+        "requests": requests,
+        "slots": bench.slots,
+        "tokens": sum(tokens),
+        "longest": max(tokens),
+        "seconds": took,
+        "tokens_per_s": sum(tokens) / took,
+        "steps": steps,
+        "steps_seconds_running": rows,
     }
 
 
@@ -84,9 +162,7 @@ def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) 
         for _ in range(cycles):
             bench.llm.llm_engine.step()
         torch.cuda.synchronize()
-    bench.llm.llm_engine.abort_request([str(i) for i in range(bench._served - batch + 1, bench._served + 1)])
-    while bench.llm.llm_engine.has_unfinished_requests():
-        bench.llm.llm_engine.step()
+    abandon(bench, batch)
     rows = sorted(recorded.key_averages(), key=lambda r: -r.self_device_time_total)[:60]
     lines = [f"{r.self_device_time_total / cycles:9.1f} us {r.count / cycles:7.1f} x  {r.key[:120]}" for r in rows]
     text.write_text("\n".join(lines) + "\n")
@@ -102,9 +178,7 @@ def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int =
     for _ in range(steps):
         bench.llm.llm_engine.step()
     recorded.disable()
-    bench.llm.llm_engine.abort_request([str(i) for i in range(bench._served - batch + 1, bench._served + 1)])
-    while bench.llm.llm_engine.has_unfinished_requests():
-        bench.llm.llm_engine.step()
+    abandon(bench, batch)
     with text.open("w") as stream:
         pstats.Stats(recorded, stream=stream).sort_stats("tottime").print_stats(45)
 
@@ -131,7 +205,6 @@ def measure(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         if decoding is not None:
             found["decoding"] = decoding.to_dict()
-            adapt = scheduler(bench).draft_length.choose
             choices = scheduler(bench).draft_length.choices
 
         def save(**row: Any) -> None:
@@ -148,13 +221,15 @@ def measure(arguments: argparse.Namespace) -> None:
             if decoding is not None:
                 scheduler(bench).draft_length.choose = lambda *_: 0
             profile_host(bench, 8, 1024, out.with_suffix(".host.txt"))
-        points = [tuple(map(int, p.split("x"))) for p in arguments.points] or POINTS[arguments.shape]
-        for batch, length in points:
+        points = [tuple(map(int, p.split("x"))) for p in arguments.points]
+        parts = arguments.parts.split(",")
+        if decoding is not None:
+            rates = runner(bench).rejection_sampler.synthetic_conditional_rates
+        for batch, length in (points or POINTS[arguments.shape]) if "points" in parts else ():
             if decoding is None:
                 step = bench.step([length] * batch, None)
                 save(batch=batch, length=length, tokens_per_s=batch / step["mean"] * 1e3, **step)
                 continue
-            rates = runner(bench).rejection_sampler.synthetic_conditional_rates
             for pages in budgets:
                 bench.llm.collective_rpc(
                     "sparrow_set_schedule", args=(decoding.schedule.replace(top_k=(pages,)).to_dict(),)
@@ -163,16 +238,43 @@ def measure(arguments: argparse.Namespace) -> None:
                     rates.fill_(rate)
                     for drafts in choices if pages == budgets[0] and rate == arguments.rates[0] else (k,):
                         scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
-                        found_here = timed(bench, [length] * batch, TIMED, 0.3)
+                        found_here = point(bench, batch, length, 0.3)
                         save(batch=batch, length=length, pages=pages, rate=rate, drafts=drafts, **found_here)
                     if pages != budgets[0]:
                         continue
-                    scheduler(bench).draft_length.choose = adapt
-                    found_here = timed(bench, [length] * batch, TIMED, SECONDS)
+                    scheduler(bench).draft_length = DraftLength(choices)
+                    found_here = point(bench, batch, length, SECONDS)
                     in_use = scheduler(bench).draft_length.in_use()
                     save(
                         batch=batch, length=length, pages=pages, rate=rate, drafts="adapt", in_use=in_use, **found_here
                     )
+        if decoding is not None:
+            bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
+        for batch, length in (points or SHORT) if "growth" in parts else ():
+            for rate in (None,) if decoding is None else GROWTH_RATES:
+                if rate is not None:
+                    rates.fill_(rate)
+                    scheduler(bench).draft_length = DraftLength(choices)
+                save(part="growth", batch=batch, length=length, rate=rate, **growth(bench, batch, length))
+        if decoding is not None:
+            rates.fill_(arguments.rates[0])
+            scheduler(bench).draft_length = DraftLength(choices)
+        if "trace" in parts:
+            tokens, slots = responses(240), SLOTS[arguments.shape]
+            spans = simulate([PROMPT] * len(tokens), tokens, slots)
+            trace: dict[str, Any] = dict(
+                requests=len(tokens), tokens=sum(tokens), slots=slots, rate=arguments.rates[0],
+                steps=sum(steps for steps, _, _ in spans),
+            )  # fmt: skip
+            peak = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
+            assert peak + slots * 64 < found["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
+            for step, lengths in states(spans, STATES):
+                row = dict(batch=len(lengths), tokens=int(lengths.sum()), **state(bench, lengths, decoding is not None))
+                save(part="trace", trace=trace, step=step, **row)
+        if "whole" in parts:
+            save(part="whole", rate=arguments.rates[0], **whole(bench, arguments.requests))
+            if decoding is not None:
+                save(part="whole", in_use=scheduler(bench).draft_length.in_use())
         if decoding is not None:
             print(json.dumps(bench.llm.collective_rpc("sparrow_acceptance")[0])[:600], flush=True)
 
@@ -181,6 +283,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=POINTS, required=True)
     parser.add_argument("--variant", choices=["stock", "lossless"], required=True)
+    parser.add_argument("--parts", default="points", help="of points, growth, trace, whole")
+    parser.add_argument("--requests", type=int, default=96, help="of the trace that is generated whole")
     parser.add_argument("--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000")
     parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument(

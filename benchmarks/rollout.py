@@ -42,6 +42,7 @@ from transformers import Qwen3Config
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer.kv_connector.v1.decode_bench_connector import DecodeBenchConnector
+from vllm.sampling_params import RequestOutputKind
 
 from sparrow import SparsitySchedule
 from sparrow.engines.vllm import VLLMEngine
@@ -158,13 +159,16 @@ class Bench:
             dense = SparsitySchedule.dense(dense_layers=self.published.dense_layers)
             self.engine.rpc("sparrow_set_schedule", (self.published if schedule == "published" else dense).to_json())
 
-    def start(self, prompts: Iterable[int], responses: Iterable[int], logprobs: int | None) -> None:
+    def start(
+        self, prompts: Iterable[int], responses: Iterable[int], logprobs: int | None, only_final: bool = False
+    ) -> None:
         """Queue requests with prompts and responses of so many tokens, sampled as the trainer's engine samples."""
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             parameters = SamplingParams(
                 max_tokens=int(response), temperature=1.0, logprobs=logprobs, seed=i, detokenize=False,
                 flat_logprobs=True, ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY if only_final else RequestOutputKind.CUMULATIVE,
             )  # fmt: skip
             self._served = getattr(self, "_served", 0) + 1
             request = {"prompt_token_ids": tokens[: int(prompt)]}

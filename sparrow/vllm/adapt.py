@@ -56,11 +56,16 @@ class DraftLength:
         accepted, judged = self._verdicts.get(_step(length), PRIOR)
         return accepted / judged
 
+    def is_settled(self, rows: int, length: float) -> bool:
+        """Whether a number of drafts is in use at like batch and length, and none is being timed."""
+        key = (_step(rows), _step(length))
+        return key in self._in_use and key not in self._being_timed
+
     def choose(self, rows: int, length: float) -> int:
         """Drafts of the next cycle for so many sequences of this mean length (tokens)."""
         key = (_step(rows), _step(length))
         self._cycles[key] += 1
-        if key in self._in_use and key not in self._being_timed and self._cycles[key] % THINK_EVERY:
+        if self.is_settled(rows, length) and self._cycles[key] % THINK_EVERY:
             self.chosen[self._in_use[key]] += 1
             return self._in_use[key]
         seconds = self._seconds[key]
