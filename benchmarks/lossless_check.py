@@ -1,0 +1,212 @@
+"""Lossless mode in vLLM on a GPU: what comes out is the dense model's.
+
+    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
+    python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
+
+``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``; greedy tokens against
+stock vLLM's, and where they part, how far apart the two tokens are for the float32 model. ``samples``: continuations of
+one prompt at temperature 1 from a small vocabulary, counted, against their probabilities, enumerated by transformers in
+float32 (chi-square). Models are random, drafts are drawn for real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from vllm import LLM, SamplingParams
+from vllm_check import GRAPHS, SAMPLED, UNBOUNDED, load, miss, prompts, random_model
+
+from sparrow import SparsitySchedule
+from sparrow.engines.hf import HFEngine
+from sparrow.engines.vllm import VLLMEngine
+from sparrow.mode import Decoding
+from sparrow.rollout import Sampling
+
+GREEDY = Sampling(max_new_tokens=192, temperature=0.0, top_n=0)
+DRAFTS, DRAFT_TOKENS = SparsitySchedule.fixed(24, dense_layers=()), 4
+VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
+
+
+def notes(out: str, **found: Any) -> Any:
+    started = time.monotonic()
+
+    def note(name: str, value: Any) -> None:
+        found[name] = value
+        print(f"{time.monotonic() - started:6.1f} s  {name}: {value}", flush=True)
+        Path(out).write_text(json.dumps(found, indent=1) + "\n")
+
+    return note
+
+
+def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
+    """Where greedy tokens first differ: the position, and how much the float32 model prefers one token."""
+    scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
+    found = []
+    for a, b, a_score, b_score in zip(ours, stock, *scored, strict=True):
+        differ = np.flatnonzero(a.response_ids != b.response_ids)
+        if len(differ):
+            at = int(differ[0])
+            found.append({"token": at, "gap": float(abs(a_score.logprobs[at] - b_score.logprobs[at]))})
+    return found
+
+
+def equal(arguments: argparse.Namespace) -> None:
+    note = notes(arguments.out, device=torch.cuda.get_device_name(), dtype=arguments.dtype)
+    decoding = Decoding.lossless(DRAFTS, draft_tokens=DRAFT_TOKENS, adapt_draft_tokens=False)
+    alone = arguments.tensor_parallel == 1
+
+    def options(**more: Any) -> dict[str, Any]:
+        return {
+            "dtype": arguments.dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
+            "tensor_parallel_size": arguments.tensor_parallel, "compilation_config": GRAPHS,
+            "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
+        }  # fmt: skip
+
+    with tempfile.TemporaryDirectory() as name:
+        folder, other = Path(name) / "a", Path(name) / "b"
+        model = random_model(folder, arguments.dtype)
+        new_weights = random_model(other, arguments.dtype, seed=1)
+        truths = [HFEngine(load(path, "float32").cuda(), UNBOUNDED, eos_ids=[]) for path in (folder, other)]
+        rounded = [HFEngine(m.cuda(), UNBOUNDED, eos_ids=[]) for m in (model, new_weights)]
+
+        def judge(label: str, rollouts: Sequence[Any], weights: int = 0) -> None:
+            true, ours = (e[weights].score(rollouts, UNBOUNDED, SAMPLED.temperature) for e in (truths, rounded))
+            yardstick, missed = miss(true, ours), miss(rollouts, true)
+            within = all(missed[k] <= 2 * yardstick[k] for k in ("mean", "p99"))
+            note(label, {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within})
+
+        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # alive to the end: its graphs hold their pool
+        parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
+
+        engine = VLLMEngine(str(folder), decoding, **options(enable_sleep_mode=alone))
+        note("engine", engine.describe())
+        engine.counters()
+        greedy = engine.generate(prompts(), GREEDY)
+        stock = [
+            replace(r, response_ids=np.asarray(o.outputs[0].token_ids, dtype=r.response_ids.dtype))
+            for r, o in zip(greedy, outputs, strict=True)
+        ]
+        agreed = [np.cumprod(a.response_ids == b.response_ids) for a, b in zip(greedy, stock, strict=True)]
+        note("greedy tokens before the first that is not stock's", f"{sum(a.sum() for a in agreed)} of {8 * 192}")
+        note("partings from stock", partings(truths[0], greedy, stock))
+        first = engine.generate(prompts(), SAMPLED)
+        note("counters", str(engine.counters()))
+        judge("sampled", first)
+        engine.drop_prefixes()
+        again = engine.generate(prompts(), SAMPLED)
+        same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(first, again, strict=True)]
+        note("responses that a seed repeats", f"{sum(same)} of {len(same)}")
+        if alone:
+            engine.sleep()
+            free, total = torch.cuda.mem_get_info()
+            note("GiB in use asleep", (total - free) / 2**30)
+            engine.wake()
+        engine.drop_prefixes()
+        judge("sampled after sleep", engine.generate(prompts(), SAMPLED))
+        engine.update_weights(new_weights.named_parameters())
+        judge("sampled with new weights", engine.generate(prompts(), SAMPLED), weights=1)
+        engine.update_weights(model.named_parameters())
+        judge("sampled with the old weights again", engine.generate(prompts(), SAMPLED))
+        note("counters after", str(engine.counters()))
+        engine.close()
+        variants: dict[str, dict[str, Any]] = {
+            "eager": dict(enforce_eager=True, compilation_config=None),
+            "chunked prefill": dict(max_num_batched_tokens=256, enable_prefix_caching=False),
+            "preemption": dict(num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False),
+            "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}),
+        }
+        for label in variants if alone else ():
+            engine = VLLMEngine(str(folder), decoding, **options(**variants[label]))
+            judge(f"sampled, {label}", engine.generate(prompts(), SAMPLED))
+            note(f"preempted, {label}", engine.preempted())
+            engine.close()
+        if not alone:
+            llm.llm_engine.engine_core.shutdown()  # else its workers are waited for
+
+
+def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
+    """Probabilities ``[VOCAB ** TOKENS]`` of all continuations."""
+    p, written = np.ones(1), np.zeros((1, 0), int)
+    for _ in range(TOKENS):
+        rows = torch.tensor([[*prompt, *row] for row in written], device=model.device)
+        with torch.no_grad():
+            log_p = torch.log_softmax(model(rows).logits[:, -1].double(), -1)
+        p = (p[:, None] * log_p.exp().cpu().numpy()).reshape(-1)
+        written = np.concatenate([written.repeat(VOCAB, 0), np.tile(np.arange(VOCAB), len(written))[:, None]], 1)
+    return p
+
+
+def samples(arguments: argparse.Namespace) -> None:
+    cuda = torch.cuda.is_available()
+    note = notes(arguments.out, device=torch.cuda.get_device_name() if cuda else "cpu", count=arguments.count)
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
+        initializer_range=0.1, eos_token_id=None, bos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    prompt = np.random.default_rng(1).integers(0, VOCAB, PROMPT).tolist()
+    dtype = torch.float16 if cuda else torch.float32  # float16 rounds less than bfloat16: 10^6 samples see both
+    with tempfile.TemporaryDirectory() as folder:
+        model = Qwen3ForCausalLM(config)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.q_norm.weight.fill_(2.0)
+                layer.self_attn.k_norm.weight.fill_(2.0)
+            model.lm_head.weight.normal_(0.0, 0.05)  # no continuation too rare to count
+        model.to(dtype).save_pretrained(folder)
+        truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to("cuda" if cuda else "cpu")
+        kept = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
+        decoding = Decoding.lossless(kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False)
+        machine = {"max_num_seqs": 1024} if cuda else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
+        llm = LLM(
+            folder, skip_tokenizer_init=True, additional_config={"sparrow": decoding.to_dict()}, max_model_len=256,
+            dtype=str(dtype).split(".")[1], kv_cache_memory_bytes=2**30 if cuda else 2**26, **machine,
+        )  # fmt: skip
+        counts = np.zeros(VOCAB**TOKENS, int)
+        for begin in range(0, arguments.count, AT_ONCE):
+            seeds = range(begin, min(begin + AT_ONCE, arguments.count))
+            wanted = [
+                SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=10**6 + i, ignore_eos=True, detokenize=False)
+                for i in seeds
+            ]
+            outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
+            code = np.array([o.outputs[0].token_ids for o in outputs]) @ (VOCAB ** np.arange(TOKENS - 1, -1, -1))
+            counts += np.bincount(code, minlength=VOCAB**TOKENS)
+            if begin // AT_ONCE % 10 == 9 or seeds.stop == arguments.count:
+                expected = enumerated(truth, prompt) * counts.sum()
+                note(f"{counts.sum()} samples", {
+                    "chi-square": float(((counts - expected) ** 2 / expected).sum()),
+                    "degrees of freedom": len(counts) - 1, "fewest expected": float(expected.min()),
+                    "p": float(stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue),
+                })  # fmt: skip
+        counters = llm.collective_rpc("sparrow_counters")[0]
+        note("counters", counters)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["equal", "samples"])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument("--out", required=True)
+    arguments = parser.parse_args()
+    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
+    {"equal": equal, "samples": samples}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()
