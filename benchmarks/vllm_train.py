@@ -1,12 +1,15 @@
-"""GRPO on the bundled reasoner with vLLM's rollouts on a GPU: sparse, at an unbounded budget, and with DistillSparse.
+"""GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, at an unbounded budget, distilled, lossless, dense.
 
     python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json
+    python benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\
+        --out benchmarks/results/vllm_train_lossless.json
 
-Three runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5 holds. At an
+Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5 holds. At an
 unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is that vLLM and transformers round
 bfloat16 at different places: if p5 were to fall over the steps, weights would be going astray on their way to vLLM.
 The KL divergence of actor and policy, which no change of entropy hides, is kept too. With DistillSparse the weights
-sent are the policy's with the actor's LoRA merged in.
+sent are the policy's with the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
+sequence; beside them stand runs of stock dense vLLM with the same seeds.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24 --count 24
 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine 0 --on-policy 0``). LAYOUT
@@ -33,22 +36,27 @@ ENGINE = (
     'vllm:compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},'
     "gpu_memory_utilization=0.05,kv_cache_memory_bytes=4294967296,max_model_len=1024,max_num_seqs=256"
 )
-RUNS: dict[str, tuple[dict[str, Any], int, list[str]]] = {
-    "sparse": (SPARSE, 30, []),
-    "unbounded": (UNBOUNDED, 30, []),
-    "distilled": (SPARSE, 6, ["--distill.enabled", "--distill.learning-rate", "1e-3"]),
+DRAFTS = {"top_k": [8], **LAYOUT, "dense_layers": []}
+RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
+    "sparse": (SPARSE, 30, ["--tau", "0.9"]),
+    "unbounded": (UNBOUNDED, 30, ["--tau", "0.9"]),
+    "distilled": (SPARSE, 6, ["--tau", "0.9", "--distill.enabled", "--distill.learning-rate", "1e-3"]),
+    **{f"dense-{seed}": (None, 30, ["--rollout.mode", "dense", "--seed", f"{seed}"]) for seed in range(3)},
+    **{f"lossless-{seed}": (DRAFTS, 30, ["--rollout.mode", "lossless", "--seed", f"{seed}"]) for seed in range(3)},
 }
 """Name: schedule, steps, more options."""
 
 
 def start(name: str, folder: Path, steps: int | None) -> subprocess.Popen[bytes]:
     schedule, default_steps, more = RUNS[name]
-    path = folder / f"{name}.schedule.json"
-    path.write_text(json.dumps(schedule))
+    if schedule is not None:
+        path = folder / f"{name}.schedule.json"
+        path.write_text(json.dumps(schedule))
+        more = [*more, "--rollout.draft-schedule" if "lossless" in more else "--schedule", str(path)]
     command = [
         sys.executable, "-m", "sparrow.cli", "train", "--engine", ENGINE, "--run-dir", str(folder / name),
         "--steps", str(steps or default_steps), "--save-every", "1000", "--task", "trace:lines=24",
-        "--schedule", str(path), "--tau", "0.9", "--rollout.prompts", "24", "--rollout.samples", "8",
+        "--rollout.prompts", "24", "--rollout.samples", "8",
         "--rollout.max-new-tokens", "300", "--optimizer.learning-rate", "5e-4", "--optimizer.precision", "bf16",
         "--optimizer.token-budget", "131072", "--loss.normalization", "dapo", *more,
     ]  # fmt: skip
@@ -76,6 +84,7 @@ def read(run: Path) -> list[dict[str, Any]]:
                 "read_fraction": step["kv"]["read_fraction"],
                 "seconds": step["seconds"],
                 "distill_kl": step.get("distill", {}).get("kl"),
+                "drafts": step.get("drafts"),
                 "kl": step["correction"]["kl_k3"],
             }
         )
@@ -112,7 +121,7 @@ def rounded(x: Any) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS)[:3])
     parser.add_argument("--steps", type=int, help="in place of each run's own number")
     parser.add_argument("--logs", type=Path, help="keep the runs' output in this folder")
     arguments = parser.parse_args()
