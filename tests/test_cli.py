@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from conftest import fails
 
-from sparrow.cli import main
+from sparrow.cli import COMMANDS, main
 from sparrow.loading import parse_spec
 
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
@@ -125,6 +126,11 @@ def test_help_is_quick_and_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--rollout.temperature" in done.stdout and float(done.stderr) < 5
+
+
+def test_every_command_is_in_the_module_of_its_name():
+    names = {command.__name__: command.__module__ for command in get_args(COMMANDS)}
+    assert len(names) == 7 and names == {name: f"sparrow.commands.{name.lower()}" for name in names}
 
 
 def test_options_of_an_engine_may_be_json():

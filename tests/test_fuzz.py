@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -110,7 +111,7 @@ def base(command: str) -> list[str]:
 def test_settings(place):
     def cases() -> Iterator[tuple[str, list[str]]]:
         rng = random.Random(f"{SEED}/settings")
-        commands = {kind.__name__.lower(): [*options(kind)] for kind in cli.COMMANDS}
+        commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(cli.COMMANDS)}
         # Runs of any length are no nonsense, and the hub, which takes a minute to give up, is not to be asked.
         left_out = ("--steps", "--model", "--engine")
         commands = {kind: [name for name in names if name not in left_out] for kind, names in commands.items()}

@@ -63,7 +63,8 @@ ALLOWED = {
     "loading": [
         "engines", "engines.base", "engines.hf", "engines.vllm", "mode", "rewards", "schedule", "settings", "tasks",
     ],
-    "cli": EVERYTHING,
+    "commands": EVERYTHING,
+    "cli": ["commands", "terminal"],
     "__main__": ["cli"],
 }  # fmt: skip
 PURE = [

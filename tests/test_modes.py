@@ -5,8 +5,9 @@ import json
 import pytest
 from conftest import fails
 
-from sparrow import cli, loading
+from sparrow import loading
 from sparrow.cli import main
+from sparrow.commands.train import Train
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.mode import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
@@ -131,7 +132,7 @@ def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, mon
 @pytest.mark.parametrize("mode", ["dense", "lossy", "lossless"])
 def test_the_demo_runs_in_every_mode(mode, monkeypatch):
     commands = []
-    monkeypatch.setattr(cli, "train", commands.append)
+    monkeypatch.setattr(Train, "run", lambda command: commands.append(command))
     main(["demo", "--mode", mode])
     decoding = commands[0].rollout.decoding(commands[0].schedule)
     assert decoding.mode == mode

@@ -1,0 +1,56 @@
+"""Arguments that stand in files: a configuration in TOML, and the settings that a run recorded."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from sparrow.errors import ConfigError
+
+
+def from_toml(path: Path) -> list[str]:
+    """Options as they stand on a command line. Raises ConfigError: a file that cannot be read, or is not TOML."""
+    try:
+        return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
+
+
+def recorded(run_dir: Path, settings: type) -> list[str]:
+    """What a run recorded of ``settings``, as it stands on a command line. Raises ConfigError: no run, or damaged."""
+    from sparrow.run import RunConfig
+
+    return list(_options(_known(RunConfig.load(run_dir).train, settings)))
+
+
+def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    """Nested settings as they stand on a command line."""
+    for key, value in table.items():
+        if isinstance(value, dict):
+            yield from _options(value, f"{section}{key}.")
+            continue
+        flag = f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
+        if isinstance(value, bool):
+            yield flag
+        elif isinstance(value, list):
+            yield from (flag, *map(str, value))
+        else:
+            yield f"{flag}={value}"  # a value may begin with dashes
+
+
+def _known(found: Mapping[str, Any], settings: type) -> dict[str, Any]:
+    """The recorded settings that still exist and were set; an older Sparrow may have had others."""
+    known = {}
+    for setting in fields(settings):
+        value = found.get(setting.name)
+        if isinstance(value, dict):
+            value = _known(value, type(setting.default))
+        if setting.name not in ("run_dir", "resume") and value not in (None, [], {}):
+            known[setting.name] = value
+    return known

@@ -1,0 +1,65 @@
+"""``sparrow calibrate``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from sparrow import __version__, files
+from sparrow.commands.sampled import FromPrompts
+from sparrow.schedule import SparsitySchedule
+from sparrow.settings import CountOrZero, Probability
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrate(FromPrompts):
+    """Find the cheapest schedule whose p5 holds a target with confidence, in every length bin."""
+
+    # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call goes on from it.
+    out: str
+    target: Probability = 0.86  # What the lower end of p5's 95 % interval must reach.
+    # Top-k pages to try first, at every length; no bin gets fewer than the smallest.
+    budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (5, 13, 29, 61, 125, 253, 509)
+    # Passes after those, at most: each tries the next budget of every length bin that is not settled.
+    refine: CountOrZero = 3
+    # Rounds that sample under the schedule found so far and search again; only the last takes all prompts.
+    on_policy: CountOrZero = 2
+    # A schedule to take page size, bin width and dense layers from; if it is sparse, the first responses' too.
+    layout: str = "dense"
+
+    def run(self) -> None:
+        from datetime import date
+
+        from sparrow.measure import calibrate_engine
+        from sparrow.mode import Decoding
+        from sparrow.rollout import Sampling
+        from sparrow.terminal import CalibrationProgress, print_calibration
+
+        layout = SparsitySchedule.load(self.layout)
+        out = files.check_file(self.out)
+        work = files.check_folder(out.with_name(out.name + ".work"))
+        engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
+        source = {"model": self.model, "prompts": self.prompts or self.task, "temperature": self.temperature}
+        with CalibrationProgress() as progress:
+            found = calibrate_engine(
+                engine,
+                scorer,
+                prompts,
+                Sampling(self.max_new_tokens, self.temperature, self.top_n, seed=self.seed),
+                work,
+                budgets=self.budgets,
+                target=self.target,
+                layout=layout,
+                refine=self.refine,
+                on_policy=self.on_policy,
+                provenance={**source, "date": date.today().isoformat(), "version": __version__},
+                listener=progress,
+            )
+        engine.close()
+        print_calibration(found, self.target, out)
+        files.write_text(out, found.schedule.to_json())
+
+    def interrupted(self) -> str:
+        return "interrupted; the same command goes on from what is done"

@@ -1,0 +1,67 @@
+"""``sparrow cost``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from sparrow.commands.base import Command
+from sparrow.schedule import SparsitySchedule
+from sparrow.settings import Count, Positive, Probability, Share
+
+
+@dataclass(frozen=True)
+class Cost(Command):
+    """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a schedule, lossless."""
+
+    model: str  # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b; or a model by hub name, or its config.json.
+    schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
+    gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The machine.
+    gpus: Count = 1  # How many of them; more than one are planned as a whole: memory, and a step split into its phases.
+    tensor_parallel: Count = 1  # GPUs of one engine.
+    responses: Count = 240  # Responses of a rollout, over all GPUs.
+    samples: Count = 8  # Responses to one prompt.
+    examples: Count | None = None  # Prompts of the whole run, to tell its hours on several GPUs.
+    median: Positive = 14000  # Median response length in tokens; lengths are log-normal.
+    cutoff: Count = 32768  # Longest response in tokens.
+    prompt: Count = 256  # Prompt length in tokens.
+    max_batch: Count = 256  # Sequences decoded together at most.
+    # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless finds it; for other
+    # budgets the rejected share is taken to fall as their power -0.7.
+    acceptance: Probability = 0.94
+    # Share of a dense step's time that is rollout, where it is known; unset: training is priced by its FLOPs.
+    rollout_share: Share | None = None
+
+    def run(self) -> None:
+        from sparrow import cluster
+        from sparrow import cost as one_gpu
+        from sparrow.cost import MACHINES, SHAPES, ModelShape
+        from sparrow.cost_lossless import predict_lossless
+        from sparrow.cost_lossless import rows as lossless_rows
+        from sparrow.terminal import print_rows
+
+        if self.model in SHAPES:
+            shape = SHAPES[self.model]
+        elif Path(self.model).exists():
+            shape = ModelShape.from_config(self.model)
+        else:
+            from sparrow.engines.hf import load_config
+
+            shape = ModelShape.from_config(load_config(self.model))
+        lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
+        schedule, machine = SparsitySchedule.load(self.schedule), MACHINES[self.gpu]
+        batching = (self.prompt, self.max_batch)
+        if self.gpus > 1:
+            gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
+            whole = cluster.plan(shape, gpus, lengths, schedule, *batching)
+            steps = None if self.examples is None else self.examples * self.samples // self.responses
+            rows = cluster.rows(whole, steps)
+        else:
+            share = self.rollout_share
+            lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=share)
+            lossless = predict_lossless(shape, machine, lengths, lossy.dense, self.acceptance, *batching)
+            rows = lossless_rows(lossy, lossless)
+        machines = f"{self.gpus} {self.gpu.upper()}"
+        responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
+        print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)

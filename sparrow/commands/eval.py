@@ -1,0 +1,74 @@
+"""``sparrow eval``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from sparrow import files
+from sparrow.commands.sampled import Sampled
+from sparrow.schedule import SparsitySchedule
+from sparrow.settings import Count, NotNegative
+from sparrow.train.config import DecodingOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval(DecodingOptions, Sampled):
+    """Evaluate a model: mean@k, pass@k and majority@k with intervals, dense and sparse side by side, or in one mode."""
+
+    # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
+    benchmark: Annotated[tuple[str, ...], Field(min_length=1)]
+    out: str  # Folder for the samples; a second call goes on from those it finds there.
+    # A function of your own that judges in place of the datasets' verifiers, module:function.
+    reward: str | None = None
+    # Evaluate the sparse actor under this schedule too, beside the dense model; with --mode lossy, that alone.
+    schedule: str | None = None
+    temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
+    k: Count = 16  # Responses per problem.
+    limit: Count = 64  # Problems per benchmark; a task has as many as are asked for.
+
+    def run(self) -> None:
+        from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
+        from sparrow.loading import load_benchmark, load_engine, load_model, prompt_room
+        from sparrow.rollout import Sampling
+        from sparrow.terminal import say, status
+
+        decoding = self.decoding(self.schedule)
+        schedules = {self.schedule or decoding.mode: decoding.schedule}
+        if self.mode is None:
+            schedules = {"dense": SparsitySchedule.dense(), **schedules}
+            decoding = decoding.with_schedule(schedules["dense"])
+        folder = files.check_folder(self.out)
+        sampling = Sampling(self.max_new_tokens, self.temperature, top_n=0, seed=self.seed)
+        results = []
+        with status(f"loading {self.model}") as shown:
+            model, tokenizer = load_model(self.model, self.precision)
+            room = prompt_room(model, self.engine, self.max_new_tokens)
+            benchmarks = {
+                name: load_benchmark(name, self.limit, tokenizer, room, self.reward) for name in self.benchmark
+            }
+            shown.update(f"starting the engine {self.engine}")
+            engine = load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
+            made_by = {
+                "model": self.model, "weights": weights_digest(model), "engine": self.engine,
+                "precision": self.precision, "reward": self.reward,
+            }  # fmt: skip
+            for name, problems in benchmarks.items():
+                for label, schedule in schedules.items():
+                    shown.update(f"{name}, {label}")
+                    engine.set_schedule(schedule)
+                    source: dict[str, Any] = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
+                    if decoding.mode == "lossless":
+                        source |= {"draft_tokens": decoding.draft_tokens, "adapt": decoding.adapt_draft_tokens}
+                    results.append(
+                        run_benchmark(engine, tokenizer, problems, sampling, self.k, folder, name, label, source)
+                    )
+        engine.close()
+        table = markdown_table(results)
+        say(table)
+        files.write_text(folder / "results.md", table)
+
+    def interrupted(self) -> str:
+        return "interrupted; the same command goes on from what is done"

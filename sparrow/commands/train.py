@@ -1,0 +1,88 @@
+"""``sparrow train``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sparrow import files
+from sparrow.commands.base import Command
+from sparrow.train.config import TrainConfig
+
+if TYPE_CHECKING:
+    from sparrow.engines.base import Engine
+    from sparrow.mode import Decoding
+
+
+@dataclass(frozen=True)
+class Train(TrainConfig, Command):
+    """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a TOML file."""
+
+    # A Hugging Face causal language model, by name or path; "reasoner" is the small one that comes with Sparrow.
+    model: str = "reasoner"
+    task: str | None = None  # A synthetic task with its options, such as trace:lines=24.
+    # In place of a task: files of questions and answers, or known datasets with their options, such as
+    # gsm8k:path=train.jsonl. Several are mixed, each drawn from as often as its option weight says (1).
+    dataset: tuple[str, ...] = ()
+    # What the actor may read: dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file. auto starts
+    # dense and follows the measured p5 so that it holds tau; auto:SCHEDULE starts from any of these, in its layout.
+    # With --rollout.mode lossless there is none.
+    schedule: str = "dense"
+    # What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port,
+    # several of them with commas between.
+    engine: str = "hf"
+
+    def run(self) -> None:
+        from accelerate import PartialState
+
+        from sparrow.loading import load_model, load_problems, prompt_room
+        from sparrow.report import summary_rows
+        from sparrow.terminal import Progress, print_rows, say, status
+        from sparrow.train.trackers import check_trackers
+        from sparrow.train.trainer import Trainer
+
+        check_trackers(self.trackers)
+        decoding = self.rollout.decoding(self.schedule)
+        closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
+        files.check_folder(self.run_dir)
+        # Schedulers, and launchers whose other process died, end a run this way: as good a reason to save as Ctrl-C.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's
+        # empty.
+        os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        main_process = PartialState().is_main_process
+        with status(f"loading {self.model}", main_process) as shown:
+            model, tokenizer = load_model(self.model)
+            room = prompt_room(model, self.engine, self.rollout.max_new_tokens)
+            shown.update(f"reading {self.task or ', '.join(self.dataset)}")
+            task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
+            shown.update(f"starting the engine {self.engine}")
+            engine = self._start_engine(model, tokenizer, decoding)
+        with Progress(self.steps, shown=main_process) as progress:
+            try:
+                Trainer(self, model, tokenizer, task, engine, decoding.schedule, progress, closed_loop).train()
+            finally:
+                engine.close()
+        PartialState().destroy_process_group()
+        if main_process:
+            print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
+            say(f"figures: sparrow report {self.run_dir}")
+
+    def _start_engine(self, model: Any, tokenizer: Any, decoding: Decoding) -> Engine:
+        from sparrow.loading import load_engine
+        from sparrow.train.ranks import asked_to_shard
+
+        # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
+        own = self.distill.enabled or asked_to_shard()
+        actor = copy.deepcopy(model) if own and self.engine == "hf" else model
+        return load_engine(self.engine, self.model, actor, tokenizer, decoding, self.optimizer.precision)
+
+    def interrupted(self) -> str:
+        if not any(Path(self.run_dir, "checkpoints").glob("step-*")):
+            return f"interrupted before the first checkpoint; remove {self.run_dir} to start again"
+        return f"interrupted; 'sparrow train --resume --run-dir {self.run_dir}' goes on from the last checkpoint"
