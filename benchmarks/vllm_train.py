@@ -1,4 +1,4 @@
-"""GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, at an unbounded budget, distilled, lossless, dense.
+"""GRPO on the bundled reasoner with vLLM's rollouts on a GPU: lossy, unbounded, distilled, lossless and dense.
 
     python benchmarks/vllm_train.py --out benchmarks/results/vllm_train.json
     python benchmarks/vllm_train.py --runs dense-0 dense-1 dense-2 lossless-0 lossless-1 lossless-2 \\

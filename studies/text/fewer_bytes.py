@@ -1,0 +1,157 @@
+"""Acceptance of drafts against the bytes that a draft reads: page sizes, landmarks in 8 bits, Quest, which layers.
+
+    python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
+
+As ``acceptance.py``'s lossless rows: drafts over a dense cache of held-out text, in float32, by budget and length.
+Bytes are those of a layer's keys and values, counted in tokens: what is read of pages, and of every page's landmark half a
+token (a mean key in 16 bits), a quarter (in 8 bits), or one (Quest's minimum and maximum), averaged over layers and
+drafts; a dense layer reads every token. A landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its
+largest component's magnitude.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import acceptance
+import drafts
+import numpy as np
+import torch
+from torch import Tensor
+from train import windows
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from sparrow.attention.pages import Score, landmarks
+from sparrow.mismatch import plain
+from sparrow.schedule import SparsitySchedule
+
+DRAFTS = 8
+BUDGETS = (256, 512, 1024, 2048)
+Precision = Literal["16 bit", "fp8", "int8"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What drafts read."""
+
+    study: str
+    budget: int  # tokens
+    page_size: int = 16
+    landmarks: Precision = "16 bit"
+    score: Score = "mean_key"
+    dense_layers: tuple[int, ...] = ()
+    sink_pages: int = 1
+    recent_pages: int = 2
+
+    def schedule(self) -> SparsitySchedule:
+        pages = self.budget // self.page_size - self.sink_pages - self.recent_pages
+        layout = dict(sink_pages=self.sink_pages, recent_pages=self.recent_pages, dense_layers=self.dense_layers)
+        return SparsitySchedule.fixed(pages, page_size=self.page_size, **layout)
+
+    def tokens_read(self, length: np.ndarray, layers: int) -> float:
+        """Bytes of a draft in a layer, as tokens of keys and values, averaged over sequences of these lengths."""
+        landmark = {"16 bit": 0.5, "fp8": 0.25, "int8": 0.25}[self.landmarks] * (2 if self.score == "quest" else 1)
+        sparse = np.minimum(self.budget, length) + np.where(length > self.budget, length / self.page_size * landmark, 0)
+        dense = len(self.dense_layers) / layers
+        return float(((1 - dense) * sparse + dense * length).mean())
+
+
+def variants(layers: int) -> list[Variant]:
+    return [
+        *(Variant("page size", b, page_size=p) for p in (8, 16, 32, 64, 128) for b in BUDGETS if b >= 4 * p),
+        *(Variant("landmarks", b, landmarks=x, page_size=p) for p in (8, 16) for x in ("fp8", "int8") for b in BUDGETS),
+        *(Variant("quest", b, score="quest", page_size=p) for p in (16, 32) for b in BUDGETS),
+        *(Variant("one dense layer", 512, dense_layers=(layer,)) for layer in range(layers)),
+        *(Variant("sink pages", 512, sink_pages=n) for n in (0, 2, 4)),
+        *(Variant("recent pages", 512, recent_pages=n) for n in (4, 8, 16)),
+    ]
+
+
+def rounded(marks: Tensor, precision: Precision) -> Tensor:
+    """Landmarks as they come back from storage in 8 bits, in their own dtype."""
+    if precision == "fp8":
+        return marks.to(torch.float8_e4m3fn).to(marks.dtype)
+    if precision == "int8":
+        scale = marks.abs().amax(-1, keepdim=True) / 127
+        return (marks / scale).round() * scale
+    return marks
+
+
+def measure(model: PreTrainedModel, ids: Tensor, start: Tensor, every: Sequence[Variant]) -> list[Tensor]:
+    """Each variant's acceptance ``[B, R, W]``."""
+    dense = SparsitySchedule.dense(dense_layers=())
+    cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
+    p = list(drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, dense)))
+    found, made = [], dict[Any, list[Tensor]]()
+    for variant in every:
+        kept = variant.schedule()
+        layout = replace(drafts.layout_of(kept), score=variant.score)
+        key = layout.page_size, layout.score, variant.landmarks
+        if key not in made:
+            pages = [k.unflatten(2, (-1, layout.page_size)) for k in cache.keys]
+            made[key] = [rounded(landmarks(k, layout), variant.landmarks) for k in pages]
+        cycles = drafts.Cycles(replace(cache, landmarks=made[key]), start, DRAFTS, kept)
+        cycles.layout = layout
+        steps = drafts.draft(model, ids, cycles)
+        found.append(torch.stack([acceptance.acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--texts", type=int, default=32)
+    parser.add_argument("--cycles", type=int, default=24, help="of each text")
+    parser.add_argument("--batch", type=int, default=4, help="texts at a time")
+    parser.add_argument("--studies", nargs="+", help="of 'page size', landmarks, quest, ...; unset: all")
+    args = parser.parse_args(argv)
+
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    card = json.loads((args.checkpoint / "card.json").read_text())
+    context = card["context"]
+    model = AutoModelForCausalLM.from_pretrained(
+        args.checkpoint, dtype=torch.float32, attn_implementation=drafts.NAME
+    ).to(device)
+    ids = windows(np.load(args.checkpoint / "held_out.npy"), args.texts, context).to(device)
+    start = acceptance.starts(args.texts, args.cycles, context, DRAFTS).to(device)
+    layers = model.config.num_hidden_layers
+    every = [v for v in variants(layers) if not args.studies or v.study in args.studies]
+    alpha: list[list[Tensor]] = [[] for _ in every]
+    for i in range(0, args.texts, args.batch):
+        for of, values in zip(
+            alpha, measure(model, ids[i : i + args.batch], start[i : i + args.batch], every), strict=True
+        ):
+            of.append(values)
+    position = (start[..., None] + torch.arange(DRAFTS, device=device)).cpu().numpy()
+    edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
+    rows = []
+    for variant, of in zip(every, alpha, strict=True):
+        values = torch.cat(of).double().clamp(0, 1).cpu().numpy()
+        measured = acceptance.summary(values, position, edges, (4, DRAFTS))
+        for part in measured["bins"]:
+            inside = position[(position >= part["start"]) & (position < part["end"])]
+            part["tokens_read"] = round(variant.tokens_read(inside + 1, layers), 1)
+        read = round(variant.tokens_read(position + 1, layers), 1)
+        rows.append({**vars(variant), "tokens_read": read, **measured})
+        print(f"{variant}: reads {read}, mean {measured['mean'][0]}, p5 {measured['p5'][0]}", flush=True)
+    result = {
+        "model": card,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "seconds": round(time.monotonic() - began, 1),
+        "settings": {k: v for k, v in vars(args).items() if k not in ("checkpoint", "out")},
+        "rows": rows,
+    }
+    args.out.write_text(json.dumps(plain(result)) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
