@@ -25,7 +25,7 @@ import torch
 from scipy import stats
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
-from vllm_check import GRAPHS, SAMPLED, UNBOUNDED, load, miss, prompts, random_model
+from vllm_check import SAMPLED, UNBOUNDED, load, miss, prompts, random_model
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
@@ -35,6 +35,7 @@ from sparrow.rollout import Sampling
 
 GREEDY = Sampling(max_new_tokens=192, temperature=0.0, top_n=0)
 DRAFTS, DRAFT_TOKENS = SparsitySchedule.fixed(24, dense_layers=()), 4
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
@@ -125,7 +126,7 @@ def equal(arguments: argparse.Namespace) -> None:
             "eager": dict(enforce_eager=True, compilation_config=None),
             "chunked prefill": dict(max_num_batched_tokens=256, enable_prefix_caching=False),
             "preemption": dict(num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False),
-            "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}),
+            "compiled": dict(compilation_config=None),
         }
         for label in variants if alone else ():
             engine = VLLMEngine(str(folder), decoding, **options(**variants[label]))
