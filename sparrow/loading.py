@@ -224,17 +224,12 @@ def _load_dataset(
     return task, chosen.weight
 
 
-def read_prompts(path: str | None, task: str | None, count: int, seed: int) -> list[tuple[str, str]]:
-    """Prompts with their names, for messages: all of a file's, or ``count`` of a task's problems.
+def draw_prompts(task: Task, count: int, seed: int) -> list[tuple[str, str]]:
+    """The first ``count`` prompts that a training with this seed draws from the task, with their names, for messages.
 
-    Raises ConfigError: both or neither are given, or a file that cannot be read.
+    Raises TaskError: the task raised.
     """
-    if (path is None) == (task is None):
-        raise ConfigError("say where prompts come from: either --prompts FILE or --task NAME")
-    if path is not None:
-        return _read_prompts(Path(path))
-    problems = load_task_spec(str(task))
-    drawn = (draw(problems, i, seed) for i in range(count))
+    drawn = (draw(task, i, seed) for i in range(count))
     return [(f"problem {problem.id!r}", problem.prompt) for problem in drawn]
 
 
@@ -261,7 +256,11 @@ def encode_prompts(
     return [kept[i % len(kept)] for i in range(count)]
 
 
-def _read_prompts(path: Path) -> list[tuple[str, str]]:
+def read_prompts(path: Path) -> list[tuple[str, str]]:
+    """A file's prompts as they are, with their names, for messages.
+
+    Raises ConfigError: a file that cannot be read, or holds none.
+    """
     if path.suffix in (".jsonl", ".json", ".parquet"):
         named = []
         for number, row in enumerate(load_rows(path), 1):

@@ -1,6 +1,7 @@
 """The command line end to end, on a tiny checkpoint: what it prints, writes and refuses."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import get_args
 
 import pytest
 from conftest import fails
+from transformers import AutoTokenizer
 
 from sparrow.cli import COMMANDS, main
 from sparrow.loading import parse_spec
@@ -50,6 +52,37 @@ def test_measure_prints_and_writes_the_report(checkpoint, tmp_path, capsys):
     assert dense["bins"][0]["upper_bound"] == pytest.approx(1, abs=1e-5)
     main(["measure", "--schedule", "fixed:0", *arguments, "--max-new-tokens", "120", "--out", str(out)])
     assert json.loads(out.read_text())["bins"][0]["upper_bound"] < 0.999
+
+
+def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(checkpoint, tmp_path, monkeypatch):
+    from sparrow.engines.hf import HFEngine
+
+    model, data = tmp_path / "model", tmp_path / "data.jsonl"
+    shutil.copytree(checkpoint, model)
+    (model / "chat_template.jinja").write_text("ask: {{ messages[0].content }}\nanswer:")
+    data.write_text("".join(f'{{"question": "trace {name}", "answer": "7"}}\n' for name in ("ba", "du", "ku", "mi")))
+    sent: dict[str, list[str]] = {}
+
+    def stop(self, prompts, sampling):
+        sent[command] = [tuple(prompt) for prompt in prompts]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HFEngine, "generate", stop)
+    common = ["--model", str(model), "--seed", "3"]
+    sampled = ["--count", "4", "--max-new-tokens", "8"]
+    for command, arguments in {
+        "train": ["--dataset", str(data), "--rollout.prompts", "4", "--rollout.samples", "2",
+                  "--rollout.max-new-tokens", "8", "--run-dir", str(tmp_path / "run")],
+        "measure": ["--dataset", str(data), "--schedule", "fixed:1", *sampled],
+        "calibrate": ["--dataset", str(data), "--out", str(tmp_path / "s.json"), *sampled],
+        "eval": ["--benchmark", f"qa:path={data}", "--out", str(tmp_path / "eval"), "--k", "1", *sampled[2:]],
+    }.items():  # fmt: skip
+        with pytest.raises(SystemExit):
+            main([command, *common, *arguments])
+    assert sent["calibrate"] == sent["measure"] == list(dict.fromkeys(sent["train"]))
+    assert sorted(sent["eval"]) == sorted(sent["calibrate"]) and len(sent["eval"]) == 4
+    dressed = AutoTokenizer.from_pretrained(model).decode(sent["measure"][0])
+    assert dressed.startswith("ask:") and dressed.endswith("\nanswer:")
 
 
 def test_longer_lists_decide_what_short_ones_leave_open(checkpoint, tmp_path, capsys):

@@ -41,7 +41,8 @@ class Calibrate(FromPrompts):
         out = files.check_file(self.out)
         work = files.check_folder(out.with_name(out.name + ".work"))
         engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
-        source = {"model": self.model, "prompts": self.prompts or self.task, "temperature": self.temperature}
+        prompts_of = self.prompts or self.task or " ".join(self.dataset)
+        source = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
         with CalibrationProgress() as progress:
             found = calibrate_engine(
                 engine,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sparrow.commands.base import Command
+from sparrow.errors import ConfigError
 from sparrow.settings import Count, Positive, Seed
 
 if TYPE_CHECKING:
@@ -29,27 +31,38 @@ class Sampled(Command):
 class FromPrompts(Sampled):
     """What measuring and calibrating have in common."""
 
-    # Prompts to sample from: a .jsonl file with a "prompt" field, or a text file with one prompt a line.
+    # Prompts to sample from, as they are: a .jsonl file with a "prompt" field, or a text file with one prompt a line.
     prompts: str | None = None
     task: str | None = None  # Take the prompts from a synthetic task instead, such as trace:lines=24.
+    # Take them from files of questions or known datasets, as sparrow train does: the same prompts in the same order for
+    # the same seed, in the model's chat template.
+    dataset: tuple[str, ...] = ()
     # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
     temperature: Positive = 1.0
     count: Count = 64  # Responses to sample; prompts are repeated as needed.
     # Length of the actor's lists of most likely tokens, which bound the acceptance rate; flat distributions need more.
     top_n: Count = 20
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.prompts is not None) + (self.task is not None) + bool(self.dataset) != 1:
+            raise ConfigError("say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME")
+
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, Scorer, list[list[int]]]:
         """An engine that samples as the command says, transformers to score, and the prompts as token ids."""
-        from sparrow.loading import encode_prompts, load_engine, load_model, load_scorer, prompt_room, read_prompts
+        from sparrow import loading
         from sparrow.terminal import status
 
-        named = read_prompts(self.prompts, self.task, self.count, self.seed)
+        named = None if self.prompts is None else loading.read_prompts(Path(self.prompts))
         with status(f"loading {self.model}") as shown:
-            model, tokenizer = load_model(self.model, self.precision)
-            room = prompt_room(model, self.engine, self.max_new_tokens)
-            prompts = encode_prompts(named, self.count, tokenizer, room)
+            model, tokenizer = loading.load_model(self.model, self.precision)
+            room = loading.prompt_room(model, self.engine, self.max_new_tokens)
+            if named is None:
+                task = loading.load_problems(self.task, self.dataset, tokenizer, room)
+                named = loading.draw_prompts(task, self.count, self.seed)
+            prompts = loading.encode_prompts(named, self.count, tokenizer, room)
             loaded = model, tokenizer, decoding, self.precision
-            scorer = load_scorer(*loaded)
+            scorer = loading.load_scorer(*loaded)
             shown.update(f"starting the engine {self.engine}")
-            engine = scorer if self.engine == "hf" else load_engine(self.engine, self.model, *loaded)
+            engine = scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
         return engine, scorer, prompts
