@@ -1,4 +1,4 @@
-"""What a whole run costs on several GPUs: does it fit, and where does a step's time go, dense against sparse.
+"""What a whole run costs on several GPUs: does it fit, and where does a step's time go, by mode of decoding.
 
 ``sparrow.cost`` prices one engine; here GPUs hold engines (one or several GPUs each) and shards of the training state.
 ``docs/cost.md`` says what is assumed. Arithmetic only; nothing is measured here.
@@ -23,6 +23,7 @@ from sparrow.cost import (
     kv_capacity,
     simulate_rollout,
 )
+from sparrow.cost_lossless import predict_lossless
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
@@ -34,6 +35,8 @@ LINK_BYTES_S = 350e9  # between GPUs of one host
 NETWORK_BYTES_S = 40e9  # of one GPU to another host
 HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as vLLM's sleep and wake took it
 GATHER_S = 1.4e-6  # of a response's token, given to all processes after the rollout and with its log-probs, as measured
+VLLM_SHARE = 0.9  # of a GPU's memory that vLLM takes unless told otherwise; MEMORY_FRACTION is what weights and KV get
+MOST_SHARE = 0.97  # of it that an engine and the training state may fill; the rest is the driver's and NCCL's
 ALL_REDUCE_S = 15e-6  # one of the two a layer needs in every decode step of a tensor-parallel engine
 
 
@@ -93,16 +96,22 @@ class Step:
 class Plan:
     memory: Memory
     dense: Step
-    sparse: Step
+    sparse: Step | None  # where a schedule was given
+    lossless: Step | None = None  # where drafts' acceptance was given
 
 
-def fit(shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 32768, colocated: bool = True) -> Memory:
+def fit(
+    shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 32768, colocated: bool = True,
+    recompute: bool = True, engine_share: float | None = None,
+) -> Memory:  # fmt: skip
     """Bytes per GPU with weights, moments and gradients sharded over all of them (FSDP2), and vLLM asleep in training.
 
     Args:
         longest: tokens of the longest prompt and response.
-        token_budget: padded tokens of one training pass, with activations recomputed layer by layer.
+        token_budget: padded tokens of one training pass.
         colocated: engines share the training GPUs, whose sharded state stays where it is during rollouts.
+        recompute: activations are recomputed layer by layer in the backward pass (gradient checkpointing).
+        engine_share: of a GPU's memory, that vLLM is told to take (``gpu_memory_utilization``); None: what is there.
 
     Raises ConfigError: training, or a single response, does not fit.
     """
@@ -110,15 +119,23 @@ def fit(shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 3
     width = shape.heads * shape.head_dim
     state, gradients = STATE_BYTES * parameters / cluster.gpus, GRADIENT_BYTES * parameters / cluster.gpus
     gathered = 3 * 2 * parameters / shape.layers  # layers in bf16: the one that computes, the next, the last's gradient
-    activations = max(token_budget, longest) * width * (2 * shape.layers + LAYER_BYTES) + HEAD_BYTES + gathered
+    kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
+    activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
     memory = cluster.machine.memory_bytes
     if state + gradients + activations > MEMORY_FRACTION * memory:
         raise ConfigError(
             f"training {shape.name} on {cluster.gpus} {cluster.machine.name} needs "
             f"{(state + gradients + activations) / 2**30:.0f} GiB on each, of which {activations / 2**30:.0f} for "
-            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; take more GPUs or fewer tokens"
+            f"activations, but {MEMORY_FRACTION * memory / 2**30:.0f} are there; "
+            + ("take more GPUs or fewer tokens" if recompute else "recompute them (optimizer.gradient_checkpointing)")
         )
-    held = kv_capacity(shape, engine_machine(cluster, state if colocated else 0.0))
+    reserved = _reserved(cluster, state, colocated, engine_share)
+    if colocated and engine_share and state + engine_share * memory > MOST_SHARE * memory:
+        raise ConfigError(
+            f"vLLM is to take {engine_share:g} of {memory / 2**30:.0f} GiB, and training keeps {state / 2**30:.0f} "
+            f"beside it; lower gpu_memory_utilization to {MOST_SHARE - state / memory:.2f} at most"
+        )
+    held = kv_capacity(shape, engine_machine(cluster, reserved))
     if held < longest:
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens beside {shape.name}"
@@ -130,6 +147,12 @@ def fit(shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 3
     return Memory(state, gradients, activations, weights, kv, held // longest)
 
 
+def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
+    """Bytes of a GPU that its engine is not given: training's, or what vLLM is told to leave."""
+    left = 0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
+    return max(state if colocated else 0.0, left)
+
+
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
     """The GPUs of one engine as one machine, ``reserved`` bytes of each taken."""
     m, n = cluster.machine, cluster.tensor_parallel
@@ -139,18 +162,22 @@ def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
 
 
 def plan(
-    shape: ModelShape, cluster: Cluster, responses: ArrayLike, schedule: SparsitySchedule, prompt: int = 256,
+    shape: ModelShape, cluster: Cluster, responses: ArrayLike, schedule: SparsitySchedule | None, prompt: int = 256,
     max_batch: int = 256, token_budget: int = 32768, colocated: bool = True, overheads: Overheads = VLLM_H200,
+    recompute: bool = True, engine_share: float | None = None, acceptance: float | None = None,
 ) -> Plan:  # fmt: skip
     """One RL step over ``responses`` (tokens each), dealt to the engines in turn as the trainer does.
+
+    ``recompute`` and ``engine_share`` are as in ``fit``, ``acceptance``, of drafts, as in ``predict_lossless``.
 
     Raises ConfigError: it does not fit, see ``fit``; or fewer responses than engines.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
         raise ConfigError(f"{lengths.size} responses leave some of {cluster.engines} engines idle; sample more")
-    memory = fit(shape, cluster, prompt + int(lengths.max()), token_budget, colocated)
-    machine = engine_machine(cluster, memory.state if colocated else 0.0)
+    longest = prompt + int(lengths.max())
+    memory = fit(shape, cluster, longest, token_budget, colocated, recompute, engine_share)
+    machine = engine_machine(cluster, _reserved(cluster, memory.state, colocated, engine_share))
     if cluster.tensor_parallel > 1:
         overheads = replace(overheads, layer_s=overheads.layer_s + 2 * ALL_REDUCE_S)
     shares = [lengths[i :: cluster.engines] for i in range(cluster.engines)]
@@ -158,11 +185,21 @@ def plan(
     sync = sync_seconds(shape, cluster, colocated)
     gather = GATHER_S * int(lengths.sum()) if cluster.gpus > 1 else 0.0
 
-    def step(kind: SparsitySchedule | None) -> Step:
-        runs = [simulate_rollout(shape, machine, share, kind, prompt, max_batch, overheads) for share in shares]
+    batching = (prompt, max_batch, overheads)
+
+    def step(runs: Sequence[RolloutEstimate]) -> Step:
         return Step(max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs))
 
-    return Plan(memory, step(None), step(schedule))
+    def simulated(kind: SparsitySchedule | None) -> list[RolloutEstimate]:
+        return [simulate_rollout(shape, machine, share, kind, *batching) for share in shares]
+
+    dense = simulated(None)
+    sparse = None if schedule is None else step(simulated(schedule))
+    if acceptance is None:
+        return Plan(memory, step(dense), sparse)
+    pairs = zip(shares, dense, strict=True)
+    lossless = [predict_lossless(shape, machine, share, run, acceptance, *batching).rollout for share, run in pairs]
+    return Plan(memory, step(dense), sparse, step(lossless))
 
 
 def train_seconds(
@@ -198,8 +235,14 @@ def rows(found: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     training = f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} gradients, {m.activations / gib:.0f} activations"
     engine = f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} KV: {m.full_responses} responses of full length"
     lines = [("training, GiB a GPU", training), ("engine, GiB a GPU", engine)]
-    for name, step in (("dense step", found.dense), ("sparse step", found.sparse)):
-        phases = ", ".join(f"{phase} {getattr(step, phase):.0f}" for phase in ("rollout", "score", "update", "sync"))
-        hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
-        lines.append((name, f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}"))
-    return [*lines, ("step speed-up", f"{found.dense.seconds / found.sparse.seconds:.2f}x")]
+    steps_of = {"dense": found.dense, "lossy": found.sparse, "lossless": found.lossless}
+    speedups = []
+    for name, step in steps_of.items():
+        if step is not None:
+            phases = ", ".join(
+                f"{phase} {getattr(step, phase):.0f}" for phase in ("rollout", "score", "update", "sync")
+            )
+            hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
+            lines.append((f"{name} step", f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}"))
+            speedups.append(f"{found.dense.seconds / step.seconds:.2f}x {name}")
+    return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "none asked for")]

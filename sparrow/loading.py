@@ -108,19 +108,25 @@ def load_model(
     disable_progress_bar()  # Sparrow shows its own
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as they should
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
-    return hf.load_model(_model_path(name), precision, place.device)
+    return hf.load_model(model_path(name), precision, place.device)
 
 
-def _model_path(name: str) -> str:
+def model_path(name: str) -> str:
+    """A model's name or path; the bundled ``reasoner`` by its path."""
     return str(resources.files("sparrow") / REASONER) if name == REASONER else name
 
 
-def prompt_room(model: PreTrainedModel, engine: str, max_new_tokens: int) -> int:
+def context_of(model: PreTrainedModel) -> int | None:
+    """The most tokens of a sequence; None if the model does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
     """Tokens that a prompt may have beside a response, in the model's context or vLLM's, where that is smaller.
 
     Raises ConfigError: none are left.
     """
-    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    context = context or sys.maxsize
     if engine.startswith("vllm:"):
         limit = parse_spec(engine)[1].get("max_model_len")
         context = min(context, limit) if isinstance(limit, int) else context
@@ -132,14 +138,14 @@ def prompt_room(model: PreTrainedModel, engine: str, max_new_tokens: int) -> int
 def load_problems(
     task: str | None,
     datasets: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None,
     room: int | None = None,
     reward: str | None = None,
 ) -> Task:
     """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
 
-    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted. ``reward``,
-    ``module:function``, judges in place of the datasets' verifiers.
+    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted; without a tokenizer
+    prompts are not, and stay bare. ``reward``, ``module:function``, judges in place of the datasets' verifiers.
 
     Raises ConfigError: both or neither, unknown names or options, rows that cannot be used.
     """
@@ -189,14 +195,16 @@ def load_task_spec(spec: str) -> Task:
 
 
 def _load_dataset(
-    spec: str, tokenizer: PreTrainedTokenizerBase, room: int | None, judge: Callable[..., float] | None
+    spec: str, tokenizer: PreTrainedTokenizerBase | None, room: int | None, judge: Callable[..., float] | None
 ) -> tuple[Task, int]:
     """A dataset as a user writes it, and its weight in a mixture."""
-
-    def chat(prompt: str) -> str:
-        messages = [{"role": "user", "content": prompt}]
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
+    dressing: dict[str, Any] = {}
+    if tokenizer is not None:
+        dressing = {
+            "render": partial(_chat, tokenizer) if tokenizer.chat_template else str,
+            "tokens": lambda prompt: len(tokenizer(prompt, add_special_tokens=False).input_ids),
+            "max_tokens": room,
+        }
     name, options = ("qa", {"path": spec}) if os.path.isfile(spec) else parse_spec(spec)
     taken = {field.name for field in fields(DatasetOptions)}
     if unknown := sorted(set(options) - taken):
@@ -213,15 +221,19 @@ def _load_dataset(
             "code": judge or partial(verify_code, limits=limits, isolation=chosen.isolation),
         },
         extractors={"math": extract_answer, "code": extract_code},
-        render=chat if tokenizer.chat_template else str,
         path=chosen.path,
         split=chosen.split,
         template=chosen.template,
         max_length=chosen.max_length,
-        tokens=lambda prompt: len(tokenizer(prompt, add_special_tokens=False).input_ids),
-        max_tokens=room,
+        **dressing,
     )
     return task, chosen.weight
+
+
+def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
+    """A prompt as the user's message to a chat model."""
+    messages = [{"role": "user", "content": prompt}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[tuple[str, str]]:
@@ -311,7 +323,7 @@ def load_engine(
         from sparrow.engines.vllm import VLLMEngine
 
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
-        return VLLMEngine(_model_path(name), decoding, dtype=dtype, **options)
+        return VLLMEngine(model_path(name), decoding, dtype=dtype, **options)
     if kind != "hf" or options:
         raise ConfigError(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port")
     return load_scorer(model, tokenizer, decoding, precision)

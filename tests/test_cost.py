@@ -21,6 +21,7 @@ FREE = Overheads()
 QWEN3_14B = {
     "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 40, "head_dim": 128,
     "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 151936, "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
 }  # fmt: skip
 QWEN3_1B = QWEN3_14B | {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,

@@ -24,7 +24,7 @@ ALLOWED = {
     "files": [],
     "mode": ["schedule"],
     "cost": ["schedule"],
-    "cluster": ["cost", "schedule"],
+    "cluster": ["cost", "cost_lossless", "schedule"],
     "cost_lossless": ["cost", "schedule"],
     "evaluate": [],
     "mismatch": [],

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from sparrow.commands.base import Command
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, Positive, Probability, Share
+
+if TYPE_CHECKING:
+    from sparrow.cost import ModelShape
 
 
 @dataclass(frozen=True)
@@ -36,25 +39,18 @@ class Cost(Command):
     def run(self) -> None:
         from sparrow import cluster
         from sparrow import cost as one_gpu
-        from sparrow.cost import MACHINES, SHAPES, ModelShape
+        from sparrow.cost import MACHINES
         from sparrow.cost_lossless import predict_lossless
         from sparrow.cost_lossless import rows as lossless_rows
         from sparrow.terminal import print_rows
 
-        if self.model in SHAPES:
-            shape = SHAPES[self.model]
-        elif Path(self.model).exists():
-            shape = ModelShape.from_config(self.model)
-        else:
-            from sparrow.engines.hf import load_config
-
-            shape = ModelShape.from_config(load_config(self.model))
+        shape = find_shape(self.model)
         lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
         schedule, machine = SparsitySchedule.load(self.schedule), MACHINES[self.gpu]
         batching = (self.prompt, self.max_batch)
         if self.gpus > 1:
             gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
-            whole = cluster.plan(shape, gpus, lengths, schedule, *batching)
+            whole = cluster.plan(shape, gpus, lengths, schedule, *batching, acceptance=self.acceptance)
             steps = None if self.examples is None else self.examples * self.samples // self.responses
             rows = cluster.rows(whole, steps)
         else:
@@ -65,3 +61,19 @@ class Cost(Command):
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"
         print_rows(f"{self.model} on {machines}, {responses}, {self.schedule}", rows)
+
+
+def find_shape(model: str) -> ModelShape:
+    """The shape of a model that is named as users do: a folder or its ``config.json``, one of ``SHAPES``, a hub name.
+
+    Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be reached.
+    """
+    from sparrow.cost import SHAPES, ModelShape
+
+    if Path(model).exists():
+        return ModelShape.from_config(model)
+    if (known := model.removeprefix("Qwen/").lower()) in SHAPES:
+        return SHAPES[known]
+    from sparrow.engines.hf import load_config
+
+    return ModelShape.from_config(load_config(model))

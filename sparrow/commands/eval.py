@@ -31,7 +31,7 @@ class Eval(DecodingOptions, Sampled):
 
     def run(self) -> None:
         from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
-        from sparrow.loading import load_benchmark, load_engine, load_model, prompt_room
+        from sparrow.loading import context_of, load_benchmark, load_engine, load_model, prompt_room
         from sparrow.rollout import Sampling
         from sparrow.terminal import say, status
 
@@ -45,7 +45,7 @@ class Eval(DecodingOptions, Sampled):
         results = []
         with status(f"loading {self.model}") as shown:
             model, tokenizer = load_model(self.model, self.precision)
-            room = prompt_room(model, self.engine, self.max_new_tokens)
+            room = prompt_room(context_of(model), self.engine, self.max_new_tokens)
             benchmarks = {
                 name: load_benchmark(name, self.limit, tokenizer, room, self.reward) for name in self.benchmark
             }

@@ -56,7 +56,7 @@ class FromPrompts(Sampled):
         named = None if self.prompts is None else loading.read_prompts(Path(self.prompts))
         with status(f"loading {self.model}") as shown:
             model, tokenizer = loading.load_model(self.model, self.precision)
-            room = loading.prompt_room(model, self.engine, self.max_new_tokens)
+            room = loading.prompt_room(loading.context_of(model), self.engine, self.max_new_tokens)
             if named is None:
                 task = loading.load_problems(self.task, self.dataset, tokenizer, room)
                 named = loading.draw_prompts(task, self.count, self.seed)

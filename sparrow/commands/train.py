@@ -36,11 +36,19 @@ class Train(TrainConfig, Command):
     # What generates the rollouts: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port,
     # several of them with commas between.
     engine: str = "hf"
+    # Load nothing: check settings, data and the model's config.json, and predict memory and hours on this machine:
+    # a100, h100, h200 or b200 with options, as in h200:gpus=8,median=9000 (responses' median length; unset: 0.43 of
+    # rollout.max-new-tokens) or acceptance=0.95 (of lossless drafts).
+    dry_run: str | None = None
 
     def run(self) -> None:
+        if self.dry_run is not None:
+            from sparrow.commands.dry_run import dry_run
+
+            return dry_run(self)
         from accelerate import PartialState
 
-        from sparrow.loading import load_model, load_problems, prompt_room
+        from sparrow.loading import context_of, load_model, load_problems, prompt_room
         from sparrow.report import summary_rows
         from sparrow.terminal import Progress, print_rows, say, status
         from sparrow.train.trackers import check_trackers
@@ -58,7 +66,7 @@ class Train(TrainConfig, Command):
         main_process = PartialState().is_main_process
         with status(f"loading {self.model}", main_process) as shown:
             model, tokenizer = load_model(self.model)
-            room = prompt_room(model, self.engine, self.rollout.max_new_tokens)
+            room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
             shown.update(f"reading {self.task or ', '.join(self.dataset)}")
             task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
             shown.update(f"starting the engine {self.engine}")
