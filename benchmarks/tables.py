@@ -2,7 +2,7 @@
 
     python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
 
-``tests/test_performance.py`` fails if a page says something else than the files.
+``tests/benchmarks/test_tables.py`` fails if a page says something else than the files.
 """
 
 from __future__ import annotations

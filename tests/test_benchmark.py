@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import tiny_model
 
 from sparrow import benchmark
 from sparrow.cli import main
 from sparrow.tasks import build_tokenizer
+from tests.conftest import tiny_model
 
 
 def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):

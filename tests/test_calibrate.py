@@ -145,11 +145,11 @@ def test_first_bins_with_too_few_tokens_are_joined():
 
 def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
     import torch
-    from conftest import VOCAB, tiny_model
 
     from sparrow.engines.hf import HFEngine
     from sparrow.measure import calibrate_engine, measure, pool
     from sparrow.rollout import Sampling
+    from tests.conftest import VOCAB, tiny_model
 
     layout = SparsitySchedule.dense(bin_tokens=64, page_size=4, dense_layers=(0,))
     model = tiny_model(initializer_range=0.2)
@@ -186,11 +186,10 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
 
 
 def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
-    from conftest import VOCAB, tiny_model
-
     from sparrow.engines.hf import HFEngine
     from sparrow.measure import calibrate_engine
     from sparrow.rollout import Sampling
+    from tests.conftest import VOCAB, tiny_model
 
     layout = SparsitySchedule.dense(bin_tokens=64, page_size=4, dense_layers=(0,))
     engine = HFEngine(tiny_model(initializer_range=0.2), layout, eos_ids=[])

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from conftest import fails
 from transformers import AutoTokenizer
 
 from sparrow.cli import COMMANDS, main
 from sparrow.loading import parse_spec
+from tests.conftest import fails
 
 SMALL = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8"]
 

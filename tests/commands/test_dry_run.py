@@ -3,11 +3,11 @@
 import re
 
 import pytest
-from conftest import fails
 
 from sparrow import SparsitySchedule, cluster, loading
 from sparrow.cli import main
 from sparrow.cost import MACHINES, SHAPES, response_lengths
+from tests.conftest import fails
 
 POLARIS = "polaris:path=tests/data/polaris.jsonl"
 RUN = [

@@ -5,13 +5,13 @@ Every row alone, without padding, is the reference; how it selects is held elsew
 
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
 from peft import PromptTuningConfig, TaskType, get_peft_model
 from transformers import StaticCache
 
 from sparrow.errors import ConfigError
 from sparrow.model.actor import set_schedule, teacher_forced
 from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
 
 SPARSE = SparsitySchedule(top_k=(1, 2), bin_tokens=48, page_size=4, dense_layers=(0,))
 TURNS = [(29, 17), (13, 31), (40, 5)]  # tokens of each row's first and second turn

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from conftest import SMALL, VOCAB, tiny_model
 from transformers import (
     BertConfig,
     BertLMHeadModel,
@@ -37,6 +36,7 @@ from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model.actor import set_schedule, teacher_forced
 from sparrow.schedule import SparsitySchedule
+from tests.conftest import SMALL, VOCAB, tiny_model
 
 TINY = {**SMALL, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
 IDS = torch.arange(3, 43)[None]

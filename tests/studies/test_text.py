@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
 
 ROOT = Path(__file__).parents[2]
 CONTEXT, PAGES = 512, 16

@@ -4,15 +4,17 @@ import contextlib
 import gc
 from functools import wraps
 
-import kernels_in_numpy
 import numpy as np
 import pytest
 import torch
-import v2_on_cpu  # noqa: F401  before vLLM is imported
 from scipy import stats
 
-import tiny_vllm as tiny  # isort: skip
-from tiny_vllm import prompts
+from tests.vllm import (
+    kernels_in_numpy,
+    v2_on_cpu,  # noqa: F401  before vLLM is imported
+)
+
+from tests.vllm import tiny_vllm as tiny  # isort: skip
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -23,6 +25,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
 from sparrow.vllm.meter import overlap
+from tests.vllm.tiny_vllm import prompts
 
 topk_topp_sampler.HAS_TRITON = False  # the interpreter cannot run that kernel; vLLM has the same in torch
 DRAFTS = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from conftest import VOCAB, tiny_model
 from transformers import PreTrainedModel
 
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
 
 torch.set_num_threads(1)
 # Before vLLM reads them: threads that others may use too, nothing compiled, nothing fetched.

@@ -1,0 +1,609 @@
+"""The decode kernels against the reference: on a GPU, or Triton's in their interpreter when TRITON_INTERPRET=1.
+
+``test_interpreted.py`` runs this file in the interpreter, which has to be switched on before triton is
+imported. Queries and landmarks hold small integers, so scores are exact in float32 whatever the order of
+summation, ties are everywhere, and the selected pages must be *equal* to the reference's. Every buffer holds NaN
+wherever a sequence has no token.
+
+Error bound: the kernel's error against the reference in float64 is at most twice that of the reference run in the
+kernel's own precision on the same inputs, plus half a unit in the last place of the result's dtype.
+
+Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M blocks.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+if INTERPRETED:
+    from tests.attention.triton import triton_interpreter  # noqa: F401
+else:
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+from sparrow.attention import (  # noqa: E402
+    DecodeWorkspace,
+    PageLayout,
+    cuda,
+    paged_decode,
+    reference,
+    update_landmarks,
+)
+from sparrow.attention import triton as sparrow_triton  # noqa: E402
+from sparrow.attention.decode import H200, DecodeBatch  # noqa: E402
+from sparrow.attention.division import plan_kernel  # noqa: E402
+from sparrow.attention.pages import select_pages  # noqa: E402
+from sparrow.attention.triton import LaunchConfig  # noqa: E402
+from sparrow.schedule import ALL_PAGES  # noqa: E402
+
+FP8 = torch.float8_e4m3fn
+ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
+THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
+CUDA = cuda.CudaConfig(4, 3, 2)
+CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
+TRITON = [pytest.param(ONE, id="one"), pytest.param(THREE, id="three")]
+PATHS = [*TRITON, *(pytest.param(c, id=f"cuda {c.warps} {c.stages} {c.resident}") for c in CUDA_CONFIGS)]
+Config = LaunchConfig | cuda.CudaConfig | None
+LENGTHS = [0, 1, 5, 15, 16, 17, 40, 47, 48, 49, 200, 256, 333, 517]
+
+
+@dataclass
+class Case:
+    """Everything ``paged_decode`` takes, on ``DEVICE``; the caches hold NaN outside the sequences."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    landmark_cache: torch.Tensor
+    table: torch.Tensor
+    length: torch.Tensor
+    top_k: torch.Tensor
+    layout: PageLayout
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        return (
+            self.q, self.k_cache, self.v_cache, self.landmark_cache, self.table, self.length,
+            self.top_k,
+        )  # fmt: skip
+
+    def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
+        out = torch.empty_like(self.q) if out is None else out
+        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.k_scale, self.v_scale)
+
+    def expected(self, dtype: torch.dtype) -> torch.Tensor:
+        """The reference with queries in ``dtype``, on the CPU."""
+        q, *rest = (x.cpu() for x in self.inputs())
+        names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
+        return reference.run(replace(self, q=q.to(dtype), **dict(zip(names, rest, strict=True))).batch())
+
+
+def make_caches(
+    kind: str, blocks: int, K: int, block_tokens: int, D: int, P: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each block's padded tail."""
+    tail, pages = 64, block_tokens // P
+    size = 2 * block_tokens * K * D
+    stride = size + pages * K * D + tail
+    memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
+    if kind == "2NHD":  # vLLM 0.24: (blocks, 2, N, H, D)
+        kv = memory.as_strided((blocks, 2, block_tokens, K, D), (stride, block_tokens * K * D, K * D, D, 1))
+        k, v = kv[:, 0].transpose(1, 2), kv[:, 1].transpose(1, 2)
+    elif kind == "HN2D":  # vLLM 0.26 and later: (blocks, H, N, 2 D)
+        kv = memory.as_strided((blocks, K, block_tokens, 2 * D), (stride, block_tokens * 2 * D, 2 * D, 1))
+        k, v = kv.split(D, dim=-1)
+    else:  # NH2D: tokens before heads
+        kv = memory.as_strided((blocks, block_tokens, K, 2 * D), (stride, K * 2 * D, 2 * D, 1)).transpose(1, 2)
+        k, v = kv.split(D, dim=-1)
+    return k, v, memory.as_strided((blocks, pages, K, D), (stride, K * D, D, 1), size)
+
+
+def make_case(
+    lengths: list[int],
+    top_k: list[int],
+    *,
+    K: int = 2,
+    G: int = 2,
+    D: int = 64,
+    layout: PageLayout = PageLayout(),  # noqa: B008
+    pages_per_block: int = 1,
+    dtype: torch.dtype = torch.float16,
+    cache_dtype: torch.dtype | None = None,
+    kind: str = "HN2D",
+    extra_blocks: int = 3,
+    seed: int = 0,
+) -> Case:
+    rng = torch.Generator().manual_seed(seed)
+    P, B = layout.page_size, len(lengths)
+    block_tokens = P * pages_per_block
+    cache_dtype = cache_dtype or dtype
+    needed = [-(-length // block_tokens) for length in lengths]
+    blocks = sum(needed) + extra_blocks
+    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, P, cache_dtype)
+    order = torch.randperm(blocks, generator=rng)
+    table = torch.full((B, max(1, *needed) + 1), 2**30, dtype=torch.int32)
+    used = 0
+    for b, length in enumerate(lengths):
+        for i in range(needed[b]):
+            block = int(order[used])
+            table[b, i] = block
+            used += 1
+            tokens = min(block_tokens, length - i * block_tokens)
+            for cache in (k, v):
+                cache[block, :, :tokens] = torch.randn(K, tokens, D, generator=rng).to(DEVICE, cache_dtype)
+            full = tokens // P
+            marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, cache_dtype)
+    q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
+    q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
+    qkv = torch.full((B, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
+    qkv[:, : K * G] = q_BKGD.flatten(1, 2).to(DEVICE, dtype)
+    scales = (0.5, 2.0) if cache_dtype == FP8 else (1.0, 1.0)
+    return Case(
+        qkv[:, : K * G], k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, *scales,
+    )  # fmt: skip
+
+
+def make_workspace(case: Case) -> DecodeWorkspace:
+    B, H, D = case.q.shape
+    K, pages = case.k_cache.shape[1], case.k_cache.shape[2] // case.layout.page_size
+    workspace = DecodeWorkspace(B, K, H // K, D, case.table.shape[1] * pages, DEVICE)
+    # Room for any configuration a test asks for.
+    workspace.partial = torch.empty(3 * B * K + 500, H // K, D, device=DEVICE)
+    workspace.stats = torch.empty(3 * B * K + 500, 2, H // K, device=DEVICE)
+    workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
+    for buffer in (workspace.rows, workspace.partial, workspace.stats):
+        buffer.fill_(float("nan"))
+    return workspace
+
+
+def decode(config: Config, batch: DecodeBatch, workspace: DecodeWorkspace, reuse_plan: bool = False) -> torch.Tensor:
+    """By the implementation that ``config`` is for."""
+    if isinstance(config, cuda.CudaConfig):
+        cuda.check(batch, workspace)
+        return cuda.run(batch, workspace, reuse_plan, config)
+    sparrow_triton.check(batch, workspace)
+    return sparrow_triton.run(batch, workspace, reuse_plan, config)
+
+
+def run(case: Case, config: Config, workspace: DecodeWorkspace | None = None) -> torch.Tensor:
+    """The kernels' output, written into a strided, NaN-filled view; the counters must be back at zero."""
+    workspace = workspace or make_workspace(case)
+    B, H, D = case.q.shape
+    wide = torch.full((B, H + 1, D), float("nan"), dtype=case.q.dtype, device=DEVICE)
+    out = wide[:, :H]
+    result = decode(config, case.batch(out), workspace)
+    assert result is out
+    assert wide[:, H:].isnan().all()
+    assert not workspace.counters.any()
+    return out
+
+
+def check(case: Case, config: Config) -> None:
+    out = run(case, config)
+    if not INTERPRETED:  # where programs run one after another, nothing could differ
+        assert torch.equal(out, run(case, config))
+    exact, low = case.expected(torch.float64), case.expected(case.q.dtype).double()
+    error = (out.cpu().double() - exact).norm(dim=-1)
+    bound = 2 * (low - exact).norm(dim=-1).amax() + torch.finfo(out.dtype).eps / 2 * exact.norm(dim=-1)
+    worst = (error - bound).argmax()
+    assert (error <= bound).all(), f"error {error.flatten()[worst]:.2e} over the bound {bound.flatten()[worst]:.2e}"
+
+
+def kept_pages(workspace: DecodeWorkspace, item: int, count: int) -> list[int]:
+    return workspace.rows.view(torch.int32)[item, :count].tolist()
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("top_k", [0, 1, 4, 1000, ALL_PAGES])
+def test_every_length(config, top_k):
+    check(make_case(LENGTHS, [top_k] * len(LENGTHS), K=1), config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+def test_rows_of_a_batch_have_their_own_length_and_budget(config):
+    check(make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2), config)
+
+
+# G, D, P, pages per block, query dtype, cache dtype, cache layout, config
+SHAPES = [
+    (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", ONE),
+    (2, 128, 16, 1, torch.bfloat16, torch.bfloat16, "2NHD", ONE),
+    (2, 128, 16, 4, torch.bfloat16, FP8, "HN2D", THREE),
+    (3, 96, 8, 2, torch.float16, torch.float16, "2NHD", THREE),
+    (4, 80, 32, 1, torch.float16, torch.float16, "NH2D", ONE),
+    (5, 64, 64, 1, torch.bfloat16, torch.bfloat16, "HN2D", THREE),
+    (7, 128, 8, 3, torch.float16, FP8, "NH2D", ONE),
+    (8, 256, 16, 2, torch.bfloat16, torch.bfloat16, "HN2D", ONE),
+    (16, 64, 32, 2, torch.float16, torch.float16, "2NHD", THREE),
+    (16, 80, 16, 1, torch.bfloat16, FP8, "2NHD", ONE),
+    (1, 256, 64, 2, torch.float16, torch.float16, "NH2D", THREE),
+    *(() if INTERPRETED else (
+        (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", CUDA),
+        (3, 128, 16, 4, torch.float16, torch.float16, "2NHD", CUDA),
+        (5, 64, 16, 2, torch.bfloat16, torch.bfloat16, "NH2D", CUDA),
+        (8, 128, 16, 1, torch.bfloat16, torch.bfloat16, "HN2D", CUDA),
+    )),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("G, D, P, per_block, dtype, cache_dtype, kind, config", SHAPES)
+def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, cache_dtype, kind, config):
+    case = make_case(
+        [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=PageLayout(P), pages_per_block=per_block,
+        dtype=dtype, cache_dtype=cache_dtype, kind=kind,
+    )  # fmt: skip
+    check(case, config)
+
+
+@pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
+@pytest.mark.parametrize("config", PATHS)
+def test_other_numbers_of_sink_and_recent_pages(config, layout):
+    check(make_case([1, 90, 400], [1, 2, 4], layout=layout), config)
+
+
+def test_the_shipped_table_serves_small_and_large_batches():
+    check(make_case([333], [4]), None)
+    check(make_case([40] * 50 + [100], [1] * 51, K=4, G=1), None)
+
+
+def scored_case(scores: list[float], top_k: int, dtype: torch.dtype) -> Case:
+    """One sequence whose page n is scored ``scores[n]``: the query picks dimension 0 of the landmarks."""
+    case = make_case([16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, extra_blocks=0)
+    case.q.zero_()
+    case.q[..., 0] = 1
+    scores_N = torch.tensor(scores, device=DEVICE, dtype=dtype)
+    marks_ND = torch.copysign(torch.zeros(len(scores), 64, device=DEVICE, dtype=dtype), scores_N[:, None])
+    marks_ND[:, 0] = scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
+    case.landmark_cache[case.table[0, : len(scores)].long(), 0, 0] = marks_ND
+    return case
+
+
+def check_selection(scores: list[float], top_k: int, config: Config, dtype: torch.dtype = torch.bfloat16):
+    case = scored_case(scores, top_k, dtype)
+    if isinstance(config, cuda.CudaConfig):
+        return check(case, config)  # it leaves no list of all pages kept
+    workspace = make_workspace(case)
+    run(case, config, workspace)
+    rounded = torch.tensor(scores).to(dtype).float()
+    keep_N = select_pages(
+        rounded[None, None, None], torch.tensor([[16 * len(scores)]]), torch.tensor([[top_k]]), case.layout
+    )[0, 0, 0]
+    if keep_N.all():
+        return  # read from the block table: there is no list
+    pages = case.table[0, : len(scores)].cpu()[keep_N].tolist()
+    assert kept_pages(workspace, 0, len(pages)) == pages
+
+
+@pytest.mark.parametrize("config", TRITON)
+def test_equal_scores_keep_the_earlier_pages(config):
+    case = scored_case([2.0] * 40, 5, torch.float16)
+    workspace = make_workspace(case)
+    run(case, config, workspace)
+    table = case.table[0].tolist()
+    assert kept_pages(workspace, 0, 8) == [table[n] for n in (0, 1, 2, 3, 4, 5, 38, 39)]
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize(
+    "scores",
+    [
+        [1.0, 1.0, 1.0, 1e30, *(1 + n / 128 for n in range(30)), -1e30, 1.0],
+        [0.0, -0.0] * 20,
+        [float("-inf"), float("inf"), 1.0] * 12,
+        [(-1) ** n * 2.0 ** (n - 20) for n in range(40)],
+        [1e-38 * n for n in range(40)],
+    ],
+    ids=["outliers", "signed zeros", "infinities", "all exponents", "tiny"],
+)
+def test_selection_is_exact_for_extreme_scores(config, scores):
+    for top_k in (1, 2, 11, 20, len(scores) - 4):
+        check_selection(scores, top_k, config)
+
+
+@settings(max_examples=25 if INTERPRETED else 100, deadline=None)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(-2, 2).map(float), st.floats(-1e4, 1e4, width=16), st.floats(-(2.0**127), 2.0**127, width=32)
+        ),
+        min_size=1, max_size=50,
+    ),
+    st.integers(0, 55),
+    st.sampled_from([ONE, THREE] if INTERPRETED else [ONE, THREE, CUDA]),
+)  # fmt: skip
+def test_selection_is_exact(scores, top_k, config):
+    check_selection(scores, top_k, config)
+
+
+def test_a_full_budget_is_the_dense_result_bit_for_bit():
+    case = make_case([333, 517], [ALL_PAGES, ALL_PAGES])
+    dense = run(case, ONE)
+    case.top_k[:] = torch.tensor([-(-333 // 16) - 3, -(-517 // 16) - 3])
+    assert torch.equal(run(case, ONE), dense)
+    assert torch.equal(dense, run(replace(case, landmark_cache=torch.zeros_like(case.landmark_cache)), ONE))
+
+
+def small_parts(config: Config) -> Config:
+    return replace(config, part_pages=2) if isinstance(config, cuda.CudaConfig) else replace(config, part_tokens=32)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("top_k", [2, ALL_PAGES])
+def test_long_rows_are_shared_out(config, top_k):
+    """Rows far longer than the mean, dense and ranked, and more work than the programs of a launch."""
+    case = make_case([700, 17, 64, 333, 40], [ALL_PAGES, 1, ALL_PAGES, top_k, 3], G=3, pages_per_block=2)
+    fine = small_parts(config)
+    check(case, fine)
+    if isinstance(fine, LaunchConfig):
+        check(case, replace(fine, extra_programs=4))
+    case = make_case([700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5)
+    check(case, fine)
+
+
+@pytest.mark.parametrize("P", [16, 64])
+@pytest.mark.parametrize("target", [5, 6, 20])
+@pytest.mark.parametrize(
+    "lengths",
+    [[900] * 5, [900, 880, 860, 840, 820], [3000, 700, 2000, 60, 1200], [5000, 1, 0, 16, 17], [130, 100, 90, 80, 70]],
+)
+def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target, P):
+    tokens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    everything = torch.full_like(tokens, ALL_PAGES)
+    plan = torch.full((len(lengths) + target, 8), -1, dtype=torch.int32, device=DEVICE)
+    resident = len(lengths) + target
+    plan_kernel[(1,)](tokens, everything, plan, len(lengths), target, resident, P, 1, 2, 64, 16, False)
+    entries, slots, largest = [entry[:4] for entry in plan.tolist() if entry[0] < len(lengths)], set(), 0.0
+    assert all(entry[4:6] == [lengths[entry[0]], ALL_PAGES] for entry in plan.tolist() if entry[0] < len(lengths))
+    work = [lengths[b] // of // P for b, _, of, _ in entries]
+    assert work == sorted(work, reverse=True)
+    started = [b for b, part, _, _ in entries if part == 0]
+    assert all(part == 0 or started.index(b) < i for i, (b, part, _, _) in enumerate(entries))
+    for row, length in enumerate(lengths):
+        parts = [entry[1:] for entry in entries if entry[0] == row]
+        of, slot = parts[0][1:]
+        assert parts == [[part, of, slot] for part in range(of)]
+        slots |= set(range(slot, slot + of))
+        largest = max(largest, length / of)
+    assert slots == set(range(len(entries)))  # nobody writes to another's slot
+    best = next(s for s in range(64, 10_000) if sum(max(n - 1, 0) // s for n in lengths) <= target)
+    assert largest <= 1.1 * best
+
+
+@pytest.mark.parametrize(
+    "config, dtype",
+    [
+        *((config, dtype) for config in (ONE, THREE) for dtype in (torch.float16, torch.bfloat16, FP8)),
+        *((config, dtype) for config in CUDA_CONFIGS for dtype in (torch.float16, torch.bfloat16)),
+    ],
+)
+def test_decoding_completes_landmarks(config, dtype):
+    case = make_case(
+        [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
+        dtype=torch.bfloat16 if dtype == FP8 else dtype, cache_dtype=dtype,
+    )  # fmt: skip
+    expected = case.landmark_cache.clone()
+    slots = torch.tensor([case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE)
+    update_landmarks(case.k_cache, expected, slots, layout=case.layout, implementation="triton")
+    assert not torch.equal(expected.float().nan_to_num(7.0), case.landmark_cache.float().nan_to_num(7.0))
+    by_reference = case.landmark_cache.cpu().clone()
+    run(case, config)
+    assert torch.equal(case.landmark_cache.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
+    replace(case, landmark_cache=by_reference).expected(case.q.dtype)
+    error = (by_reference.float() - expected.cpu().float()).nan_to_num(0.0).abs()
+    assert (error <= torch.finfo(dtype).eps * expected.cpu().float().nan_to_num(0.0).abs()).all()
+
+
+@pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
+def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
+    P, per_block, K, D = 8, 2, 2, 80
+    k, _, marks = make_caches(kind, 5, K, P * per_block, D, P, dtype)
+    k[:, :, :] = torch.randn(5, K, P * per_block, D).to(DEVICE, dtype)
+    # Page 1 of block 3 and page 0 of block 1 are completed; page 0 of block 4 is not; -1 and -9 are padding.
+    slots = torch.tensor([-1, 3 * 16 + 15, 4 * 16 + 6, -9, 1 * 16 + 6, 1 * 16 + 7], device=DEVICE)
+    update_landmarks(k, marks, slots, layout=PageLayout(P), implementation="triton")
+    written = ~marks.float().isnan().all(-1)
+    assert written.nonzero().tolist() == [[1, 0, 0], [1, 0, 1], [3, 1, 0], [3, 1, 1]]
+    for block, page in ((1, 0), (3, 1)):
+        exact = k[block, :, page * P : page * P + P].double().mean(1)
+        unit = torch.finfo(dtype).eps
+        error = (marks[block, page].double() - exact).abs()
+        assert (error <= unit / 2 * 1.001 * exact.abs() + torch.finfo(dtype).smallest_normal * unit).all()
+    again = marks.float()
+    update_landmarks(k, marks, slots.int(), layout=PageLayout(P), implementation="triton")
+    assert torch.equal(marks.float().nan_to_num(7.0), again.nan_to_num(7.0))
+
+
+def test_landmarks_of_a_long_prefill_equal_the_references():
+    k, _, marks = make_caches("HN2D", 70, 1, 16, 64, 16, torch.float16)
+    k[:] = torch.randint(-8, 9, k.shape).to(DEVICE, torch.float16)  # means are exact
+    expected = marks.clone()
+    slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(DEVICE)
+    assert len(slots) > 1024
+    reference.update_landmarks(k, expected, slots, PageLayout())
+    update_landmarks(k, marks, slots, layout=PageLayout(), implementation="triton")
+    assert torch.equal(marks.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert int((~marks.isnan().any(-1)).sum()) == 37 + 29
+
+
+@pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
+def test_tokens_are_stored_in_their_slots(kind):
+    K, D = 3, 80
+    k, v, _ = make_caches(kind, 5, K, 16, D, 16, torch.bfloat16)
+    qkv = torch.randn(4, 9, D).to(DEVICE, torch.bfloat16)
+    key, value, slots = qkv[:, 3:6], qkv[:, 6:], torch.tensor([37, -1, 64, 3], device=DEVICE)
+    sparrow_triton.store_tokens(key, value, k, v, slots)
+    for cache, tokens in ((k, key), (v, value)):
+        for t, block, place in ((0, 2, 5), (2, 4, 0), (3, 0, 3)):
+            assert torch.equal(cache[block, :, place], tokens[t])
+        assert int((~cache.isnan()).sum()) == 3 * K * D
+
+
+@pytest.mark.parametrize("config", PATHS)
+def test_decoding_reads_what_was_stored_just_before(config):
+    case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0])
+    expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
+    last = case.length.long() - 1
+    blocks, places = case.table[torch.arange(5, device=DEVICE), last // 16].long(), last % 16
+    newest = [cache[blocks, :, places].clone() for cache in (case.k_cache, case.v_cache)]
+    batch = case.batch(out)
+    decode(config, batch, workspace)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        case.k_cache[blocks, :, places] = float("nan")
+        case.v_cache[blocks, :, places] = float("nan")
+        sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places)
+        decode(config, batch, workspace, reuse_plan=True)
+        assert torch.equal(out, expected)
+
+
+def test_the_public_operation_takes_exactly_the_implementation_asked_for():
+    case = make_case([100], [2])
+    workspace = make_workspace(case)
+    out = torch.empty_like(case.q)
+    options = dict(layout=case.layout, out=out)
+    assert paged_decode(*case.inputs(), implementation="triton", workspace=workspace, **options) is out
+    assert torch.equal(out, run(case, None))
+    cpu = [x.cpu() for x in case.inputs()]
+    by_reference = paged_decode(*cpu, layout=case.layout, implementation="reference")
+    assert torch.equal(by_reference, case.expected(torch.float16))
+    with pytest.raises(ValueError, match="needs a workspace"):
+        paged_decode(*case.inputs(), implementation="triton", **options)
+    with pytest.raises(ValueError, match="unknown implementation 'flash'"):
+        paged_decode(*case.inputs(), implementation="flash", **options)
+    if INTERPRETED:
+        with pytest.raises(ValueError, match="for Hopper GPUs"):
+            paged_decode(*case.inputs(), implementation="cuda", workspace=workspace, **options)
+    else:
+        check_shipped_cuda(case)
+
+
+def check_shipped_cuda(one_row: Case) -> None:
+    """Asked for by name, the CUDA kernel decodes one row as it decodes forty: these bits and no others."""
+    for case in (one_row, make_case([333] * 40, [4] * 40, K=4)):
+        out, capacity = torch.empty_like(case.q), -(-case.table.shape[1] // 32) * 32
+        config = cuda.launch.choose_config(len(case.q) * case.k_cache.shape[1], 64, capacity, H200)
+        paged_decode(*case.inputs(), implementation="cuda", layout=case.layout, out=out, workspace=make_workspace(case))
+        assert torch.equal(out, run(case, config))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU the kernel itself is tested")
+def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
+    """All of a launch but the kernel, which no CPU runs: the division, the macros, and every field of its argument."""
+    launched = []
+
+    def kernel(defines, shared_bytes, device):
+        return lambda programs, threads, arguments: launched.append(
+            (dict(defines), shared_bytes, programs, threads, {f: getattr(arguments, f) for f, _ in arguments._fields_})
+        )
+
+    monkeypatch.setattr(cuda.launch, "unsupported_reason", lambda *of: None)
+    monkeypatch.setattr(cuda.launch, "_kernel", kernel)
+    case = make_case([333] * 20, [4] * 20, K=4, pages_per_block=2)
+    workspace, out = make_workspace(case), torch.empty_like(case.q)
+    for reuse_plan in (False, True):
+        workspace.plan.fill_(-1)
+        assert out is paged_decode(
+            *case.inputs(), implementation="cuda", layout=case.layout, scale=0.125, k_scale=2.0, v_scale=3.0, out=out,
+            workspace=workspace, reuse_plan=reuse_plan,
+        )  # fmt: skip
+        assert bool((workspace.plan[:20, 0] >= 0).all()) is not reuse_plan
+    (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
+    config = cuda.launch.choose_config(80, 64, 32, H200)
+    assert defines == dict(
+        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, WARPS=config.warps, STAGES=config.stages,
+        RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
+    )  # fmt: skip
+    assert (shared_bytes, threads) == (config.shared_bytes(64, 32), 32 * config.warps)
+    assert programs == 80 + config.division(80, 4, 132).extra_programs
+    tensors = dict(
+        q=case.q, k=case.k_cache, v=case.v_cache, landmarks=case.landmark_cache, table=case.table, out=out,
+        rows=workspace.rows, partial=workspace.partial, stats=workspace.stats, ready=workspace.counters[0],
+        counters=workspace.counters[1], plan=workspace.plan,
+    )  # fmt: skip
+    strides = dict(
+        q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),
+        token=case.k_cache.stride(2), landmark_block=case.landmark_cache.stride(0), landmark_page=4 * 64,
+        landmark_head=64,
+        table_row=case.table.stride(0), out_row=8 * 64, out_head=64, rows_row=workspace.rows.stride(0),
+    )  # fmt: skip
+    scalars = dict(scale_log2=pytest.approx(0.25 * 1.442695), v_scale=3.0, count=20, rank_before_wait=0, capacity=32)
+    assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
+    assert again == fields | {"rank_before_wait": 1}
+
+
+def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **changes) -> None:
+    case = replace(case, **changes)
+    with pytest.raises(ValueError, match=match):
+        paged_decode(
+            *case.inputs(), layout=case.layout, implementation="triton", workspace=workspace or make_workspace(case)
+        )
+
+
+def test_what_the_kernels_cannot_serve_is_refused_by_name():
+    case = make_case([100], [2])
+    workspace = make_workspace(case)
+    refuse("rank by mean_key", case, layout=PageLayout(score="quest"))
+    refuse("pages of 12 tokens in blocks of 16", case, workspace, layout=PageLayout(12))
+    refuse("queries must be float16 or bfloat16", case, q=case.q.float())
+    refuse("length_B must be contiguous int32", case, length=case.length.long())
+    refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
+    refuse("landmarks must be", case, landmark_cache=case.landmark_cache[:, :, :1])
+    refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
+    refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
+    with pytest.raises(ValueError, match="cannot be ranked"):
+        DecodeWorkspace(1, 1, 1, 64, 16385, DEVICE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [*PATHS, pytest.param(None, id="shipped")])
+def test_long_sequences(config):
+    check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], D=128, dtype=torch.bfloat16), config)
+    check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, D=128, dtype=torch.bfloat16), config)
+
+
+@pytest.mark.gpu
+def test_a_captured_graph_follows_lengths_budgets_and_queries():
+    case = make_case([700, 333, 48], [5, 4, 1])
+    for config in (ONE, THREE, CUDA):
+        workspace, out = make_workspace(case), torch.empty_like(case.q)
+        batch = case.batch(out)
+        decode(config, batch, workspace)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        decode(config, batch, workspace)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            decode(config, batch, workspace)
+        for lengths, top_k in (([700, 333, 48], [5, 4, 1]), ([0, 200, 33], [7, ALL_PAGES, 0])):
+            case.length[:] = torch.tensor(lengths)
+            case.top_k[:] = torch.tensor(top_k)
+            case.q.add_(1)
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, run(case, config))
+
+
+@pytest.mark.gpu
+def test_addresses_beyond_two_gigaelements():
+    case = make_case([333, 90], [3, 2], K=2, D=128, dtype=torch.bfloat16)
+    blocks, stride = case.k_cache.shape[0], case.k_cache.stride(0)
+    gap = 2**31 // (blocks - 1) // 16 * 16 + stride
+    memory = torch.empty(blocks * gap, dtype=torch.bfloat16, device=DEVICE)
+
+    def spread(view: torch.Tensor) -> torch.Tensor:
+        far = memory.as_strided(view.shape, (gap, *view.stride()[1:]), view.storage_offset())
+        return far.copy_(view)
+
+    marks = spread(case.landmark_cache)
+    far = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache), landmark_cache=marks)
+    for config in (ONE, THREE, CUDA):
+        assert torch.equal(run(far, config), run(case, config))

@@ -1,0 +1,68 @@
+"""docs/performance.md says what the JSON files of the benchmarks say, and the rollout traces are what it says."""
+
+import importlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def tables():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("tables")
+
+
+@pytest.fixture(scope="module")
+def trace():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("rollout_trace")
+
+
+def test_the_pages_have_every_table_as_the_files_have_it(tables):
+    pages = [page.read_text(encoding="utf-8") for page in tables.PAGES]
+    assert [tables.render(page, tables.TABLES) == page for page in pages] == [True] * len(pages), (
+        "run python benchmarks/tables.py"
+    )
+    assert all("".join(pages).count(f"<!-- table: {name} -->") == 1 for name in tables.TABLES)
+
+
+def test_a_traces_seconds_are_steps_at_the_mean_of_the_strata_and_the_joins(tables):
+    states = [{"none": {"ms": 10.0}}, {"none": {"ms": 20.0}}]
+    run = {"join_ms": [1.0, 90.0, 4.0], "traces": {"3": {"steps": 100, "requests": 3, "states": states}}}
+    assert tables.speed.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
+
+
+def test_a_number_changed_in_the_page_is_noticed(tables):
+    page = tables.PAGES[0].read_text(encoding="utf-8")
+    at = page.index("| 1.7B |")
+    assert tables.render(page[:at] + "| 1.8B |" + page[at + 8 :], tables.TABLES) == page
+
+
+def test_a_request_joins_when_another_has_ended(trace):
+    spans = trace.simulate([10, 20, 30, 40], [2, 5, 3, 1], slots=2)
+    assert [(steps, sorted(lengths.tolist()), joined) for steps, lengths, joined in spans] == [
+        (2, [10, 20], 2),
+        (3, [22, 30], 1),
+        (1, [40], 1),
+    ]
+    # Of six steps the second, the fourth and the last.
+    found = [(step, sorted(lengths.tolist())) for step, lengths in trace.states(spans, 3)]
+    assert found == [(1, [11, 21]), (3, [23, 31]), (5, [40])]
+
+
+@pytest.mark.parametrize("requests", [240, 1024])
+def test_every_token_of_a_trace_is_generated_once(trace, requests):
+    tokens = trace.responses(requests)
+    spans = trace.simulate([trace.PROMPT] * requests, tokens, 64)
+    assert sum(steps * len(lengths) for steps, lengths, _ in spans) == sum(tokens)
+    assert sum(joined for _, _, joined in spans) == requests
+    assert max(lengths.max() + steps for steps, lengths, _ in spans) == trace.PROMPT + trace.CUTOFF
+    assert max(len(lengths) for _, lengths, _ in spans) == 64
+    means = [lengths.sum() for _, lengths in trace.states(spans, 2000)]
+    held = sum(steps * (lengths.sum() + len(lengths) * (steps - 1) / 2) for steps, lengths, _ in spans)
+    assert np.mean(means) == pytest.approx(held / sum(steps for steps, _, _ in spans), rel=2e-3)

@@ -1,0 +1,68 @@
+"""What the docs show is run: their Python blocks, and every flag of every subcommand."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparrow.loading import load_problems, load_task_spec, parse_spec
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.tasks import Mixture, Trace, build_tokenizer
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(p.name for p in DOCS.glob("*.md") if "```python" in p.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_blocks_run(page):
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.S)
+    subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True)
+
+
+def test_the_command_line_page_says_what_the_commands_say():
+    write_cli = runpy.run_path(str(DOCS / "write_cli.py"))
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    commands = ["demo", "train", "measure", "calibrate", "eval", "cost", "report"]
+    assert re.findall(r"<!-- options: (\w+) -->", page) == commands
+    assert "`--rollout.temperature FLOAT`" in page and "`PATH`" in page
+    assert write_cli["written"](page) == page, "run python docs/write_cli.py"
+
+
+def test_examples_of_every_form_of_text_are_read(monkeypatch, tmp_path):
+    """The table of forms: each example means what the row says."""
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    lines = page.partition("## `sparrow demo`")[0].splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:3]] for line in lines if line.startswith("|") and "`" in line]
+    forms: dict[str, list[str]] = {}
+    form = ""
+    for name, examples in rows:
+        form = name or form
+        forms.setdefault(form, []).extend(re.findall(r"`(.*?)`", examples))
+    assert {form: len(examples) for form, examples in forms.items()} == {
+        "a schedule": 6, "a task": 3, "a dataset": 2, "a reward": 1, "an engine": 5,
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "schedule.json").write_text('{"top_k": [7]}')
+    (tmp_path / "my_tasks.py").write_text(
+        "class Reverse:\n    def __init__(self, digits=8):\n        self.digits = digits\n"
+        "    def problem(self, index, seed=0): ...\n"
+    )
+    (tmp_path / "my_rewards.py").write_text("def judge(response, answer): return 1.0\n")
+    (tmp_path / "train.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
+    top_k = [
+        SparsitySchedule.load(text.removeprefix("auto:")).top_k[0] for text in forms["a schedule"] if text != "auto"
+    ]
+    assert top_k == [ALL_PAGES, 64, 29, 7, 64]
+    tasks = [load_task_spec(text) for text in forms["a task"]]
+    assert tasks[0] == Trace(lines=24) and [task.digits for task in tasks[1:]] == [8, 4]
+    tokenizer = build_tokenizer()
+    assert isinstance(load_problems(None, forms["a dataset"], tokenizer), Mixture)
+    judged = load_problems(None, forms["a dataset"][:1], tokenizer, reward=forms["a reward"][0])
+    assert judged.problem(0).verify("anything") == 1.0
+    assert [parse_spec(text)[1] for text in forms["an engine"][:3]] == [
+        {}, {}, {"gpu_memory_utilization": 0.5, "max_model_len": 4096},
+    ]  # fmt: skip

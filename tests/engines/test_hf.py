@@ -1,0 +1,214 @@
+"""The transformers engine: sparse decode, its teacher-forced equal, and what it refuses."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
+
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.model.actor import set_schedule, teacher_forced
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
+
+LENGTHS = [173, 64, 9, 130]
+STEPS = 40
+
+
+def prompts(lengths=LENGTHS, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCAB, (n,), generator=generator) for n in lengths]
+
+
+def left_padded(rows):
+    longest = max(len(r) for r in rows)
+    ids, mask = torch.zeros(len(rows), longest, dtype=torch.long), torch.zeros(len(rows), longest, dtype=torch.long)
+    for i, row in enumerate(rows):
+        ids[i, longest - len(row) :], mask[i, longest - len(row) :] = row, 1
+    return ids, mask
+
+
+def greedy(model, ids, mask, **kwargs):
+    out = model.generate(
+        input_ids=ids, attention_mask=mask, max_new_tokens=STEPS, do_sample=False, eos_token_id=None, pad_token_id=0,
+        return_dict_in_generate=True, output_logits=True, **kwargs,
+    )  # fmt: skip
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1).log_softmax(-1)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_budget_that_covers_everything_equals_dense_generate(architecture, cache):
+    ids, mask = left_padded(prompts())
+    model = tiny_model(architecture)
+    dense_tokens, dense_logp = greedy(model, ids, mask, cache_implementation=cache)
+    set_schedule(model, SparsitySchedule.dense())
+    tokens, logp = greedy(model, ids, mask, cache_implementation=cache)
+    assert next(m.sparrow for m in model.modules() if hasattr(m, "sparrow")).sparse_calls == 2 * (STEPS - 1)
+    assert torch.equal(tokens, dense_tokens)
+    assert (logp - dense_logp).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("pages", [0, 2, 5])
+def test_teacher_forced_equals_step_by_step(architecture, pages):
+    rows = prompts()
+    ids, mask = left_padded(rows)
+    model = tiny_model(architecture)
+    dense_logp = greedy(model, ids, mask)[1]
+    schedule = SparsitySchedule(top_k=(pages, pages + 1), bin_tokens=144, dense_layers=(0,))
+    set_schedule(model, schedule)
+    tokens, stepwise = greedy(model, ids, mask)
+    assert (stepwise - dense_logp).abs().max() > 0.05, "the schedule must bite, or this test shows nothing"
+    full, full_mask = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens)], 1)
+    with torch.no_grad(), teacher_forced(model, [len(r) for r in rows]):
+        positions = (full_mask.cumsum(1) - 1).clamp(min=0)
+        forced = model(input_ids=full, attention_mask=full_mask, position_ids=positions).logits
+    forced = forced[:, ids.shape[1] - 1 : -1].log_softmax(-1)
+    assert (forced - stepwise).abs().max() < 1e-4
+    for i, row in enumerate(rows):  # each row alone, without padding
+        with torch.no_grad(), teacher_forced(model, [len(row)]):
+            alone = model(input_ids=torch.cat([row, tokens[i]])[None]).logits[0, len(row) - 1 : -1].log_softmax(-1)
+        assert (alone - stepwise[i]).abs().max() < 1e-4
+
+
+def test_padding_and_static_cache_change_nothing():
+    rows = prompts()
+    ids, mask = left_padded(rows)
+    model = tiny_model()
+    set_schedule(model, SparsitySchedule.fixed(3, dense_layers=(0,)))
+    tokens, logp = greedy(model, ids, mask)
+    static_tokens, static_logp = greedy(model, ids, mask, cache_implementation="static")
+    assert torch.equal(tokens, static_tokens) and (logp - static_logp).abs().max() < 1e-4
+    for i, row in enumerate(rows):
+        alone_tokens, alone_logp = greedy(model, row[None], torch.ones(1, len(row), dtype=torch.long))
+        assert torch.equal(alone_tokens[0], tokens[i]) and (alone_logp[0] - logp[i]).abs().max() < 1e-4
+
+
+def test_training_and_prefill_stay_dense_without_a_switch():
+    ids = torch.stack(prompts([80, 80]))
+    model = tiny_model()
+    dense = model(input_ids=ids).logits
+    set_schedule(model, SparsitySchedule.fixed(0))
+    assert torch.equal(model(input_ids=ids).logits, dense)
+
+
+def test_teacher_forced_gradients_survive_checkpointing_and_the_context():
+    ids = torch.stack(prompts([120, 120]))
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny_model().train()
+        set_schedule(model, SparsitySchedule.fixed(1, dense_layers=(0,)))
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        with teacher_forced(model, [40, 60]):
+            loss = model(input_ids=ids, use_cache=False).logits.log_softmax(-1)[:, :, 5].mean()
+        loss.backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    dense = tiny_model().train()
+    dense(input_ids=ids).logits.log_softmax(-1)[:, :, 5].mean().backward()
+    dense_gradient = torch.cat([p.grad.flatten() for p in dense.parameters() if p.grad is not None])
+    assert torch.allclose(gradients[0], gradients[1], atol=1e-7)
+    assert (gradients[0] - dense_gradient).norm() > 0.01 * dense_gradient.norm()
+
+
+def test_engine_samples_records_and_scores_the_same_distribution():
+    model = tiny_model()
+    schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
+    engine = HFEngine(model, schedule, eos_ids=[7], batch_size=3)
+    rows = [p.tolist() for p in prompts()]
+    sampling = Sampling(max_new_tokens=50, temperature=0.8, top_n=5, seed=3)
+    rollouts = engine.generate(rows, sampling)
+    again = engine.generate(rows, sampling)
+    other = engine.generate(rows, Sampling(max_new_tokens=50, temperature=0.8, top_n=5, seed=4))
+    assert [r.response_ids.tolist() for r in rollouts] == [r.response_ids.tolist() for r in again]
+    assert [r.response_ids.tolist() for r in rollouts] != [r.response_ids.tolist() for r in other]
+    sparse = engine.score(rollouts, schedule, 0.8)
+    dense = engine.score(rollouts, SparsitySchedule.dense(), 0.8)
+    for rollout, s, d in zip(rollouts, sparse, dense, strict=True):
+        stopped = rollout.finish_reason == "stop"
+        assert (rollout.response_ids[-1] == 7) == stopped and (7 not in rollout.response_ids[:-1])
+        assert stopped or len(rollout) == 50
+        np.testing.assert_allclose(s.logprobs, rollout.logprobs, atol=1e-4)
+        np.testing.assert_allclose(s.top_logprobs, rollout.top_logprobs, atol=1e-4)
+        ids = torch.tensor([list(rollout.prompt_ids) + rollout.response_ids.tolist()])
+        logp = (model(input_ids=ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / 0.8).log_softmax(-1).detach()
+        np.testing.assert_allclose(d.logprobs, logp.gather(1, ids[0, len(rollout.prompt_ids) :, None])[:, 0], atol=1e-4)
+        np.testing.assert_allclose(d.entropy, -(logp.exp() * logp).sum(-1), atol=1e-4)
+    assert max(np.abs(d.logprobs - r.logprobs).max() for d, r in zip(dense, rollouts, strict=True)) > 0.05
+
+
+def test_counters_follow_the_schedule():
+    schedule = SparsitySchedule.fixed(1, dense_layers=(0,))
+    engine = HFEngine(tiny_model(), schedule, eos_ids=[])
+    engine.generate([prompts([100])[0].tolist()], Sampling(max_new_tokens=3))
+    # Two decode steps, at 101 and 102 cached tokens; 3 of 4 layers read 4 pages of 16.
+    counters = engine.counters()
+    assert counters.tokens_held == 4 * (101 + 102)
+    assert counters.tokens_read == 1 * (101 + 102) + 3 * (64 + 64)
+    assert engine.counters().tokens_held == 0
+
+
+def test_update_weights_copies_by_name_and_refuses_strangers():
+    engine = HFEngine(tiny_model(seed=0), SparsitySchedule.fixed(2), eos_ids=[])
+    other = tiny_model(seed=1)
+    engine.update_weights(other.named_parameters())
+    ids = torch.stack(prompts([30]))
+    assert torch.equal(engine.model(input_ids=ids).logits, other(input_ids=ids).logits)
+    with pytest.raises(ConfigError, match=r"nonsense.*no such parameter"):
+        engine.update_weights([("nonsense", torch.zeros(2))])
+
+
+def test_refusals_name_the_cause():
+    with pytest.raises(UnsupportedModel, match=r"MistralForCausalLM.*sliding_attention.*64"):
+        small = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, vocab_size=9)
+        set_schedule(
+            MistralForCausalLM(MistralConfig(**small, num_key_value_heads=1, sliding_window=64)),
+            SparsitySchedule.fixed(1),
+        )
+    with pytest.raises(UnsupportedModel, match=r"BloomForCausalLM does not route layers \[0, 1\]"):
+        set_schedule(
+            BloomForCausalLM(BloomConfig(n_layer=2, n_head=2, hidden_size=32, vocab_size=9)), SparsitySchedule.fixed(1)
+        )
+    with pytest.raises(ConfigError, match=r"keeps layer 9 dense but the model has 4 layers"):
+        set_schedule(tiny_model(), SparsitySchedule.fixed(1, dense_layers=(9,)))
+    model = tiny_model()
+    model.set_attn_implementation("sparrow")
+    with pytest.raises(ConfigError, match="has no schedule"):
+        model.generate(input_ids=torch.ones(1, 8, dtype=torch.long), max_new_tokens=2, do_sample=False)
+    engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
+    with pytest.raises(ConfigError, match=r"prompt 1 has 1000 tokens.*context of 1024"):
+        engine.generate([[1], [1] * 1000], Sampling(max_new_tokens=100))
+
+
+def test_another_attention_implementation_is_noticed_and_routed_back():
+    model = tiny_model()
+    set_schedule(model, SparsitySchedule.fixed(0))
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ConfigError, match="teacher_forced needs a model prepared"), teacher_forced(model, [4]):
+        pass
+    set_schedule(model, SparsitySchedule.fixed(0))
+    ids = torch.stack(prompts([90]))
+    dense = model(input_ids=ids).logits
+    with teacher_forced(model, [4]) as forcing:
+        assert (model(input_ids=ids).logits - dense).abs().max() > 0.01
+    assert forcing.implementation == "reference", "the model is on the CPU"
+
+
+def test_the_kernels_are_used_when_asked_for_by_name():
+    pytest.importorskip("triton")
+    model = tiny_model(head_dim=16)
+    set_schedule(model, SparsitySchedule.fixed(0))
+    with (
+        pytest.raises(ValueError, match="the kernels run on a GPU"),
+        teacher_forced(model, [4], implementation="triton"),
+    ):
+        model(input_ids=torch.stack(prompts([9])))
+
+
+def test_engine_notices_when_sparse_attention_is_not_what_ran():
+    engine = HFEngine(tiny_model(), SparsitySchedule.fixed(1), eos_ids=[])
+    engine.model.set_attn_implementation("sdpa")
+    with pytest.raises(
+        UnsupportedModel, match=r"made 0 sparse attention calls in 4 decode steps where 8 were due.*'sdpa'"
+    ):
+        engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))

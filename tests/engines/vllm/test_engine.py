@@ -1,0 +1,310 @@
+"""Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself under every way of scheduling."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.version")
+
+import torch
+from vllm import LLM, SamplingParams
+
+from sparrow import SparsitySchedule
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.rollout import Sampling
+from tests.vllm import tiny_vllm as tiny
+from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap, prompts, same_tokens
+
+RAGGED = prompts(300, 17, 150, 511, 64, 33)
+TIGHT = dict(num_gpu_blocks_override=36, max_model_len=576, enable_prefix_caching=False)
+GREEDY = Sampling(max_new_tokens=48, temperature=0.0, top_n=5)
+SAMPLED = Sampling(max_new_tokens=48, temperature=0.8, top_n=5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return tiny.tiny_model()
+
+
+@pytest.fixture(scope="module")
+def stock(folder):
+    """Greedy tokens and log-probs of vLLM without Sparrow."""
+    llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
+    with pytest.raises(ConfigError, match="started without a Sparrow schedule"):
+        llm.collective_rpc("sparrow_describe")
+    outputs = llm.generate(
+        [{"prompt_token_ids": p} for p in RAGGED],
+        SamplingParams(temperature=0.0, max_tokens=48, logprobs=0, detokenize=False),
+        use_tqdm=False,
+    )
+    completions = [output.outputs[0] for output in outputs]
+    return [
+        (list(c.token_ids), [at[token].logprob for token, at in zip(c.token_ids, c.logprobs, strict=True)])
+        for c in completions
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(max_num_batched_tokens=96, max_num_seqs=4),  # prompts in chunks, among decode rows
+        TIGHT,  # too few blocks for all of them
+    ],
+    ids=["prefix-caching", "chunked-prefill", "preemption"],
+)
+def test_unbounded_budget_equals_stock_vllm(folder, stock, options):
+    with engine(folder, UNBOUNDED, **options) as sparrow:
+        for _ in range(2):  # the second time from the prefix cache, where there is one
+            rollouts = sparrow.generate(RAGGED, GREEDY)
+            counters = sparrow.counters()
+            assert [r.response_ids.tolist() for r in rollouts] == [tokens for tokens, _ in stock]
+            gap = max(np.abs(r.logprobs - lps).max() for r, (_, lps) in zip(rollouts, stock, strict=True))
+            assert gap < 1e-5
+            assert counters.tokens_read == counters.tokens_held > 0
+            assert (counters.preemptions > 0) == (options == TIGHT)
+
+
+def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, model):
+    wider = SMALL.replace(top_k=(5, 9))
+    reference = HFEngine(model, SMALL, eos_ids=[])
+    with engine(folder) as sparrow:
+        assert sparrow.describe()["backend"] == "sparrow.vllm.cpu.CpuImpl"
+        assert sparrow.describe()["kernels"] == "reference"
+        assert sparrow.describe()["sparse_layers"] == [1, 2, 3] and sparrow.describe()["dense_layers"] == [0]
+        for schedule in (SMALL, wider, SparsitySchedule.dense(), SMALL):
+            sparrow.set_schedule(schedule)
+            rollouts = sparrow.generate(RAGGED, SAMPLED)
+            assert logprob_gap(rollouts, reference.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
+            # What was read follows from the lengths alone: every token but the first of a response is a decode step.
+            cached = np.concatenate(
+                [np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)]
+            )
+            counters = sparrow.counters()
+            assert counters.tokens_held == 4 * cached.sum()
+            assert counters.tokens_read == cached.sum() + 3 * schedule.tokens_read(cached).sum()
+        dense = reference.score(rollouts, UNBOUNDED, SAMPLED.temperature)
+        assert logprob_gap(rollouts, dense) > 0.1  # and the schedule matters
+        with pytest.raises(ConfigError, match="start a new engine"):
+            sparrow.set_schedule(SMALL.replace(recent_pages=3))
+
+
+def test_rollouts_say_what_was_sampled(folder, model):
+    with engine(folder) as sparrow:
+        first, again = sparrow.generate(RAGGED, SAMPLED), sparrow.generate(RAGGED, SAMPLED)
+        other = sparrow.generate(RAGGED, Sampling(max_new_tokens=48, temperature=0.8, top_n=0, seed=4))
+        alone = sparrow.generate(RAGGED[:1], SAMPLED)
+        with pytest.raises(ConfigError, match="prompt 1 has 1000 tokens"):
+            sparrow.generate([[1], [1] * 1000], GREEDY)
+        sparrow.sleep()
+        sparrow.wake()
+    assert same_tokens(first, again) and logprob_gap(first, again) < 1e-5
+    assert same_tokens(first[:1], alone)  # a request's seed does not depend on its batch
+    assert not same_tokens(first, other) and other[0].top_ids.shape == (48, 0)
+    scores = HFEngine(model, SMALL, eos_ids=[]).score(first, SMALL, SAMPLED.temperature)
+    for rollout, score in zip(first, scores, strict=True):
+        assert rollout.finish_reason == "length" and len(rollout) == 48
+        assert (np.diff(rollout.top_logprobs, axis=1) <= 0).all()
+        assert np.abs(rollout.top_logprobs - score.top_logprobs).max() < 1e-4
+        listed = rollout.top_ids == rollout.response_ids[:, None]
+        assert np.array_equal(rollout.top_logprobs[listed], rollout.logprobs[listed.any(1)])
+
+
+def test_a_response_ends_with_the_end_token(tmp_path):
+    model = checkpoint(tmp_path, eos_token_id=7)
+    model.generation_config.eos_token_id = [7, 8]
+    model.generation_config.save_pretrained(tmp_path)
+    with engine(tmp_path) as sparrow:
+        rollouts = sparrow.generate(prompts(*[40] * 8), Sampling(max_new_tokens=256, seed=1))
+    stopped = [r for r in rollouts if r.finish_reason == "stop"]
+    assert stopped and all(r.response_ids[-1] in (7, 8) for r in stopped)
+    assert not any(np.isin(r.response_ids[:-1], (7, 8)).any() for r in rollouts)
+
+
+def test_scheduling_does_not_change_sparse_rollouts(folder):
+    with engine(folder, enable_prefix_caching=False) as sparrow:
+        expected = sparrow.generate(RAGGED, GREEDY)
+    with engine(folder, max_num_batched_tokens=96, max_num_seqs=4) as sparrow:
+        chunked = sparrow.generate(RAGGED, GREEDY)
+        cached = sparrow.generate(RAGGED, GREEDY)
+    for rollouts in (chunked, cached):
+        assert same_tokens(rollouts, expected) and logprob_gap(rollouts, expected) < 1e-5
+
+
+def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
+    with engine(folder, **TIGHT) as sparrow:
+        rollouts = sparrow.generate(RAGGED, SAMPLED)
+        assert sparrow.counters().preemptions > 0
+    with engine(folder, enable_prefix_caching=False) as sparrow:
+        calm = sparrow.generate(RAGGED, SAMPLED)
+        assert sparrow.counters().preemptions == 0
+    # The latest request goes first; the first one is never preempted, the others keep what they had sampled.
+    assert same_tokens(rollouts[:1], calm[:1]) and logprob_gap(rollouts[:1], calm[:1]) < 1e-5
+    for a, b in zip(rollouts, calm, strict=True):
+        agree = int(np.cumprod(a.response_ids == b.response_ids).sum())
+        assert agree >= 8 and len(a) == len(b) == len(a.logprobs)
+        assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
+
+
+def test_the_last_token_of_a_prompt_is_prefill_even_alone(folder):
+    prompt = prompts(257)
+    with engine(folder) as sparrow:
+        expected = sparrow.generate(prompt, GREEDY)
+        sparrow.llm.reset_prefix_cache()
+        sparrow.generate([prompt[0][:256]], Sampling(max_new_tokens=1))
+        sparrow.rpc("sparrow_counters")
+        # 256 tokens are in the cache, so that the prompt's last is a batch of one query token.
+        rollouts = sparrow.generate(prompt, GREEDY)
+        assert sparrow.rpc("sparrow_counters")[0]["dense_rows_prefill"] == 1
+    assert same_tokens(rollouts, expected) and logprob_gap(rollouts, expected) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_updated_weights_equal_a_fresh_engine(tmp_path, tied):
+    old = checkpoint(tmp_path / "old", tie_word_embeddings=tied)
+    new = checkpoint(tmp_path / "new", tie_word_embeddings=tied, seed=1)
+    assert ("lm_head.weight" in dict(new.named_parameters())) != tied
+    with engine(tmp_path / "new") as fresh:
+        expected = fresh.generate(RAGGED, SAMPLED)
+    with engine(tmp_path / "old") as sparrow:
+        before = sparrow.generate(RAGGED, SAMPLED)
+        sparrow.update_weights(new.named_parameters())
+        after = sparrow.generate(RAGGED, SAMPLED)
+        assert not same_tokens(before, expected)
+        assert same_tokens(after, expected) and logprob_gap(after, expected) < 1e-5
+        # Back again, the way other processes get them.
+        sparrow._in_process = False
+        sparrow.update_weights(old.named_parameters())
+        assert logprob_gap(sparrow.generate(RAGGED, SAMPLED), before) < 1e-5
+        with pytest.raises(ConfigError, match="Hugging Face name"):
+            sparrow.update_weights([("model.layers.9.mlp.down_proj.weight", torch.zeros(64, 96))])
+
+
+def test_lora_adapters_and_merged_weights_agree(tmp_path):
+    peft = pytest.importorskip("peft")
+    from vllm.lora.request import LoRARequest
+
+    model = checkpoint(tmp_path / "base")
+    tuned = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "o_proj"])
+    )
+    torch.manual_seed(0)
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    tuned.save_pretrained(tmp_path / "adapter")
+    parameters = SamplingParams(temperature=0.0, max_tokens=32, detokenize=False)
+    request = [{"prompt_token_ids": p} for p in RAGGED]
+    with engine(tmp_path / "base", enable_lora=True, max_lora_rank=8) as sparrow:
+        base = sparrow.llm.generate(request, parameters, use_tqdm=False)
+        adapter = LoRARequest("tuned", 1, str(tmp_path / "adapter"))
+        adapted = sparrow.llm.generate(request, parameters, lora_request=adapter, use_tqdm=False)
+    merged = tuned.merge_and_unload()
+    with engine(tmp_path / "base") as sparrow:
+        sparrow.update_weights(merged.named_parameters())
+        rollouts = sparrow.generate(RAGGED, Sampling(max_new_tokens=32, temperature=0.0))
+    assert [list(o.outputs[0].token_ids) for o in adapted] == [r.response_ids.tolist() for r in rollouts]
+    assert [o.outputs[0].token_ids for o in adapted] != [o.outputs[0].token_ids for o in base]
+
+
+def test_two_tensor_parallel_workers_equal_one(tmp_path, folder, monkeypatch):
+    other = tiny.tiny_model(seed=1)
+    results = []
+    monkeypatch.setenv("PYTHONPATH", tiny.discoverable(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path / "plugin")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for size in (1, 2):
+        with engine(folder, tensor_parallel_size=size) as sparrow:
+            first = sparrow.generate(RAGGED, SAMPLED)
+            counters = sparrow.counters()
+            sparrow.update_weights(other.named_parameters())
+            sparrow.set_schedule(SMALL.replace(top_k=(3, 8)))
+            results.append((first, counters, sparrow.generate(RAGGED, SAMPLED)))
+    (one, counted, updated), (two, counted_too, updated_too) = results
+    assert same_tokens(one, two) and logprob_gap(one, two) < 1e-4
+    assert same_tokens(updated, updated_too) and logprob_gap(updated, updated_too) < 1e-4
+    assert counted == counted_too and not same_tokens(one, updated)
+
+
+def test_pages_of_other_sizes(folder, model):
+    for page_size in (8, 32):
+        schedule = SMALL.replace(page_size=page_size, top_k=(1, 2, 3), sink_pages=2, recent_pages=1)
+        with engine(folder, schedule) as sparrow:
+            rollouts = sparrow.generate(RAGGED, SAMPLED)
+        scores = HFEngine(model, schedule, eos_ids=[]).score(rollouts, schedule, SAMPLED.temperature)
+        assert logprob_gap(rollouts, scores) < 1e-4
+    with (
+        pytest.raises(ConfigError, match="block_size to a multiple of 64"),
+        engine(folder, SMALL.replace(page_size=64)),
+    ):
+        pass
+
+
+def test_the_environment_alone_is_enough(folder, monkeypatch):
+    monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
+    llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
+    [described] = llm.collective_rpc("sparrow_describe")
+    assert SparsitySchedule.from_dict(described["schedule"]) == SMALL
+
+
+def test_the_trainer_runs_on_it_unchanged(tmp_path):
+    options = "enforce_eager=true,kv_cache_memory_bytes=67108864,block_size=32,max_model_len=512"
+    arguments = [
+        "train", "--run-dir", str(tmp_path), "--steps", "2", "--task", "trace:lines=12", "--schedule", "fixed:2",
+        "--engine", f"vllm:{options}", "--rollout.prompts", "2", "--rollout.samples", "2",
+        "--rollout.max-new-tokens", "96",
+    ]  # fmt: skip
+    # In a process of its own: the trainer ends the process group that vLLM's groups live in.
+    code = f"from sparrow.cli import main; main({arguments})"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
+    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(step["mismatch"]["n_tokens"] > 0 for step in steps)
+
+
+def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch):
+    checkpoint(tmp_path / "mistral", name="mistral-mqa", sliding_window=64)
+    with pytest.raises(UnsupportedModel, match="sliding window of 64"), engine(tmp_path / "mistral"):
+        pass
+    speculative = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=2)
+    with (
+        pytest.raises(ConfigError, match="speculative decoding \\(ngram\\)"),
+        engine(folder, speculative_config=speculative),
+    ):
+        pass
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8'"), engine(folder, kv_cache_dtype="fp8"):
+        pass
+    with (
+        pytest.raises(ConfigError, match="layer 4 dense but the model has 4"),
+        engine(folder, SMALL.replace(dense_layers=(4,))),
+    ):
+        pass
+
+
+def test_another_plugin_in_the_slot_is_noticed(folder):
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    from sparrow.vllm import plugin
+
+    slot = AttentionBackendEnum.CPU_ATTN
+    register_backend(slot, "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend")
+    _cached_get_attn_backend.cache_clear()
+    try:
+        with pytest.raises(UnsupportedModel, match=r"runs vllm\.v1\.attention.*CPUAttentionBackend.*VLLM_PLUGINS"):
+            tiny.VLLMEngine(str(folder), SMALL, **tiny.OPTIONS)
+    finally:
+        slot.clear_override()
+        plugin.register()
+        _cached_get_attn_backend.cache_clear()

@@ -1,0 +1,122 @@
+"""Server mode against a real vLLM server on CPU, which finds Sparrow by its entry point, in processes of its own."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm.version")
+pytest.importorskip("vllm.entrypoints.launchers.app", reason="the packages vLLM's server needs", exc_type=ImportError)
+
+from sparrow import SparsitySchedule
+from sparrow.engines.hf import HFEngine
+from sparrow.engines.vllm import VLLMServer
+from sparrow.errors import ConfigError, EngineError
+from sparrow.rollout import Sampling
+from tests.conftest import VOCAB
+from tests.vllm.tiny_vllm import OPTIONS, SMALL, checkpoint, discoverable, logprob_gap, prompts, same_tokens, tiny_model
+
+RAGGED = prompts(300, 17, 150, 511)
+SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Address and process of a server."""
+    folder = tmp_path_factory.mktemp("served")
+    checkpoint(folder / "model")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True]
+    command = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *flags,
+        "--enforce-eager", "--skip-tokenizer-init", "--attention-backend", "CUSTOM", "--max-logprobs=-1",
+        "--additional-config", json.dumps({"sparrow": SMALL.to_dict()}), "--logprobs-mode", "processed_logprobs",
+        "--enable-scale-out", "--host", "localhost", "--port", str(port),
+    ]  # fmt: skip
+    environment = {
+        **os.environ, "PYTHONPATH": discoverable(folder), "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+    }  # fmt: skip
+    log = folder / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 180
+    try:
+        while server.poll() is None and time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("localhost", port)) == 0:
+                    break
+            time.sleep(0.5)
+        else:
+            raise AssertionError(f"the server did not come up:\n{log.read_text()[-4000:]}")
+        yield f"http://localhost:{port}", server
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def test_a_server_is_an_engine_too(served):
+    url, _ = served
+    model = tiny_model()
+    scorer = HFEngine(model, SMALL, eos_ids=[])
+    server = VLLMServer(url, SMALL)
+    assert server.describe()["backend"] == "sparrow.vllm.cpu.CpuImpl"
+    rollouts = server.generate(RAGGED, SAMPLED)
+    scores = scorer.score(rollouts, SMALL, SAMPLED.temperature)
+    assert logprob_gap(rollouts, scores) < 1e-4
+    for rollout, score in zip(rollouts, scores, strict=True):
+        assert len(rollout) == 32 and np.abs(rollout.top_logprobs - score.top_logprobs).max() < 1e-4
+    cached = np.concatenate([np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)])
+    counters = server.counters()
+    assert counters.tokens_held == 4 * cached.sum()
+    assert counters.tokens_read == cached.sum() + 3 * SMALL.tokens_read(cached).sum()
+    assert same_tokens(rollouts, server.generate(RAGGED, SAMPLED))
+
+    dense = SparsitySchedule.dense()
+    other = tiny_model(seed=1)
+    server.set_schedule(dense)
+    server.update_weights(other.named_parameters())
+    updated = server.generate(RAGGED, SAMPLED)
+    assert logprob_gap(updated, HFEngine(other, SMALL, eos_ids=[]).score(updated, dense, SAMPLED.temperature)) < 1e-4
+    # Who connects with a schedule gets it.
+    server.update_weights(model.named_parameters())
+    assert same_tokens(rollouts, VLLMServer(url, SMALL).generate(RAGGED, SAMPLED))
+    with pytest.raises(ConfigError, match="not their layout"):
+        server.set_schedule(SMALL.replace(page_size=8))
+
+
+def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(served):
+    """The actor's lists from decoding, the policy's from a dense prefill that must not read what the actor cached."""
+    from sparrow.integrations.probe import probe
+
+    url, _ = served
+    asked = prompts(200, 17, 330, seed=5)
+    found = probe([url, url], asked, SMALL, max_new_tokens=40, top_n=VOCAB)  # lists so long that the bounds meet
+    for one in found:
+        assert len(one.lower) == 40
+        np.testing.assert_allclose(one.lower, one.upper, atol=1e-4)
+    # In the second everything is read, so actor and policy are one; the others lose more than rounding.
+    assert found[1].lower.min() > 1 - 1e-4
+    assert found[0].upper.min() < 0.97 and found[2].upper.min() < 0.97
+    (short,) = probe([url], asked[:1], SMALL, max_new_tokens=40, top_n=8)
+    assert np.all(short.lower <= short.upper) and short.lower.min() < short.upper.min() < 1
+    assert found[0].position[0] == 208 and found[2].position[-1] == 384
+    with pytest.raises(ConfigError, match="no vLLM server answers at http://localhost:1"):
+        probe(["http://localhost:1"], asked, SMALL, 1)
+
+
+def test_a_server_that_is_killed_is_one_sentence(served):
+    url, process = served
+    server = VLLMServer(url, SMALL)
+    threading.Timer(2, process.kill).start()
+    with pytest.raises(EngineError, match=f"no vLLM server answers at {url} .*--resume|HTTP 500 .*EngineCore"):
+        for _ in range(1000):
+            server.generate(prompts(*[300] * 32), SAMPLED)

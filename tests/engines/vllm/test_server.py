@@ -1,0 +1,163 @@
+"""A vLLM server that dies, refuses or stalls, played by a few lines of HTTP."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.engines.vllm import VLLMServer, server
+from sparrow.errors import ConfigError, EngineError
+from sparrow.mode import Decoding
+from sparrow.rollout import Sampling
+from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
+
+
+class Pretender(BaseHTTPRequestHandler):
+    """Answers as a server that decodes one token a prompt, until it is told to misbehave."""
+
+    def do_GET(self) -> None:
+        state = self.server.state
+        if self.path == "/metrics":
+            state["generated"] += state["progress"]
+            self.answer(f'vllm:generation_tokens_total{{engine="0"}} {state["generated"]}\n')
+        else:
+            self.answer({"data": [{"max_model_len": 1000}]})
+
+    def do_POST(self) -> None:
+        state = self.server.state
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        state["calls"].append(body.get("method", self.path))
+        described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0]}
+        counters = {"tokens_read": 1, "tokens_held": 2}
+        results = {"sparrow_describe": [described], "sparrow_counters": [counters]}
+        if self.path != "/inference/v1/generate":
+            self.answer({"success": True, "results": results.get(body.get("method"))})
+        elif state["generate"] == "die":
+            state["wait"].wait(0.3 * (state["calls"].count(self.path) > 3))
+            self.connection.close()
+        elif state["generate"] == "refuse":
+            self.answer("EngineDeadError", status=500)
+        else:
+            state["wait"].wait(state["generate"])
+            entry = {"token_id": 3, "logprob": -1.0}
+            content = [{**entry, "top_logprobs": [entry, entry]}]
+            choice = {"logprobs": {"content": content}, "token_ids": [3], "finish_reason": "stop"}
+            self.answer({"choices": [choice]})
+
+    def answer(self, value, status=200) -> None:
+        data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args) -> None:
+        pass
+
+
+@pytest.fixture
+def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
+    made = ThreadingHTTPServer(("localhost", 0), Pretender)
+    made.state = {"generate": 0.0, "generated": 0, "progress": 0, "calls": [], "wait": threading.Event()}
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    for name in ("HTTP_PROXY", "ALL_PROXY"):  # a server on this machine is not asked through one
+        monkeypatch.setenv(name, "http://localhost:1")
+    monkeypatch.setattr(server, "CHECK_S", 0.1)
+    monkeypatch.setattr(server, "STALL_S", 0.5)
+    yield f"http://localhost:{made.server_port}", made.state
+    made.state["wait"].set()
+    made.shutdown()
+    made.server_close()
+
+
+SAMPLING = Sampling(max_new_tokens=4, top_n=1)
+
+
+@pytest.mark.parametrize(
+    ("generate", "message"),
+    [("die", "no vLLM server answers"), ("refuse", "HTTP 500 .*EngineDeadError"), (60.0, "generated nothing for 0 s")],
+    ids=["dies", "refuses", "stalls"],
+)
+def test_a_server_that_fails_is_one_sentence(pretender, generate, message):
+    url, state = pretender
+    before = threading.active_count()
+    client = VLLMServer(url, SCHEDULE)
+    assert [r.response_ids.tolist() for r in client.generate([[1], [2]], SAMPLING)] == [[3], [3]]
+    state["generate"] = generate
+    with pytest.raises(EngineError, match=message):
+        client.generate([[1], [2]] * 4, SAMPLING)
+    threads = [thread.name for thread in threading.enumerate() if "process_request" not in thread.name]
+    assert len(threads) <= before, "what still runs as Python ends can abort it"
+
+
+def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
+    url, state = pretender
+    client = VLLMServer(url, SCHEDULE)
+    state["generate"], state["progress"] = 1.5, 1  # three times the patience
+    assert len(client.generate([[1]], SAMPLING)) == 1
+
+
+def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
+    url, _ = pretender
+    client = VLLMServer(url, SCHEDULE)
+
+    async def cell():
+        return client.generate([[1], [2]], SAMPLING)
+
+    assert [r.response_ids.tolist() for r in asyncio.run(cell())] == [[3], [3]]
+
+
+def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
+    url, _ = pretender
+    with pytest.raises(ConfigError, match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config"):
+        VLLMServer(url, Decoding.lossless(SCHEDULE))
+
+
+def test_of_several_clients_one_leads(pretender):
+    url, state = pretender
+    led, leader = VLLMServer(url, SCHEDULE, leads=False), VLLMServer(url, SCHEDULE)
+    state["calls"].clear()
+    handed: list[str] = []
+
+    def weights():
+        for name in ("a", "b"):
+            handed.append(name)
+            yield name, torch.zeros(2)
+
+    led.update_weights(weights())
+    led.set_schedule(SCHEDULE.replace(top_k=(1, 2)))
+    led.sleep()
+    led.wake()
+    assert handed == ["a", "b"], "sharded weights are put together by all processes"
+    assert state["calls"] == [] and led.counters().tokens_held == 0
+    leader.update_weights(weights())
+    leader.sleep()
+    assert state["calls"] == ["sparrow_load_weights", "/reset_prefix_cache", "/sleep?level=1"]
+    assert leader.counters().tokens_held == 2
+
+
+@pytest.mark.parametrize("failing", ["generate", "update_weights"])
+def test_an_engine_that_fails_costs_no_finished_step(tmp_path, failing):
+    trainer = make_trainer(tmp_path, steps=4, save_every=100)
+    works, calls = getattr(trainer.engine, failing), []
+
+    def fail(*args):
+        calls.append(1)
+        if len(calls) == 3:  # generate in step 3; update_weights after step 2, the first being at the start
+            raise EngineError("it died")
+        return works(*args)
+
+    setattr(trainer.engine, failing, fail)
+    with pytest.raises(EngineError, match="it died"):
+        trainer.train()
+    assert [row["step"] for row in metrics_of(tmp_path)] == [1, 2]
+    make_trainer(tmp_path, steps=4, save_every=100, resume=True).train()
+    make_trainer(tmp_path / "whole", steps=4, save_every=100).train()
+    rows = [metrics_of(tmp_path), metrics_of(tmp_path / "whole")]
+    assert [row["reward"] for row in rows[0]] == [row["reward"] for row in rows[1]]
+    assert np.isclose(rows[0][3]["loss"]["loss"], rows[1][3]["loss"]["loss"])

@@ -1,0 +1,180 @@
+"""TRL's trainer with sparse rollouts: its seams, what is recorded and measured there, and a real run on CPU."""
+
+import inspect
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
+from sparrow.integrations.metrics import mismatch_metrics, read_fraction
+from sparrow.mismatch import mismatch_report
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import tiny_model
+
+trl = pytest.importorskip("trl")
+adapter = pytest.importorskip("sparrow.integrations.trl")
+ROOT = Path(__file__).parents[2]
+
+
+# --- the seams ---
+
+
+def test_trl_is_the_version_this_was_written_for():
+    assert trl.__version__.startswith("1.16.")
+
+
+def test_the_seams_are_where_they_were():
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    assert list(inspect.signature(VLLMGeneration.generate).parameters) == [
+        "self", "prompts", "images", "num_generations", "profiler",
+    ]  # fmt: skip
+    made = inspect.signature(VLLMGeneration.__init__).parameters
+    assert {"logprobs", "max_completion_length", "mode"} <= set(made)
+    assert {"base_url", "session"} <= set(VLLMClient.__init__.__code__.co_names)
+    for name, parameters in (("compute_loss", ["self", "model", "inputs"]), ("log", ["self", "logs"])):
+        assert list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)[: len(parameters)] == parameters
+    for attribute in ("vllm_generation", "vllm_mode", "temperature", "use_vllm"):
+        assert attribute in trl.GRPOTrainer.__init__.__code__.co_names
+
+
+# --- recording ---
+
+
+class Generation:
+    """Stands in for ``VLLMGeneration``: three responses of two tokens, the second one's first token not listed."""
+
+    max_completion_length = 2
+    logprobs = 0
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        self.asked = self.logprobs
+        responses = [[5, 6], [9, 6], [5, 7]]
+        if not self.logprobs:
+            return prompts, responses, [[[-1.0], [-1.0]]] * 3, [[[t] for t in ts] for ts in responses]
+        lists = [[-0.5, -1.0], [-0.4, -1.5]]
+        ids = [[7, 5], [6, 8]]
+        return (
+            prompts,
+            responses,
+            [lists, [[-0.5, -1.0, -7.0], lists[1]], [lists[0], [-0.4, -1.5]]],
+            [ids, [[7, 5, 9], ids[1]], [ids[0], [6, 7]]],
+        )
+
+
+def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
+    inner = Generation()
+    generation = adapter.Recording(inner, 2, 2, lambda: True)
+    prompts = [[1], [2, 2], [3]]
+    _, _, logprobs, ids = generation.generate(prompts, None, 1)
+    assert inner.asked == 2 and inner.logprobs == 0
+    assert ids == [[[5], [6]], [[9], [6]], [[5], [7]]]
+    assert logprobs == [[[-1.0], [-0.4]], [[-7.0], [-0.4]], [[-1.0], [-1.5]]]
+    first, last = generation.recorded  # two of three, spread
+    assert (first.prompt_ids, last.prompt_ids) == ([1], [3])
+    assert first.response_ids.tolist() == [5, 6] and last.response_ids.tolist() == [5, 7]
+    assert last.top_ids.tolist() == [[7, 5], [6, 7]] and last.top_logprobs.dtype == np.float32
+    np.testing.assert_array_equal(first.logprobs, np.float32([-1.0, -0.4]))
+    # A sampled token that is not among the n most likely stays out of their list.
+    generation.recorded = []
+    adapter.Recording.__init__(generation, inner, 2, 3, lambda: True)
+    generation.generate(prompts, None, 1)
+    assert generation.recorded[1].top_ids.tolist() == [[7, 5], [6, 8]]
+    assert generation.recorded[1].logprobs.tolist() == pytest.approx([-7.0, -0.4])
+
+
+def test_nothing_is_asked_for_between_measurements():
+    inner = Generation()
+    generation = adapter.Recording(inner, 2, 2, lambda: False)
+    assert generation.generate([[1], [2], [3]], None, 1)[2] == [[[-1.0], [-1.0]]] * 3
+    assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
+
+
+def test_images_are_refused_rather_than_measured_without():
+    generation = adapter.Recording(Generation(), 2, 2, lambda: True)
+    with pytest.raises(ConfigError, match="measured on text only"):
+        generation.generate([[1]], [["an image"]], 1)
+
+
+def test_the_policys_log_probs_are_those_of_a_dense_engine(monkeypatch):
+    monkeypatch.setattr(adapter, "CHUNK_TOKENS", 5)
+    model = tiny_model()
+    engine = HFEngine(model, SparsitySchedule.dense(dense_layers=(0,)), eos_ids=[])
+    rollouts = engine.generate([[1, 2, 3], [4] * 20], Sampling(max_new_tokens=12, temperature=0.7, top_n=6))
+    wanted = engine.score(rollouts, SparsitySchedule.dense(dense_layers=(0,)), 0.7)
+    for rollout, scores in zip(rollouts, wanted, strict=True):
+        found = adapter.policy_top_logprobs(model, rollout, 0.7, torch.device("cpu"))
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, scores.top_logprobs, atol=5e-5)
+
+
+# --- what is logged ---
+
+
+def test_metrics_are_named_by_bin_and_leave_out_what_is_not_known():
+    lower = np.array([0.5, 1.0, 0.9])
+    report = mismatch_report(lower, np.ones(3), np.array([0, 1, 7]), np.array([0, 1, 1]), bin_tokens=4)
+    metrics = mismatch_metrics(report)
+    assert metrics["sparrow/p5"] == metrics["sparrow/p5/0-4"] == pytest.approx(0.525)
+    assert metrics["sparrow/p5/4-8"] == 0.9 and metrics["sparrow/p5/4-8/upper"] == 1.0
+    assert "sparrow/p5/0-4/low" in metrics and "sparrow/p5/4-8/low" not in metrics
+    assert metrics["sparrow/acceptance_mean"] == pytest.approx(0.8) and metrics["sparrow/sequences"] == 2
+
+
+def test_the_share_read_is_over_all_workers():
+    counters = [{"tokens_read": 1, "tokens_held": 4}, {"tokens_read": 3, "tokens_held": 4}]
+    assert read_fraction(counters) == {"sparrow/tokens_read": 0.5}
+    assert read_fraction([{"tokens_read": 0, "tokens_held": 0}]) == {}
+
+
+def test_a_server_without_sparrow_is_refused():
+    refusal = SimpleNamespace(status_code=500, text="no attribute sparrow_describe")
+    client = SimpleNamespace(base_url="http://h:1", session=SimpleNamespace(post=lambda *a, **k: refusal))
+    trainer = SimpleNamespace(
+        vllm_mode="server",
+        accelerator=SimpleNamespace(is_main_process=True),
+        vllm_generation=SimpleNamespace(vllm_client=client),
+    )
+    with pytest.raises(ConfigError, match=r"http://h:1 refused sparrow_describe \(500 .*Sparrow schedule"):
+        adapter.SparseGRPOTrainer._rpc(trainer, "sparrow_describe")
+
+
+# --- the real thing ---
+
+
+def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
+    pytest.importorskip("vllm")
+    schedule = tmp_path / "schedule.json"
+    schedule.write_text(SparsitySchedule.fixed(4, page_size=8, bin_tokens=64, dense_layers=(0,)).to_json())
+    environment = os.environ | dict(
+        PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1",
+        VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1", VLLM_USE_AOT_COMPILE="0", HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    command = [
+        sys.executable, ROOT / "recipes" / "trl_grpo.py", "--schedule", schedule, "--steps", "2", "--lines", "12",
+        "--batch", "8", "--out", tmp_path / "run.json",
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = json.loads((tmp_path / "run.json").read_text())
+    assert run["schedule"]["top_k"] == [4] and run["mode"] == "colocate"
+    first, second = (step for step in run["log"] if "loss" in step)
+    for step in (first, second):
+        assert 0.3 < step["sparrow/tokens_read"] < 0.8
+        assert step["sparrow/p5"] < 0.97 and step["sparrow/p5"] < step["sparrow/acceptance_mean"] < 1
+        assert step["sparrow/sequences"] == 8
+        assert step["sparrow/p5/64-128"] > 0.95 > step["sparrow/p5/128-192"] == step["sparrow/p5"]
+        assert step["sparrow/p5/128-192/low"] <= step["sparrow/p5/128-192"] <= step["sparrow/p5/128-192/high"]
+        # TRL still sees the sampled tokens' own log-probs: ratios with mean 1, here truncated at 2.
+        assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1

@@ -1,0 +1,233 @@
+"""verl's trainer with sparse rollouts: where it plugs in, and what it measures through verl's own classes and Ray."""
+
+import importlib.util
+import inspect
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.errors import ConfigError
+from sparrow.measure import TokenAcceptance
+from sparrow.schedule import SparsitySchedule
+
+verl = pytest.importorskip("verl")
+ray = pytest.importorskip("ray")
+adapter = pytest.importorskip("sparrow.integrations.verl")
+
+SCHEDULE = SparsitySchedule.fixed(4, bin_tokens=32, dense_layers=(0,))
+
+
+def configuration(**rollout):
+    return {
+        "algorithm": {"rollout_correction": {"bypass_mode": False}},
+        "actor_rollout_ref": {"rollout": {"calculate_log_probs": True, "temperature": 1.0, **rollout}},
+        "trainer": {"v1": {"sparrow": {"probe_every": 5}}},
+    }
+
+
+# --- the seams ---
+
+
+def test_verl_is_the_version_this_was_written_for():
+    assert verl.__version__ == "0.9.1"
+
+
+def test_the_seams_are_where_they_were():
+    from verl.trainer.ppo.v1 import get_trainer_cls
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    assert get_trainer_cls("sparrow") is adapter.SparsePPOTrainer and issubclass(
+        adapter.SparsePPOTrainer, PPOTrainerSync
+    )
+    assert list(inspect.signature(PPOTrainerSync._compute_old_log_prob).parameters) == ["self", "batch", "metrics"]
+    assert "_compute_old_log_prob(batch, metrics=metrics)" in inspect.getsource(PPOTrainerSync._step_once)
+    assert list(inspect.signature(PPOTrainerSync.on_init_end).parameters) == ["self"]
+    assert LLMServerManager.get_replicas
+
+
+@pytest.fixture(scope="module")
+def composed():
+    """verl's own configuration with the recipe's settings."""
+    from hydra import compose, initialize_config_dir
+
+    path = Path(__file__).parents[2] / "recipes" / "verl_grpo.py"
+    recipe = importlib.util.module_from_spec(importlib.util.spec_from_file_location("verl_grpo", path))
+    recipe.__spec__.loader.exec_module(recipe)
+    with initialize_config_dir(str(Path(verl.__file__).parent / "trainer" / "config"), version_base=None):
+        return compose("ppo_trainer", overrides=recipe.overrides(Path("/data"), steps=2, lines=8, prompts=4))
+
+
+def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+    from verl.utils.config import validate_config
+
+    assert composed.trainer.v1.trainer_mode == "sparrow"
+    validate_config(composed, need_reference_policy(composed), need_critic(composed))
+    trainer = adapter.SparsePPOTrainer(composed.copy())
+    assert trainer.trainer_mode == "sync" and type(trainer.replay_buffer) is ReplayBuffer
+
+
+# --- what is asked for ---
+
+
+def test_the_schedule_is_vllms(monkeypatch):
+    monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
+    given = {"vllm": {"additional_config": {"sparrow": SCHEDULE.to_dict()}}}
+    assert adapter.requested(configuration(engine_kwargs=given)) == SCHEDULE
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
+    assert adapter.requested(configuration()).top_k == (9,)
+    assert adapter.requested(configuration(engine_kwargs=given)) == SCHEDULE
+
+
+def test_what_could_not_be_compared_is_refused(monkeypatch):
+    monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
+    with pytest.raises(ConfigError, match=r"no schedule; set .*additional_config"):
+        adapter.requested(configuration())
+    with pytest.raises(ConfigError, match="calculate_log_probs=True"):
+        adapter.requested(configuration(calculate_log_probs=False))
+    with pytest.raises(ConfigError, match=r"temperature=0\.7; leave out"):
+        adapter.requested(configuration(temperature=0.7))
+    bypassed = configuration() | {"algorithm": {"rollout_correction": {"bypass_mode": True}}}
+    with pytest.raises(ConfigError, match="bypass_mode=False"):
+        adapter.requested(bypassed)
+
+
+# --- what is measured ---
+
+
+def test_tokens_that_were_not_sampled_count_as_length_but_not_as_tokens():
+    mask = torch.tensor([1, 1, 0, 0, 1])
+    q = torch.log(torch.tensor([0.5, 0.5, 1.0, 1.0, 0.8]))
+    p = torch.log(torch.tensor([0.5, 0.25, 0.1, 0.1, 0.4]))
+    metrics = adapter.sampled_metrics(SCHEDULE, [torch.zeros(29)], [mask], [q], [p])
+    assert metrics["sparrow/sampled/acceptance_mean"] == pytest.approx((1 + 0.5 + 0.5) / 3)
+    # 29 and 30 cached tokens end in the page up to 32, 33 in that up to 48: both in the second bin of 32.
+    assert metrics["sparrow/sampled/p5_floor/32-64"] == metrics["sparrow/sampled/p5_floor"] == pytest.approx(0.5)
+    assert (
+        not any(math.isnan(value) for value in metrics.values()) and "sparrow/sampled/p5_floor/32-64/low" not in metrics
+    )
+
+
+def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
+    """After the step's weights are there, with prompts of the step; logged beside the step's own metrics."""
+    asked, logged = [], {}
+
+    def probe(urls, prompts, schedule, max_new_tokens):
+        asked.append((urls, prompts, schedule, max_new_tokens))
+        return [TokenAcceptance(np.full(4, x), np.ones(4), np.arange(4)) for x in (0.5, 0.9)]
+
+    monkeypatch.setattr(adapter, "probe", probe)
+    trainer = adapter.SparsePPOTrainer(composed.copy())
+    trainer.schedule, trainer._prompts, trainer.timing_raw = SCHEDULE, [[1, 2], [3]], {}
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: asked.append(step))
+    trainer.llm_server_manager = SimpleNamespace(get_addresses=lambda: ["10.0.0.1:8000"])
+    trainer.logger = SimpleNamespace(log=lambda data, step: logged.update({step: data}))
+    for trainer.global_steps in (4, 5):
+        trainer.on_step_end()
+    assert asked == [4, 5, (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)]
+    assert list(logged) == [5] and logged[5]["sparrow/p5"] == 0.5 and logged[5]["sparrow/acceptance_mean"] == 0.7
+    assert trainer.report.n_sequences == 2
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def replica():
+    """Stands in for ``vLLMReplica``; its server, like verl's, hands on errors but no results."""
+
+    class Server:
+        def __init__(self):
+            self.heard = []
+
+        async def collective_rpc(self, method, timeout=None, args=(), kwargs=None):
+            if "13" in args[0]:
+                raise RuntimeError("this vLLM engine decodes densely")
+            self.heard.append((method, *args))
+
+        async def clear_kv_cache(self):
+            self.heard.append("cleared")
+
+        def told(self):
+            return self.heard
+
+    return SimpleNamespace(servers=[ray.remote(Server).remote()])
+
+
+def test_every_replica_is_told_and_forgets_its_prefixes(cluster):
+    replicas = [replica(), replica()]
+    adapter.push_schedule(replicas, SCHEDULE)
+    for told in replicas:
+        heard = ray.get(told.servers[0].told.remote())
+        assert heard == [("sparrow_set_schedule", SCHEDULE.to_json()), "cleared"]
+    with pytest.raises(ConfigError, match=r"did not take the schedule.*decodes densely"):
+        adapter.push_schedule(replicas, SparsitySchedule.fixed(13))
+
+
+def test_verls_own_step_is_measured_in_its_transfer_queue(cluster, composed):
+    """The real ``PPOTrainerSync._compute_old_log_prob``, with the policy's worker alone replaced."""
+    import transfer_queue as tq
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+
+    tq.init(
+        OmegaConf.create(
+            {"backend": {"storage_backend": "SimpleStorage", "SimpleStorage": {"num_data_storage_units": 1}}}
+        )
+    )
+    rng = np.random.default_rng(0)
+    lengths, prompt_lengths = [40, 25, 31], [20, 33, 27]
+
+    def nested(rows):
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    actor = [torch.from_numpy(np.log(rng.uniform(0.3, 1.0, n))).float() for n in lengths]
+    policy = [torch.from_numpy(np.log(rng.uniform(0.2, 1.0, n))).float() for n in lengths]
+    keys = [f"r{i}" for i in range(3)]
+    rows = TensorDict(
+        {
+            "prompts": nested([torch.ones(n, dtype=torch.long) for n in prompt_lengths]),
+            "responses": nested([torch.ones(n, dtype=torch.long) for n in lengths]),
+            "response_mask": nested([torch.ones(n, dtype=torch.long) for n in lengths]),
+            "rollout_log_probs": nested(actor),
+        },
+        batch_size=3,
+    )  # fmt: skip
+    tags = [{}, {"is_padding": True}, {}]
+    batch = tq.kv_batch_put(keys=keys, partition_id="train", fields=rows, tags=tags)
+
+    def compute_log_prob(batch):
+        # As the engine gives it: one value per token of prompt and response, shifted to the left by one.
+        rows = zip(prompt_lengths, policy, strict=True)
+        whole = [torch.cat([torch.zeros(n - 1), row, torch.zeros(1)]) for n, row in rows]
+        fields = TensorDict({"log_probs": nested(whole), "entropy": nested(whole)}, batch_size=3)
+        return tq.kv_batch_put(keys=batch.keys, partition_id="train", fields=fields)
+
+    trainer = adapter.SparsePPOTrainer(composed.copy())
+    trainer.schedule = SCHEDULE
+    trainer._sequences = 1
+    trainer.actor_rollout_wg = SimpleNamespace(compute_log_prob=compute_log_prob)
+    metrics = {}
+    trainer._compute_old_log_prob(batch, metrics)
+    assert trainer._prompts == [[1] * 20]
+    assert "training/rollout_probs_diff_mean" in metrics  # verl's own
+    real = [0, 2]
+    wanted = adapter.sampled_metrics(
+        SCHEDULE,
+        [torch.ones(prompt_lengths[i]) for i in real],
+        [torch.ones(lengths[i]) for i in real],
+        [actor[i] for i in real],
+        [policy[i] for i in real],
+    )
+    assert len(wanted) == 3 * 2 + 2
+    assert {name: metrics[name] for name in wanted} == pytest.approx(wanted)
+    tq.close()

@@ -1,0 +1,196 @@
+"""Generation by transformers and compiled models: what is prefill, what is a decode step, and what is refused."""
+
+import copy
+
+import pytest
+import torch
+from transformers import CompileConfig, GenerationConfig
+
+from sparrow.errors import ConfigError
+from sparrow.model.actor import dense_steps, set_schedule, sparse_calls, teacher_forced
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
+
+SPARSE = SparsitySchedule(top_k=(0, 1), bin_tokens=48, page_size=4, dense_layers=(0,))
+STEPS = 12
+LAYERS = 2  # compilers take their time
+
+
+@pytest.fixture
+def model():
+    model = tiny_model(num_hidden_layers=LAYERS)
+    set_schedule(model, SPARSE)
+    return model
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(monkeypatch):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)  # tests of vLLM switch it off for the whole process
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def generate(model, ids, **options):
+    out = model.generate(
+        input_ids=ids, **{"max_new_tokens": STEPS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0,
+        "return_dict_in_generate": True, "output_logits": True, **options},
+    )  # fmt: skip
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1).log_softmax(-1)
+
+
+def forced(model, ids, answers, prompt, schedule=None):
+    """Log-probs ``[B, STEPS, V]`` by one teacher-forced pass."""
+    with torch.no_grad(), teacher_forced(model, prompt, schedule):
+        out = model(input_ids=torch.cat([ids, answers], 1), use_cache=False).logits
+    return out[:, ids.shape[1] - 1 : -1].log_softmax(-1)
+
+
+# --- prefill in chunks ---
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("chunk", [1, 3, 7, 11])
+def test_a_prompt_read_in_chunks_is_dense_to_its_last_token(model, chunk, cache):
+    ids = tokens(2, 43)  # 43 = 6 x 7 + 1 = 14 x 3 + 1
+    whole_tokens, whole = generate(model, ids)
+    calls = sparse_calls(model)
+    found_tokens, found = generate(model, ids, prefill_chunk_size=chunk, cache_implementation=cache)
+    assert sparse_calls(model) - calls == (STEPS - 1) * (LAYERS - 1)
+    assert torch.equal(found_tokens, whole_tokens)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found, forced(model, ids, found_tokens, [43, 43]), rtol=0, atol=1e-4)
+
+
+def test_a_turn_of_one_token_after_a_cache_is_prompt(model):
+    ids = tokens(1, 43)
+    cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
+    answers, found = generate(model, ids, past_key_values=cache)
+    torch.testing.assert_close(found, forced(model, ids, answers, [43]), rtol=0, atol=1e-4)
+
+
+def test_a_loop_of_ones_own_says_what_is_prefill(model):
+    ids = tokens(1, 43)
+    with torch.no_grad():
+        dense = model(input_ids=ids).logits[:, -1]
+        cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
+        step = model(input_ids=ids[:, 42:], past_key_values=copy.deepcopy(cache)).logits[:, -1]
+        with dense_steps(model):
+            last = model(input_ids=ids[:, 42:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(last, dense, rtol=0, atol=1e-4)
+    assert (step - dense).abs().max() > 0.05, "without it the token is decoded"
+
+
+def test_generation_that_fails_leaves_decoding_sparse(model):
+    def broken(ids, scores):
+        raise RuntimeError("stop here")
+
+    ids = tokens(1, 43)
+    with pytest.raises(RuntimeError, match="stop here"):
+        generate(model, ids, logits_processor=[broken])
+    calls = sparse_calls(model)
+    cache = model(input_ids=ids[:, :42], use_cache=True).past_key_values
+    model(input_ids=ids[:, 42:], past_key_values=cache)
+    assert sparse_calls(model) - calls == LAYERS - 1
+
+
+# --- options under which decoding would be dense ---
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens verifies several tokens"),
+        ({"assistant_model": "model"}, "assistant_model verifies several tokens"),
+        ({"use_cache": False}, "use_cache=False computes the whole sequence"),
+        ({"generation_config": GenerationConfig(use_cache=False)}, "use_cache=False computes the whole sequence"),
+        ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)}, "prompt_lookup_num_tokens verifies"),
+    ],
+)
+def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model, options, named):
+    options = {k: tiny_model(seed=1, num_hidden_layers=LAYERS) if v == "model" else v for k, v in options.items()}
+    ids = tokens(1, 43)
+    with pytest.raises(ConfigError, match=f"generate with {named}.*SparsitySchedule.dense"):
+        generate(model, ids, **options)
+    if config := options.get("generation_config"):
+        plain = {"max_new_tokens": STEPS, "do_sample": False, "pad_token_id": 0}
+        with pytest.raises(ConfigError, match=named):
+            model.generate(ids, config, **plain)
+        model.generation_config = config
+        with pytest.raises(ConfigError, match=named):
+            model.generate(ids, **plain)
+        return
+    expected, _ = generate(tiny_model(num_hidden_layers=LAYERS), ids)
+    set_schedule(model, SparsitySchedule.dense())
+    assert torch.equal(generate(model, ids, **options)[0], expected)
+
+
+# --- compiled models ---
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
+def test_a_compiled_model_is_teacher_forced_and_dense_again_after(model, how):
+    ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
+    expected = forced(model, ids, answers, [30])
+    whole = torch.cat([ids, answers], 1)
+    with torch.no_grad():
+        dense = model(input_ids=whole, use_cache=False).logits
+        compiled = model
+        if how == "torch.compile":
+            compiled = torch.compile(model, backend="eager")
+        else:
+            model.compile(backend="eager")
+        for _ in range(2):
+            after = compiled(input_ids=whole, use_cache=False).logits
+            torch.testing.assert_close(after, dense, rtol=0, atol=1e-4)
+            with teacher_forced(compiled, [30]) as forcing:
+                found = compiled(input_ids=whole, use_cache=False).logits[:, 29:-1].log_softmax(-1)
+            assert sorted(forcing.layers) == [0, 1]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+            assert (found - dense[:, 29:-1].log_softmax(-1)).abs().max() > 0.05
+
+
+def test_a_model_compiled_for_dynamic_shapes_keeps_its_dense_layers_dense(model):
+    ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
+    expected = forced(model, ids, answers, [30])
+    none_dense = forced(model, ids, answers, [30], SPARSE.replace(dense_layers=()))
+    assert (none_dense - expected).abs().max() > 0.05
+    found = forced(torch.compile(model, backend="eager", dynamic=True), ids, answers, [30])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+def test_a_pass_that_was_not_teacher_forced_is_noticed_at_the_end(model):
+    twin = copy.deepcopy(model)
+    with (
+        pytest.raises(ConfigError, match=r"no pass through layers \[0, 1\] was teacher-forced"),
+        teacher_forced(model, [4]),
+    ):
+        twin(input_ids=tokens(1, 20))
+
+
+def test_generation_with_a_static_cache_compiles_once_and_counts_its_steps(model):
+    """Compiling is asked for on a CPU too; its backend only counts."""
+    graphs, seen = [], []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    ids = tokens(2, 43)
+    expected_tokens, expected = generate(model, ids, cache_implementation="static")
+    options = CompileConfig(backend=count, mode=None)
+    options._compile_all_devices = True
+    for steps in (4, STEPS):
+        calls = sparse_calls(model)
+        found_tokens, found = generate(
+            model, ids, cache_implementation="static", compile_config=options, max_new_tokens=steps
+        )
+        seen.append(len(graphs))
+        assert sparse_calls(model) - calls == (steps - 1) * (LAYERS - 1)
+        assert torch.equal(found_tokens, expected_tokens[:, :steps])
+        torch.testing.assert_close(found, expected[:, :steps], rtol=0, atol=1e-4)
+    assert seen[0] > 0 and seen[1] == seen[0], "no step may compile anew"

@@ -1,0 +1,263 @@
+"""Lossless decoding in transformers: what comes out is the dense policy's, whatever the drafts read."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from sparrow.engines.base import Counters, total
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
+from sparrow.mode import Decoding
+from sparrow.model import speculative
+from sparrow.model.actor import dense_steps
+from sparrow.model.speculative import CachedSequences, speculate, verify
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
+
+LENGTHS = [73, 64, 9, 130, 1]
+
+
+def prompts(lengths=LENGTHS, vocabulary=VOCAB, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+def lossless(pages=1, k=4, **layout):
+    return Decoding.lossless(SparsitySchedule.fixed(pages, **{"dense_layers": (), **layout}), draft_tokens=k)
+
+
+# --- rejection sampling by hand ---
+
+P = [[0.5, 0.5, 0.0], [0.1, 0.2, 0.7], [0.25, 0.25, 0.5]]
+Q = [[0.25, 0.5, 0.25], [0.4, 0.5, 0.1]]
+
+
+@pytest.mark.parametrize(
+    ("draft", "drafts", "accept", "last", "tokens", "acceptance"),
+    [
+        ([1, 1], 2, [0.99, 0.39], 0.4, [1, 1, 1], [0.75, 0.4]),  # 0.99 < 0.5/0.5, 0.39 < 0.2/0.5; then from p itself
+        ([1, 1], 2, [0.99, 0.41], 0.0, [1, 2], [0.75, 0.4]),  # the second rejected: only token 2 has p > q
+        ([2, 1], 2, [0.0, 0.0], 0.99, [0], [0.75, np.nan]),  # p is 0 there; only token 0 has p > q
+        ([0, 2], 2, [0.99, 0.99], 0.8, [0, 2, 2], [0.75, 0.4]),  # p above q is always accepted
+        ([0, 1], 1, [0.5, 0.0], 0.29, [0, 1], [0.75, np.nan]),  # one draft only: 0.29 of p's second row
+        ([1, 1], 0, [0.0, 0.0], 0.6, [1], [np.nan, np.nan]),  # none: 0.6 of p's first row
+    ],
+)
+def test_verification_by_hand(draft, drafts, accept, last, tokens, acceptance):
+    p, q = (torch.tensor([x], dtype=torch.float64) for x in (P, Q))
+    uniform = torch.tensor([[[*accept, 0.0]], [[last] * 3]], dtype=torch.float64)
+    found, accepted, alpha = verify(p, q, torch.tensor([draft]), torch.tensor([drafts]), uniform)
+    assert found[0, : accepted[0] + 1].tolist() == tokens
+    np.testing.assert_allclose(alpha[0], acceptance, atol=1e-7)
+
+
+def test_distributions_that_rounding_alone_tells_apart_still_give_a_token():
+    q = torch.tensor([[[0.5, 0.5 + 1e-12]]], dtype=torch.float64)
+    p = torch.tensor([[[0.5, 0.5], [0.5, 0.5]]], dtype=torch.float64)
+    uniform = torch.tensor([[[1 - 1e-16, 0.0]], [[0.9, 0.9]]], dtype=torch.float64)
+    tokens, accepted, _ = verify(p, q, torch.tensor([[1]]), torch.tensor([1]), uniform)
+    assert accepted.tolist() == [0] and tokens[0, 0] == 1
+
+
+# --- greedy ---
+
+
+@pytest.mark.parametrize("pages", [0, 2, 5])
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_greedy_tokens_are_the_dense_ones(k, pages):
+    model = tiny_model()
+    sampling = Sampling(max_new_tokens=40, temperature=0.0, top_n=3)
+    expected = HFEngine(model, SparsitySchedule.dense(), eos_ids=[7]).generate(prompts(), sampling)
+    engine = HFEngine(model, lossless(pages, k), eos_ids=[7])
+    found = engine.generate(prompts(), sampling)
+    for ours, dense in zip(found, expected, strict=True):
+        assert ours.response_ids.tolist() == dense.response_ids.tolist()
+        assert ours.finish_reason == dense.finish_reason
+        np.testing.assert_allclose(ours.logprobs, dense.logprobs, atol=1e-4)
+        assert ours.top_ids.tolist() == dense.top_ids.tolist()
+    counters = engine.counters()
+    assert 0 < counters.accepted < counters.drafted, "drafts must be right and wrong, or this test shows nothing"
+
+
+# --- sampling ---
+
+
+def broken(monkeypatch, how):
+    """What a mistaken implementation would do."""
+    if how == "never rejects":
+        monkeypatch.setattr(speculative, "accepts", lambda p, q, draft, uniform: torch.ones_like(draft).bool())
+    elif how == "does not resample":
+        monkeypatch.setattr(speculative, "residual", lambda p, q: p)
+    elif how == "draws both from one noise":
+        right = HFEngine._uniform
+        monkeypatch.setattr(HFEngine, "_uniform", lambda *args: right(*args)[[0, 1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("how", "k"),
+    [("as it should", 1), ("as it should", 2), ("never rejects", 2), ("does not resample", 2),
+     ("draws both from one noise", 2)],
+)  # fmt: skip
+def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k):
+    V, T, count = 8, 4, 6_000
+    model = tiny_model(vocab_size=V, num_hidden_layers=2)
+    prompt = prompts([37], V)[0]
+    prefixes = [list(c) for n in range(T) for c in itertools.product(range(V), repeat=n)]
+    width = len(prompt) + T - 1
+    ids = torch.tensor([[*prompt, *c, *[0] * (width - len(prompt) - len(c))] for c in prefixes])
+    with torch.no_grad():
+        p = model(input_ids=ids).logits.double().softmax(-1)
+    at = {tuple(c): p[i, len(prompt) + len(c) - 1] for i, c in enumerate(prefixes)}
+    chance = np.array(
+        [np.prod([float(at[c[:t]][c[t]]) for t in range(T)]) for c in itertools.product(range(V), repeat=T)]
+    )
+    assert abs(chance.sum() - 1) < 1e-9
+
+    broken(monkeypatch, how)
+    engine = HFEngine(model, lossless(0, k, page_size=4, recent_pages=1), eos_ids=[], batch_size=3000)
+    rollouts = engine.generate([prompt] * count, Sampling(T, top_n=0, seed=1))
+    cell = np.array([r.response_ids for r in rollouts]) @ V ** np.arange(T - 1, -1, -1)
+    seen = np.bincount(cell, minlength=V**T)
+    order = np.argsort(chance)[::-1]
+    rare = chance[order] * count < 5
+    expected = np.append(chance[order][~rare], chance[order][rare].sum()) * count
+    observed = np.append(seen[order][~rare], seen[order][rare].sum())
+    p_value = stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue
+    if how == "as it should":
+        assert p_value > 1e-3
+        counters = engine.counters()
+        alpha = counters.acceptance
+        assert alpha.mean < 0.9, "drafts must be wrong often, or this test shows nothing"
+        # Each draft that verification looks at is accepted with the chance that the meter gives it.
+        assert abs(counters.accepted - alpha.sums.sum()) < 4 * np.sqrt(alpha.drafts) / 2
+    else:
+        assert p_value < 1e-9, p_value
+
+
+def test_log_probs_and_top_lists_are_the_dense_policys():
+    model = tiny_model()
+    for limit in (1, 2, 3, 30):  # a response's last token is verified alone, without drafts
+        engine = HFEngine(model, lossless(0, 3), eos_ids=[7], batch_size=3)
+        rollouts = engine.generate(prompts(), Sampling(limit, temperature=0.8, top_n=5, seed=3))
+        dense = engine.score(rollouts, SparsitySchedule.dense(), 0.8)
+        for rollout, d in zip(rollouts, dense, strict=True):
+            np.testing.assert_allclose(rollout.logprobs, d.logprobs, atol=1e-4)
+            np.testing.assert_allclose(rollout.top_logprobs, d.top_logprobs, atol=1e-4)
+            assert (np.diff(rollout.top_logprobs, axis=1) <= 0).all()
+    counters = engine.counters()
+    assert 0 < counters.accepted < counters.drafted
+
+
+def test_samples_do_not_depend_on_what_is_sampled_beside_them():
+    model = tiny_model()
+    rows = prompts()
+    sampling = Sampling(23, temperature=0.9, top_n=2, seeds=range(len(rows)))
+    together = HFEngine(model, lossless(1, 5), eos_ids=[7]).generate(rows, sampling)
+    assert len({len(r) for r in together}) > 1, "responses must end at different times, or this test shows less"
+    engine = HFEngine(model, lossless(1, 5), eos_ids=[7])
+    for i, row in enumerate(rows):
+        alone = engine.generate([row], Sampling(23, temperature=0.9, top_n=2, seeds=[i]))[0]
+        assert alone.response_ids.tolist() == together[i].response_ids.tolist()
+        np.testing.assert_allclose(alone.logprobs, together[i].logprobs, atol=1e-4)
+
+
+# --- ends of responses, counters ---
+
+
+def test_drafts_that_are_always_right_take_few_cycles_and_are_counted():
+    model = tiny_model()
+    everything = Decoding.lossless(SparsitySchedule.dense(), draft_tokens=4)
+    engine = HFEngine(model, everything, eos_ids=[])
+    rollouts = engine.generate(prompts([20, 30]), Sampling(13, seed=5))
+    assert [len(r) for r in rollouts] == [13, 13] and {r.finish_reason for r in rollouts} == {"length"}
+    # 1 token by prefill, 5 by each of two cycles of 4 drafts, 2 by one cycle of one draft, since no more fit.
+    counters = engine.counters()
+    assert counters.cycles == 2 * 3 and counters.drafted == counters.accepted == 2 * (4 + 4 + 1)
+    assert counters.tokens_per_cycle == 24 / 6
+    assert counters.acceptance.drafts == 18 and counters.acceptance.mean > 0.9999
+    # The first cycle of the shorter row: 20 tokens are cached, and 21 when its first draft is drawn.
+    drafts = sum(range(21, 25)) + sum(range(26, 30)) + 31 + sum(range(31, 35)) + sum(range(36, 40)) + 41
+    verified = 25 + 30 + 32 + 35 + 40 + 42
+    assert counters.tokens_read == 4 * (drafts + verified)
+    assert counters.tokens_held == 4 * (sum(range(21, 33)) + sum(range(31, 43)))
+    assert engine.counters() == Counters(0, 0)
+
+
+def test_drafts_read_what_the_schedule_says():
+    engine = HFEngine(tiny_model(), lossless(0, 2, dense_layers=(0,)), eos_ids=[])
+    engine.generate(prompts([100]), Sampling(3, temperature=0.0))
+    counters = engine.counters()
+    # One token is drafted over 101 of which 3 of 4 layers read 3 pages of 16. A rejected one leaves one more to verify.
+    cycles = 1 if counters.accepted else 2
+    assert (counters.drafted, counters.cycles) == (1, cycles)
+    assert counters.tokens_read == 101 + 3 * 48 + cycles * 4 * 102
+    assert counters.tokens_held == 4 * (101 + 102)
+
+
+def test_a_stop_token_inside_accepted_drafts_ends_the_response():
+    everything, sampling = Decoding.lossless(SparsitySchedule.dense(), draft_tokens=8), Sampling(40, seed=2)
+    model = tiny_model()
+    free = HFEngine(model, everything, eos_ids=[]).generate(prompts()[:1], sampling)[0].response_ids.tolist()
+    # A cycle's tokens are 8 drafts, all accepted, and one that verification adds; the first token is the prompt's.
+    end = next(i for i, token in enumerate(free) if i > 10 and 0 < i % 9 < 8 and token not in free[:i])
+    engine = HFEngine(model, everything, eos_ids=[free[end]])
+    rollout = engine.generate(prompts()[:1], sampling)[0]
+    assert rollout.response_ids.tolist() == free[: end + 1] and rollout.finish_reason == "stop"
+    assert len(rollout.logprobs) == len(rollout.top_ids) == end + 1
+    assert engine.counters().cycles == -(-end // 9)
+
+
+def test_responses_reach_the_end_of_the_context_and_not_beyond():
+    small = dict(max_position_embeddings=64)
+    sampling, rows = Sampling(24, temperature=0.0), prompts([40, 8, 23])
+    dense = HFEngine(tiny_model(**small), SparsitySchedule.dense(), eos_ids=[]).generate(rows, sampling)
+    model, positions = tiny_model(**small), []
+    engine = HFEngine(model, lossless(0, 8), eos_ids=[])
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: positions.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    found = engine.generate(rows, sampling)
+    assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
+    assert len(found[0]) == 24 and max(positions) == 62, "the last token of all is never read"
+    with torch.no_grad():
+        sequences = CachedSequences(model, torch.tensor([0, 52]))
+        sequences.read(torch.randint(1, VOCAB, (2, 62)))
+        cycle = speculate(sequences, torch.tensor([5, 6]), torch.tensor([0, 8]), 0.0, torch.zeros(3, 2, 9))
+    assert cycle.count[0] == 1 and sequences.lengths[0] == 63
+    assert max(positions) == 63, "a row that drafts nothing goes along with one that does, but not past the end"
+    with pytest.raises(ConfigError, match=r"prompt 0 has 41 tokens.*context of 64"):
+        engine.generate(prompts([41]), sampling)
+
+
+def test_what_engines_did_adds_up():
+    model = tiny_model()
+    parts = []
+    for i in range(2):
+        engine = HFEngine(model, lossless(0, 3), eos_ids=[])
+        engine.generate(prompts([40 + 30 * i]), Sampling(20, seed=i))
+        parts.append(engine.counters())
+    both = total(parts)
+    assert both.drafted == parts[0].drafted + parts[1].drafted > 0
+    assert both.acceptance.drafts == parts[0].acceptance.drafts + parts[1].acceptance.drafts
+    mean = sum(p.acceptance.mean * p.acceptance.drafts for p in parts) / both.acceptance.drafts
+    assert abs(both.acceptance.mean - mean) < 1e-12
+
+
+def test_the_engine_changes_what_it_drafts_with_and_stays_lossless():
+    model = tiny_model()
+    engine = HFEngine(model, lossless(0, 4), eos_ids=[])
+    engine.set_schedule(SparsitySchedule.fixed(3, dense_layers=()))
+    assert engine.decoding == lossless(3, 4)
+    sampling = Sampling(20, temperature=0.0)
+    dense = HFEngine(tiny_model(), Decoding.load("dense"), eos_ids=[]).generate(prompts(), sampling)
+    found = engine.generate(prompts(), sampling)
+    assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
+
+
+def test_dense_steps_need_a_prepared_model():
+    with pytest.raises(ConfigError, match="dense_steps needs a model prepared"), dense_steps(tiny_model()):
+        pass

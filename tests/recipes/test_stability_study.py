@@ -1,0 +1,149 @@
+"""The stability study's own engine against the reference, and its statistics on numbers worked out by hand."""
+
+import ast
+import importlib
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
+from tests.train.test_distill import ON, SCHEDULE, run
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+from graph_engine import GraphEngine
+from stability_statistics import against_dense, arrival, last_reward, outcome, tau, threshold
+from stability_study import Arm, fail, find_schedule, quantized
+from stability_summary import PAGE, load, render, tables
+
+LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
+
+
+def engine(schedule, **changes) -> GraphEngine:
+    return GraphEngine(tiny_model(), schedule, [7], batch_size=4, max_length=72, **changes)
+
+
+def prompts():
+    return [np.random.default_rng(i).integers(0, VOCAB, 20 + 3 * i).tolist() for i in range(3)]
+
+
+@pytest.mark.parametrize("top_k", [(10**6,), (0,), (1, 2, 3)])
+def test_the_graph_engine_samples_from_the_reference(top_k):
+    schedule = SparsitySchedule(top_k, **LAYOUT)
+    graph = engine(schedule)
+    rollouts = graph.generate(prompts(), Sampling(40, 1.0, 20, seed=3))
+    counted = graph.counters()
+    assert any(len(r) > 20 for r in rollouts)
+    for rollout, scores in zip(rollouts, graph.score(rollouts, schedule, 1.0), strict=True):
+        assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
+        assert np.abs(rollout.top_logprobs - scores.top_logprobs).max() < 2e-4
+        assert (rollout.finish_reason == "stop") == (rollout.response_ids[-1] == 7)
+    lengths = [np.arange(len(r.prompt_ids) + 1, len(r.prompt_ids) + len(r)) for r in rollouts]
+    assert counted.tokens_held == 4 * sum(int(n.sum()) for n in lengths)
+
+
+def test_eviction_keeps_the_budget_and_never_brings_a_token_back():
+    graph = engine(SparsitySchedule((2,), **LAYOUT), evict=True)
+    graph.generate(prompts(), Sampling(10, 1.0, 5, seed=3))
+    before = graph._alive[1:].clone()
+    assert before.sum(-1).max() == (2 + 1 + 2) * 4
+    written = np.arange(72) < graph._position[:, None].numpy()
+    graph._decode_step()
+    assert not ((graph._alive[1:] & ~before).numpy() & written[:, None]).any()
+    full = engine(SparsitySchedule.dense(**LAYOUT), evict=True)
+    rollouts = full.generate(prompts(), Sampling(30, 1.0, 5, seed=3))
+    for rollout, scores in zip(rollouts, full.score(rollouts, SparsitySchedule.dense(), 1.0), strict=True):
+        assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
+
+
+def test_noise_is_mixed_in_where_it_should_be():
+    graph = engine(SparsitySchedule.dense(**LAYOUT), noise=(0.3, 0.5))
+    rollouts = graph.generate(prompts() * 4, Sampling(40, 1.0, VOCAB, seed=3))
+    scores = graph.score(rollouts, SparsitySchedule.dense(), 1.0)
+    dense = np.concatenate([s.top_logprobs[:, 0] for s in scores])
+    found = np.exp(np.concatenate([r.top_logprobs[:, 0] for r in rollouts]))
+    noisy = np.abs(found - np.exp(dense)) > 1e-3
+    assert noisy.mean() == pytest.approx(0.3, abs=0.08)
+    assert np.allclose(found[noisy], 0.5 * np.exp(dense[noisy]) + 0.5 / VOCAB, atol=1e-3)
+
+
+def test_quantized_by_hand():
+    weight = torch.tensor([[1.0, 0.4, -0.2], [3.0, -3.0, 1.4]])
+    assert torch.allclose(quantized(weight, 2), torch.tensor([[1.0, 0.0, 0.0], [3.0, -3.0, 0.0]]))
+    assert torch.allclose(quantized(weight, 3), torch.tensor([[1.0, 1 / 3, -1 / 3], [3.0, -3.0, 1.0]]))
+    assert torch.equal(quantized(weight[0], 2), weight[0])
+
+
+def test_threshold_by_hand():
+    assert threshold([0.7, 0.8, 0.9, 1.0], [True, True, False, False]) == pytest.approx(0.85)
+    assert threshold([0.9, 0.8, 1.0, 0.7], [False, True, False, True]) == pytest.approx(0.85)
+    assert threshold([0.6, 0.7, 0.8, 0.9], [True, False, True, False]) == pytest.approx((0.65 + 0.85) / 2)
+
+
+def made_up_run(arm, seed, reward, held_out):
+    return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out, "schedule": "auto:92"}
+
+
+def test_difference_to_dense_by_hand():
+    """Runs are compared with the dense run of their seed, after as many steps."""
+    runs = [
+        made_up_run("dense", 0, [0.0] * 10 + [0.8] * 10 + [1.0] * 10, [[0, 0.1], [10, 0.5], [20, 0.7], [30, 0.9]]),
+        made_up_run("dense", 1, [0.5] * 20, [[10, 0.5], [20, 0.5]]),
+        made_up_run("a", 0, [0.0] * 10 + [0.7] * 10, [[0, 0.1], [10, 0.4], [20, 0.6]]),
+        made_up_run("a", 1, [0.0] * 10 + [0.6] * 10, [[10, 0.5], [20, 0.5]]),
+    ]
+    assert last_reward(runs[0]) == 1.0 and outcome(runs[0]) == pytest.approx(0.8)
+    # Differences of -0.1 and 0.1: their standard deviation over the root of 2 is 0.1; t(0.975, 1) is 12.706.
+    assert against_dense(runs[2:], runs, last_reward) == pytest.approx((0.0, 1.2706), abs=1e-4)
+    assert against_dense(runs[2:], runs, outcome) == pytest.approx((-0.05, 0.6353), abs=1e-4)
+    alone = against_dense(runs[2:3], runs, outcome)
+    assert alone[0] == pytest.approx(-0.1) and np.isnan(alone[1])
+
+
+def test_arrival_by_hand():
+    run = made_up_run("auto92", 0, [], [])
+    run["bins"] = [[[2, 1.0], [3, 0.93]], [[2, 0.935], [3, 0.91]], [[2, 0.95], [3, 0.89]]]
+    first, near, holds = arrival(run)
+    assert first == 1 and near.tolist() == [0.5, 1.0, 0.0] and holds.tolist() == [1.0, 1.0, 0.5]
+
+
+def test_a_loop_begins_where_it_is_told(tmp_path):
+    (tmp_path / "schedules.json").write_text('{"p86": [1, 2]}')
+    dense, fixed, table = (
+        find_schedule(Arm(schedule), tmp_path / "schedules.json") for schedule in ("auto:90", "fixed:4", "auto:86:p86")
+    )
+    assert dense.is_dense and fixed.top_k == (4,) and table.top_k == (1, 2)
+    assert [tau({"schedule": name}) for name in ("auto:98", "auto:86:p86", "p92")] == [0.98, 0.86, 0.86]
+
+
+def test_faults_reach_the_actor_and_stay(tmp_path):
+    trainer = run(tmp_path, ON, schedule=SCHEDULE.replace(top_k=(6,)))
+    ids = torch.randint(0, 151, (1, 50))
+    policy, actor = (model(input_ids=ids).logits for model in (trainer.model, trainer.engine.model))
+    assert not torch.equal(actor, policy)
+    fail(trainer, "unworn")
+    trainer._sync()
+    assert torch.equal(trainer.engine.model(input_ids=ids).logits, policy)
+    fail(trainer, "halved")
+    assert trainer.schedule.top_k == trainer.engine.schedule.top_k == (3,)
+
+
+@pytest.mark.parametrize("recipe", ["train_reasoner", "stability_study", "distill_study"])
+def test_what_a_recipe_imports_late_is_there(recipe):
+    source = (Path(__file__).parents[2] / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
+    wanted = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in wanted if node.module.startswith("sparrow")]
+    assert ours
+    for node in ours:
+        module = importlib.import_module(node.module)
+        assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+def test_the_page_has_every_table_as_the_files_have_it():
+    page, made = PAGE.read_text(encoding="utf-8"), tables(load())
+    assert render(page, made) == page, "run python recipes/stability_summary.py"
+    assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)

@@ -1,0 +1,224 @@
+"""The run directory: what is written is what is read, and who may write."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from sparrow.errors import ConfigError
+from sparrow.run import LoggedResponse, RunConfig, RunDir, RunLog, TrainerState
+from sparrow.run.directory import RECORDED
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks import build_tokenizer
+from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig
+from tests.conftest import tiny_model
+from tests.train.test_trainer import make_trainer, metrics_of
+
+SCHEDULE = SparsitySchedule((2, 6), bin_tokens=100, page_size=10, dense_layers=(0,), provenance={"preset": "x"})
+
+
+def test_what_is_written_is_read_back(tmp_path):
+    RunConfig({"tau": 0.9, "steps": 3}, SCHEDULE).save(tmp_path)
+    made = RunDir(tmp_path, resume=False)
+    responses = [LoggedResponse(step, "p", "q", [" a", "b"], [0.5, None], 0.25, "stop") for step in (1, 2, 3)]
+    for response in responses:
+        row = {name: {} for name in RECORDED} | {"step": response.step, "schedule": {"top_k": [response.step, "all"]}}
+        made.append_step(row, [response, response])
+    log = RunLog.load(tmp_path)
+    assert log.train == {"tau": 0.9, "steps": 3} and log.steps.tolist() == [1, 2, 3]
+    assert log.rollouts == (responses[0],) * 2 + (responses[2],) * 2
+    assert log.schedules[1] == SCHEDULE.replace(top_k=(2, 2**30))
+    state = TrainerState(3, 17, SCHEDULE, {"calm": [1]})
+    state.save(tmp_path)
+    assert TrainerState.load(tmp_path) == state and TrainerState.load(tmp_path).schedule.provenance == {"preset": "x"}
+
+
+def test_a_step_that_lacks_what_readers_need_is_not_written(tmp_path):
+    with pytest.raises(AssertionError, match="step 1 lacks"):
+        RunDir(tmp_path, resume=False).append_step({"step": 1, "reward": {}}, [])
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_response_without_a_field_is_refused_by_its_line(tmp_path):
+    RunConfig({"tau": 0.9}, SCHEDULE).save(tmp_path)
+    row = {name: {} for name in RECORDED} | {"step": 1, "schedule": {}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "rollouts.jsonl").write_text('{"step": 1, "problem": "p", "prompt": "q"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 of .*rollouts\.jsonl has no 'tokens'; restore"):
+        RunLog.load(tmp_path)
+
+
+# --- who may write ---
+
+
+def test_two_runs_in_one_directory_are_refused(tmp_path):
+    made = make_trainer(tmp_path, steps=1)
+    message = r"is in use by process \d+ on \S+, since 20\d\d-.*; wait until that run has ended, or choose another"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path, steps=1)
+    made.train()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        make_trainer(tmp_path, steps=1)
+
+
+def test_a_run_is_not_resumed_while_it_runs(tmp_path):
+    def again(event, metrics):
+        if event == "step" and metrics["step"] == 3:
+            before = (tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes()
+            with pytest.raises(ConfigError, match="is in use by process"):
+                make_trainer(tmp_path, resume=True)
+            assert before == ((tmp_path / "metrics.jsonl").read_bytes(), (tmp_path / "config.json").read_bytes())
+            seen.append(metrics["step"])
+
+    seen: list[int] = []
+    make_trainer(tmp_path, listener=again).train()
+    assert seen == [3] and len(metrics_of(tmp_path)) == 4
+    assert make_trainer(tmp_path, steps=5, resume=True).step == 4
+
+
+def test_a_lock_ends_with_its_process_and_keeps_others_out_until_then(tmp_path):
+    lock = f"held = RunDir({str(tmp_path)!r}, False); held.lock()"
+    code = f"import sys; from sparrow.run import RunDir; {lock}; print(1, flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process.stdout.readline()
+    here = RunDir(tmp_path, resume=False)
+    with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
+        here.lock()
+    process.kill()
+    process.communicate()
+    here.lock()
+    here.lock()  # it is held already
+    here.release()
+
+
+def test_a_run_that_ended_while_this_one_waited_to_start_is_not_overwritten(tmp_path):
+    here = RunDir(tmp_path, resume=False)
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        here.lock()
+
+
+def test_a_trainer_that_is_refused_holds_no_lock(tmp_path):
+    with pytest.raises(ConfigError, match="cannot put a LoRA on nowhere"):
+        make_trainer(tmp_path, distill=DistillConfig(enabled=True, target_modules=("nowhere",)))
+    make_trainer(tmp_path, steps=1).train()
+
+
+# --- resuming with other settings ---
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run of four steps that was killed in its third, with a checkpoint of the second."""
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event, metrics):
+        if event == "step" and metrics["step"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        make_trainer(tmp_path / "run", listener=kill).train()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 6}, "seed; it was started with other settings: seed 5 -> 6;"),
+        ({"bin_tokens": 64}, "bin_tokens; it was started with other settings: bin_tokens null -> 64;"),
+        ({"distill": DistillConfig(enabled=True)}, r"distill.enabled; .*: distill.enabled false -> true;"),
+    ],
+)
+def test_what_cannot_change_on_resume_is_refused(stopped, changes, named):
+    before = (stopped / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=f"cannot go on with another {named} leave them out"):
+        make_trainer(stopped, resume=True, **changes)
+    assert (stopped / "config.json").read_bytes() == before and len(metrics_of(stopped)) == 3
+
+
+def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
+    optimizer = OptimizerConfig(learning_rate=1e-3, token_budget=200, weight_decay=0.1)
+    with caplog.at_level(logging.WARNING):
+        resumed = make_trainer(stopped, steps=3, resume=True, optimizer=optimizer, tau=0.8)
+    said = "steps 4 -> 3, tau 0.86 -> 0.8, optimizer.learning_rate 0.003 -> 0.001, optimizer.weight_decay 0.0 -> 0.1"
+    assert f"resuming {stopped} after step 2 with other settings: {said}" in caplog.text
+    assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
+    resumed.train()
+    assert metrics_of(stopped)[2]["learning_rate"] == 1e-3
+    recorded = json.loads((stopped / "config.json").read_text())
+    assert recorded["train"]["optimizer"]["learning_rate"] == 1e-3 and recorded["train"]["steps"] == 3
+    (change,) = recorded["resumed"]
+    assert change["step"] == 2 and change["changed"]["tau"] == [0.86, 0.8] and len(change["changed"]) == 4
+
+
+def test_another_schedule_on_resume_is_used_and_another_layout_refused(stopped, monkeypatch):
+    from tests.train import test_trainer
+
+    monkeypatch.setattr(test_trainer, "SCHEDULE", test_trainer.SCHEDULE.replace(page_size=4))
+    with pytest.raises(ConfigError, match=r"another schedule.page_size; .* schedule.page_size 8 -> 4"):
+        make_trainer(stopped, resume=True)
+    monkeypatch.undo()
+    monkeypatch.setattr(test_trainer, "SCHEDULE", test_trainer.SCHEDULE.replace(top_k=(2, 3)))
+    make_trainer(stopped, resume=True).train()
+    assert [row["schedule"]["top_k"] for row in metrics_of(stopped)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    monkeypatch.undo()
+    assert RunLog.load(stopped).schedules[0].top_k == (0, 1)
+
+
+def test_a_finished_run_is_not_reconfigured(tmp_path):
+    make_trainer(tmp_path, steps=2).train()
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(ConfigError, match=r"has finished its 2 steps, .* these differ: tau 0.86 -> 0.5; raise steps"):
+        make_trainer(tmp_path, steps=2, resume=True, tau=0.5)
+    with pytest.raises(ConfigError, match="has done 2 steps already, but steps is 1"):
+        make_trainer(tmp_path, steps=1, resume=True)
+    assert (tmp_path / "config.json").read_bytes() == before
+    make_trainer(tmp_path, steps=2, resume=True).train()  # nothing is left to do
+    assert (tmp_path / "config.json").read_bytes() == before
+    make_trainer(tmp_path, steps=3, resume=True, tau=0.5).train()
+    assert len(metrics_of(tmp_path)) == 3
+
+
+def test_a_setting_that_an_older_run_did_not_record_was_at_its_default(stopped):
+    recorded = json.loads((stopped / "config.json").read_text())
+    del recorded["train"]["guard"]["patience"], recorded["resumed"]
+    recorded["train"]["gone"] = 1
+    (stopped / "config.json").write_text(json.dumps(recorded))
+    make_trainer(stopped, resume=True, guard=GuardConfig(patience=4))
+    recorded = json.loads((stopped / "config.json").read_text())
+    assert recorded["resumed"] == [{"step": 2, "changed": {"guard.patience": [3, 4]}}]
+
+
+def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
+    from sparrow.cli import main
+
+    checkpoint, run = tmp_path / "checkpoint", tmp_path / "run"
+    tokenizer = build_tokenizer()
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(checkpoint)
+    tokenizer.save_pretrained(checkpoint)
+    settings = ["--model", str(checkpoint), "--task", "trace:lines=4", "--schedule", "fixed:1", "--steps", "1",
+                "--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "8", "--seed", "7",
+                "--correction.band", "0.5", "2", "--distill.no-policy-loss"]  # fmt: skip
+    main(["train", *settings, "--run-dir", str(run)])
+    main(["train", "--resume", "--run-dir", str(run), "--steps", "2"])
+    main(["train", f"--run_dir={run}", "--steps", "3", "--optimizer.learning-rate", "1e-5", "--resume"])
+    recorded = json.loads((run / "config.json").read_text())
+    assert recorded["train"]["seed"] == 7 and recorded["train"]["correction"]["band"] == [0.5, 2]
+    assert recorded["train"]["distill"]["policy_loss"] is False and len(metrics_of(run)) == 3
+    assert [entry["changed"] for entry in recorded["resumed"]] == [
+        {"steps": [1, 2]}, {"steps": [2, 3], "optimizer.learning_rate": [1e-6, 1e-5]},
+    ]  # fmt: skip
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "--run-dir", str(run), "--steps", "4", "--task", "trace:lines=5"])
+    refused = " ".join(capsys.readouterr().err.split())
+    assert (
+        'cannot go on with another task; it was started with other settings: steps 3 -> 4, task "trace:lines=4"'
+        in refused
+    )
+    with pytest.raises(SystemExit):
+        main(["train", "--resume", "--run-dir", str(tmp_path / "none")])
+    assert "none holds no config.json, so it is no run directory" in " ".join(capsys.readouterr().err.split())

@@ -1,0 +1,304 @@
+"""DistillSparse: phi learns, theta never notices, and the actor wears the sum."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
+from sparrow.mismatch import BinMismatch
+from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks import build_tokenizer
+from sparrow.train import distill
+from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_positions, worst_responses
+from sparrow.train.trainer import Trainer
+from tests.conftest import tiny_model
+from tests.train.test_trainer import EarlyWords, metrics_of
+
+SCHEDULE = SparsitySchedule(top_k=(0,), bin_tokens=64, page_size=4, dense_layers=(0,))
+ON = DistillConfig(enabled=True, rank=8, learning_rate=3e-3, responses=1.0)
+
+
+def model_():
+    return tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3)
+
+
+def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, **changes) -> Trainer:
+    tokenizer = build_tokenizer()
+    engine = HFEngine(model_(), schedule, eos_ids=[])
+    config = TrainConfig(
+        run_dir=str(run_dir),
+        steps=steps,
+        save_every=2,
+        rollout=RolloutConfig(prompts=4, samples=4, max_new_tokens=40, top_n=151),
+        optimizer=OptimizerConfig(learning_rate=learning_rate, token_budget=300),
+        distill=distill,
+        **changes,
+    )
+    trainer = Trainer(config, model_(), tokenizer, EarlyWords(), engine, schedule)
+    trainer.train()
+    return trainer
+
+
+def theta(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return trainer.distiller.policy_weights() if trainer.distiller else dict(trainer.model.named_parameters())
+
+
+def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
+    without, with_phi = run(tmp_path / "a", DistillConfig()), run(tmp_path / "b", ON)
+    assert all(torch.equal(p, theta(with_phi)[name]) for name, p in theta(without).items())
+    assert metrics_of(tmp_path / "b")[0]["distill"]["kl"] > 0.01
+    saved = tmp_path / "b" / "model"
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(saved)  # plain weights, no trace of the adapter
+    assert all(torch.equal(p, theta(with_phi)[name]) for name, p in loaded.named_parameters())
+
+
+def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse(tmp_path):
+    model = model_()
+    adapter = Adapter(model, ON, SCHEDULE)
+    ids = torch.randint(0, 151, (2, 60))
+    model(input_ids=ids).logits.square().mean().backward()
+    assert all(p.grad is None for p in adapter.parameters)
+    assert all(p.grad is not None for n, p in model.named_parameters() if "lora_" not in n)
+    model.zero_grad()
+    with adapter.worn(), teacher_forced(model, [10, 10]):
+        model(input_ids=ids).logits.square().mean().backward()
+    assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" not in n)
+    assert any(p.grad.any() for p in adapter.parameters)
+
+
+def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypatch):
+    contexts = []
+    monkeypatch.setattr(distill, "keep_attention", lambda: contexts.append(keep_attention()) or contexts[-1])
+    config = TrainConfig(run_dir=str(tmp_path), optimizer=OptimizerConfig(gradient_checkpointing=True), distill=ON)
+    model = model_()
+    Trainer(config, model, build_tokenizer(), EarlyWords(), HFEngine(model_(), SCHEDULE, eos_ids=[]), SCHEDULE)
+    with teacher_forced(model.train(), [10]):
+        model(input_ids=torch.randint(0, 151, (1, 60))).logits.sum().backward()
+    assert len(contexts) == model.config.num_hidden_layers
+
+
+def test_distillation_raises_the_tail_of_a_frozen_policy(tmp_path):
+    run(tmp_path, replace(ON, policy_loss=False, learning_rate=1e-3), steps=24, learning_rate=1e-9)
+    rows = metrics_of(tmp_path)
+    kl = [row["distill"]["kl"] for row in rows]
+    assert np.mean(kl[-4:]) < 0.75 * np.mean(kl[:4])
+    tails = [row["mismatch"]["bins"][0]["lower_bound"] for row in rows]
+    assert np.mean(tails[-4:]) > np.mean(tails[:4]) + 0.03
+
+
+def test_actor_weights_are_merged_out_of_place():
+    model = model_().to(torch.bfloat16)
+    adapter = Adapter(model, ON, SCHEDULE)
+    with torch.no_grad():
+        for p in adapter.parameters:
+            p.normal_(std=0.1)
+    before = {n: p.clone() for n, p in adapter.policy_weights().items()}
+    for _ in range(100):
+        merged = dict(adapter.actor_weights())
+    assert all(torch.equal(before[n], p) for n, p in adapter.policy_weights().items())
+    assert set(merged) == set(before) and not torch.equal(
+        merged["model.layers.1.mlp.up_proj.weight"], before["model.layers.1.mlp.up_proj.weight"]
+    )
+    actor = model_().to(torch.bfloat16)
+    actor.load_state_dict(merged, strict=False)
+    ids = torch.randint(0, 151, (1, 50))
+    with adapter.worn():
+        worn = model(input_ids=ids).logits.float()
+    # Merged weights are rounded to bf16 once more than the adapter path: a relative error of 2^-8 per layer.
+    assert (actor(input_ids=ids).logits.float() - worn).norm() < 0.05 * worn.norm()
+    assert (model(input_ids=ids).logits.float() - worn).norm() > 0.2 * worn.norm()
+
+
+def test_the_layers_gradients_are_those_of_a_lora():
+    model = model_()
+    adapter = Adapter(model, ON, SCHEDULE)
+    for p in adapter.parameters:
+        p.data.normal_(std=0.1)
+    model.double()
+    layer = model.model.layers[1].mlp.up_proj
+    A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x, d_out = torch.randn(2, 9, A.shape[1]).double().requires_grad_(), torch.randn(2, 9, B.shape[0]).double()
+    with adapter.worn():
+        found = torch.autograd.grad(layer(x), (x, A, B), d_out)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = torch.autograd.grad(layer(x), (x, A, B), d_out.bfloat16())
+        weight = layer.base_layer.weight + layer.scaling["default"] * B @ A
+        expected = torch.autograd.grad(x @ weight.T, (x, A, B), d_out)
+    for ours, coarse, direct in zip(found, rounded, expected, strict=True):
+        torch.testing.assert_close(ours, direct, atol=1e-5, rtol=1e-5)  # weights are merged in float32
+        assert (coarse - direct).norm() < 0.02 * direct.norm()
+
+
+def test_rollouts_are_those_of_the_merged_actor(tmp_path):
+    trainer = run(tmp_path, ON, steps=3)
+    merged = model_()
+    merged.load_state_dict(dict(trainer.distiller.actor_weights()), strict=False)
+    ids = torch.randint(0, 151, (1, 50))
+    assert torch.equal(trainer.engine.model(input_ids=ids).logits, merged(input_ids=ids).logits)
+    assert not torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
+    with trainer.distiller._adapter.worn():
+        assert torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
+
+
+def test_a_delta_below_the_last_bit_of_rounded_weights_is_not_lost():
+    model = model_().to(torch.bfloat16)
+    adapter = Adapter(model, ON, SCHEDULE)
+    layer = model.model.layers[1].mlp.up_proj
+    x = torch.zeros(1, layer.in_features, dtype=torch.bfloat16)
+    x[0, :2] = 1
+    with torch.no_grad():
+        layer.base_layer.weight[:, 0], layer.base_layer.weight[:, 1] = 1, -1
+        layer.lora_A["default"].weight.fill_(1)
+        layer.lora_B["default"].weight.fill_(1e-4)
+    with adapter.worn():
+        found = layer(x).float()
+    torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
+
+
+def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
+    run(tmp_path / "whole", ON, steps=4)
+    run(tmp_path / "parts", ON, steps=2)
+    resumed = run(tmp_path / "parts", ON, steps=4, resume=True)
+    assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
+    from peft import PeftModel
+
+    worn = PeftModel.from_pretrained(model_(), tmp_path / "parts" / "adapter")
+    worn.base_model.model.load_state_dict(
+        {n.replace(".weight", ".base_layer.weight") if "_proj" in n else n: p for n, p in theta(resumed).items()},
+        strict=False,
+    )
+    ids = torch.randint(0, 151, (1, 50))
+    actual = worn(input_ids=ids).logits
+    torch.testing.assert_close(actual, resumed.engine.model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+    again = Adapter(model_(), replace(ON, adapter=str(tmp_path / "parts" / "adapter")), SCHEDULE)
+    phi = [p for n, p in resumed.model.named_parameters() if "lora_" in n]
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters, phi, strict=True))
+
+
+def test_steps_down_when_the_cheaper_schedule_holds_and_back_when_it_does_not(tmp_path):
+    roomy = SCHEDULE.replace(top_k=(8,))
+    for name, top_k in (("sparser", (6,)), ("sparsest", (0,))):
+        (tmp_path / f"{name}.json").write_text(roomy.replace(top_k=top_k).to_json())
+    ladder = tuple(str(tmp_path / f"{name}.json") for name in ("sparser", "sparsest"))
+    config = replace(ON, step_down=ladder, step_down_every=1)
+    easy = run(tmp_path / "easy", config, steps=3, schedule=roomy, tau=0.01)
+    assert easy.schedule.top_k == (0,) and easy.engine.schedule.top_k == (0,)
+    state = json.loads((tmp_path / "easy" / "checkpoints" / "step-3" / "state.json").read_text())
+    assert state["schedule"]["top_k"] == [0]
+    hard = run(tmp_path / "hard", config, steps=2, schedule=roomy, tau=0.9999)
+    assert hard.schedule.top_k == (8,)
+
+
+def test_a_length_that_a_single_response_reached_does_not_hold_the_step_down_up(tmp_path, monkeypatch):
+    roomy = SCHEDULE.replace(top_k=(8,))
+    (tmp_path / "sparser.json").write_text(SCHEDULE.to_json())
+    enough = BinMismatch(0, 0, 64, 900, 16, 0.99, 0.97, 0.96, 0.98, 0.98)
+    straggler = replace(enough, bin=1, n_sequences=1, lower_bound=0.1, interval_low=np.nan, interval_high=np.nan)
+    config = replace(ON, step_down=(str(tmp_path / "sparser.json"),), step_down_every=1)
+    monkeypatch.setattr(distill, "pool", lambda *_: SimpleNamespace(bins=(enough, straggler)))
+    assert run(tmp_path / "moves", config, schedule=roomy, tau=0.95).schedule.top_k == (0,)
+    assert run(tmp_path / "stays", config, schedule=roomy, tau=0.965).schedule.top_k == (8,)
+
+
+def test_the_adapter_follows_a_schedule_that_the_guard_raises(tmp_path):
+    run(tmp_path, ON, steps=3, guard=GuardConfig("raise", threshold=0.999, patience=1))
+    rows = metrics_of(tmp_path)
+    tables = [row["schedule"]["top_k"][0] for row in rows]
+    assert tables == [0, 2, 5] and all("distill" in row for row in rows)  # 3, 5, 8 pages with the 3 always kept
+
+
+def test_bucket_kl_by_hand_and_as_a_bound():
+    p = torch.tensor([[0.5, 0.25]]).log()
+    q = torch.tensor([[0.25, 0.25]]).log()
+    # 0.5 ln 2 + 0 + 0.25 ln(0.25 / 0.5) = 0.25 ln 2
+    assert bucket_kl(p, q).item() == pytest.approx(0.25 * np.log(2), abs=1e-6)
+    generator = torch.Generator().manual_seed(0)
+    full_p, full_q = (torch.randn(64, 30, generator=generator).mul(2).log_softmax(-1) for _ in range(2))
+    exact = (full_p.exp() * (full_p - full_q)).sum(-1)
+    torch.testing.assert_close(bucket_kl(full_p, full_q), exact, atol=1e-4, rtol=1e-4)
+    assert (bucket_kl(full_p[:, :7], full_q[:, :7]) <= exact + 1e-5).all()
+
+
+def test_worst_responses_have_the_lowest_tail():
+    acceptance = [np.full(9, 0.9), np.array([0.2] + [1.0] * 8), np.full(3, 0.95), np.array([0.1] + [1.0] * 99)]
+    assert worst_responses(acceptance, 0.5) == [0, 1]
+    assert worst_responses(acceptance, 0.75) == [0, 1, 2]
+    assert worst_responses(acceptance, 0.01) == [1]
+
+
+def test_worst_positions_are_the_least_accepted():
+    assert worst_positions(torch.tensor([0.9, 0.1, 0.5, 1.0]), 0.5).tolist() == [False, True, True, False]
+    assert worst_positions(torch.tensor([0.9, 0.1]), 0.01).tolist() == [False, True]
+
+
+def test_a_share_of_the_positions_trains(tmp_path):
+    run(tmp_path, replace(ON, positions=0.25))
+    row = metrics_of(tmp_path)[0]
+    assert row["distill"]["tokens"] == round(row["response"]["tokens"] * 0.25)
+
+
+def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
+    scored = []
+    sparse = Distiller._sparse
+    monkeypatch.setattr(Distiller, "_sparse", lambda self, e, rows, c: scored.extend(rows) or sparse(self, e, rows, c))
+    trainer = run(tmp_path, replace(ON, responses=0.25))
+    assert len(scored) == len(set(scored)) == 4
+    row = metrics_of(tmp_path)[0]
+    assert 0 < row["distill"]["tokens"] <= 4 * 40 < row["response"]["tokens"]
+    _, phi = trainer.optimizer.param_groups
+    assert phi["params"] and all(p in trainer.optimizer.state for p in phi["params"]), "phi was trained"
+
+
+def test_bad_input_is_one_sentence(tmp_path):
+    with pytest.raises(ConfigError, match="schedule is dense already"):
+        Adapter(model_(), ON, SparsitySchedule.dense())
+    for targets in (("warp_proj",), ("q_proj", "warp_proj")):
+        with pytest.raises(
+            ConfigError, match="cannot put a LoRA on warp_proj: the linear layers of this model are down_"
+        ):
+            Adapter(model_(), replace(ON, target_modules=targets), SCHEDULE)
+    with pytest.raises(ConfigError, match=r"kl_coef is -1"):
+        DistillConfig(kl_coef=-1)
+    other = Adapter(tiny_model(hidden_size=32), ON, SCHEDULE)
+    other.save(tmp_path / "other", other.adapter_weights())
+    with pytest.raises(ConfigError, match="do not match"):
+        Adapter(model_(), replace(ON, adapter=str(tmp_path / "other")), SCHEDULE)
+    with pytest.raises(ConfigError, match="cannot read a PEFT adapter"):
+        Adapter(model_(), replace(ON, adapter=str(tmp_path / "nothing")), SCHEDULE)
+
+
+def test_an_adapter_of_another_base_is_refused_and_one_of_a_trained_base_is_not(tmp_path):
+    model = model_()
+    adapter = Adapter(model, ON, SCHEDULE)
+    adapter.save(tmp_path, adapter.adapter_weights())
+    config = replace(ON, adapter=str(tmp_path))
+    trained = model_()
+    for p in trained.parameters():
+        p.data += 0.1 * p.std() * torch.randn_like(p) if p.ndim > 1 else 0.0
+    Adapter(trained, config, SCHEDULE)
+    with pytest.raises(ConfigError, match="was trained on other weights"):
+        Adapter(tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3, seed=1), config, SCHEDULE)
+    save_file(load_file(tmp_path / "adapter_model.safetensors"), tmp_path / "adapter_model.safetensors")
+    Adapter(tiny_model(vocab_size=len(build_tokenizer()), seed=1), config, SCHEDULE)  # not said what it was trained on
+
+
+def test_teacher_forced_pass_uses_the_actual_schedule():
+    model = model_()
+    adapter = Adapter(model, ON, SCHEDULE)
+    ids = torch.randint(0, 151, (1, 80))
+    logits = []
+    for top_k in ((0,), (4,)):
+        set_schedule(model, SCHEDULE.replace(top_k=top_k))
+        with torch.no_grad(), adapter.worn(), teacher_forced(model, [10]):
+            logits.append(model(input_ids=ids).logits)
+    assert (logits[0] - logits[1]).abs().max() > 0.01

@@ -1,0 +1,407 @@
+"""What moves the schedule: the closed loop on made-up plants, each mover by hand, and all in the trainer."""
+
+import logging
+from dataclasses import replace
+from math import nan
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import sparrow
+from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.errors import ConfigError, TrainingDiverged
+from sparrow.mismatch import BinMismatch, MismatchReport, mismatch_report
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.tasks import Trace
+from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.schedules import (
+    ClosedLoop,
+    Control,
+    Evidence,
+    Guard,
+    Movers,
+    StepDown,
+    below,
+    next_schedule,
+    raise_bins,
+)
+from sparrow.train.trainer import Trainer
+from tests.train.test_trainer import make_trainer, metrics_of
+
+TAU = 0.9
+
+
+def seen(bin: int, p5: float, low: float | None = None, high: float | None = None, sequences: int = 64) -> BinMismatch:
+    low, high = p5 if low is None else low, p5 if high is None else high
+    return BinMismatch(bin, bin * 2000, (bin + 1) * 2000, 10**4, sequences, 0.99, p5, low, high, p5)
+
+
+def turn(top_k, *bins, calm=(), floor=(), tau=TAU):
+    control = next_schedule(Control(SparsitySchedule(tuple(top_k)), tuple(calm), tuple(floor)), bins, tau)
+    return control.schedule.top_k, control.calm
+
+
+# --- the update, in numbers worked out by hand (3 pages are always kept) ---
+
+
+def test_too_low_is_raised_at_once_in_proportion_and_at_most_doubled():
+    assert turn([17, 27, 40], seen(0, 0.881), seen(1, 0.92)) == ((21, 27, 40), (0, 1))  # 20 * 1.19 = 23.8
+    assert turn([17, 27, 99], seen(0, 0.3), seen(1, 0.905))[0] == (37, 37, 99)  # doubled, and the longer bin with it
+    assert turn([0, 27, 40], seen(0, 0.8999), seen(1, 0.905))[0] == (1, 27, 40)  # one page at least
+
+
+def test_the_lower_limit_decides():
+    assert turn([17, 40], seen(0, 0.95, low=0.881))[0] == (21, 40)
+    assert turn([17, 40], seen(0, 0.95, low=0.905), calm=[1]) == ((17, 40), (0,))  # holds, without room
+
+
+def test_room_lowers_a_third_of_the_way_after_two_steps_and_by_a_quarter_at_most():
+    assert turn([97, 200], seen(0, 0.9359)) == ((97, 200), (1,))
+    assert turn([97, 200], seen(0, 0.9359), calm=[1]) == ((83, 200), (0,))  # 100 * 0.641 ** (1 / 3) = 86.2
+    assert turn([97, 200], seen(0, 0.9999), calm=[1]) == ((72, 200), (0,))
+
+
+def test_what_failed_or_left_no_room_is_the_floor():
+    def floors(p5, floor=()):
+        return next_schedule(Control(SparsitySchedule((17, 40)), (), floor), [seen(0, p5)], TAU).floor
+
+    assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
+    assert floors(0.905, (20,)) == (20,)  # it never sinks
+    assert turn([97, 200], seen(0, 0.9999), calm=[1], floor=[90])[0] == (90, 200)
+    # A schedule lowered by hand is not raised where it has room, and goes back to what is known where it fails.
+    assert turn([97, 200], seen(0, 0.9999), calm=[1], floor=[99])[0] == (97, 200)
+    assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
+
+
+def test_a_dense_start_goes_down_by_bounded_steps_and_stays_dense_beyond_what_was_seen():
+    assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
+    assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), calm=[1, 1])[0] == (90, 184, ALL_PAGES)
+
+
+def test_a_bin_is_never_raised_beyond_its_whole_cache():
+    assert turn([100, 200], seen(0, 0.1))[0] == (122, 200)
+
+
+def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), calm=[1, 1]) == ((27, 40, 60), (0, 0))
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.8, high=0.92, sequences=7))[0] == (27, 40, 60)
+    assert turn([27, 37, 60], seen(0, 0.905), seen(1, 0.8, high=0.881, sequences=7))[0] == (27, 45, 60)
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.2, low=nan, high=nan, sequences=1))[0] == (27, 40, 60)
+
+
+def test_dead_bins_follow_the_first_one_that_can_be_judged():
+    low = turn([90, 90, 97, 200], seen(2, 0.9359), calm=[0, 0, 1])
+    assert low == ((83, 83, 83, 200), (0, 0, 0))
+    assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
+
+
+def test_below_and_raise_bins():
+    bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
+    assert below(bins, 0.8) == bins[:1]
+    assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1]).top_k == (27, 27, 40)
+    assert raise_bins(SparsitySchedule((17, ALL_PAGES)), bins[:2]).top_k == (27, ALL_PAGES, ALL_PAGES)
+
+
+# --- the movers, each by hand ---
+
+
+def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
+    whole = mismatch_report([0.9], [0.9], [0], [0])
+    return replace(whole, bins=bins, p1=p1, p1_upper=p1 if p1_upper is None else p1_upper)
+
+
+def evidence(*bins: BinMismatch, step=1, tails=None, **p1) -> Evidence:
+    return Evidence(step, report(*bins, **p1), lambda schedule: (tails or {})[schedule.top_k])
+
+
+def loose(bin: int, low: float, high: float) -> BinMismatch:
+    """A bin whose lists leave p5 open between two values."""
+    return replace(seen(bin, low), upper_bound=high)
+
+
+def guard(action="warn", patience=1, **changes) -> Guard:
+    return Guard(TrainConfig(tau=0.86, guard=GuardConfig(action, patience=patience), **changes))
+
+
+def test_the_guard_is_not_alarmed_by_loose_bounds_but_says_what_is_not_known():
+    watching, dense = guard("stop", patience=2), SparsitySchedule.dense()
+    for step in (1, 2, 3):
+        seen_now = evidence(loose(0, 0.31, 0.99), loose(1, 0.71, 1.0), step=step, p1=0.05 / step, p1_upper=0.97)
+        assert watching.propose(dense, dense, seen_now) is dense
+        assert not watching.alarm and watching.steps_below == 0 and not watching.stops
+        assert watching.warning == (
+            None if step != 2 else "whether p5 of acceptance reaches 0.84 is not known at lengths 0-2000: the actor's "
+            "lists of 20 tokens put it between 0.310 and 0.990; longer ones (rollout.top_n) tell"
+        )  # fmt: skip
+
+
+def test_the_guard_acts_where_p5_is_known_to_be_too_low():
+    watching, sparse = guard(patience=2), SparsitySchedule((17, 40))
+    for step, alarm in ((1, False), (2, True), (3, True)):
+        watching.propose(sparse, sparse, evidence(loose(0, 0.5, 0.83)))
+        assert watching.alarm is alarm and (watching.warning is not None) is (step == 2)
+    watching.propose(sparse, sparse, evidence(loose(0, 0.5, 0.85)))
+    assert not watching.alarm and watching.steps_below == 0
+
+
+def test_the_guard_acts_when_p1_is_known_to_have_fallen_to_half_of_its_best():
+    watching, sparse = guard("raise", patience=2), SparsitySchedule((17, 40))
+    below_half = []
+    for p1, p1_upper in ((0.7, 0.7), (0.9, 0.95), (0.44, 0.46), (0.30, 0.44), (0.2, 0.44)):
+        after = watching.propose(sparse, sparse, evidence(seen(0, 0.95), p1=p1, p1_upper=p1_upper))
+        below_half.append(watching.steps_below)
+    assert below_half == [0, 0, 0, 1, 2] and after.top_k == (27, 40)
+
+
+def test_a_dense_actor_is_not_advised_to_read_more():
+    watching, dense = guard("raise"), SparsitySchedule.dense()
+    assert watching.propose(dense, dense, evidence(seen(0, 0.5))) is dense
+    assert watching.alarm and "denser" not in str(watching.warning) and "more pages" not in watching.remedy
+    assert "though samples come from all that is cached: not sparsity is the cause, but weights" in watching.reason
+    short = SparsitySchedule((122, 130))  # dense up to 2,000 tokens: 122 + 3 pages of 16
+    watching.propose(short, short, evidence(seen(0, 0.5)))
+    assert "though samples come from all that is cached" in watching.reason
+    after = watching.propose(short, short, evidence(seen(0, 0.5), seen(1, 0.5)))
+    assert after.top_k == (122, 197, 197) and "a denser schedule prevents it" in watching.reason
+
+
+def test_lossless_samples_are_not_mended_by_more_pages():
+    watching, drafts = guard("stop", rollout=RolloutConfig(mode="lossless")), SparsitySchedule.fixed(61)
+    assert watching.propose(drafts, drafts, evidence(seen(0, 0.5))) is drafts
+    assert watching.stops and "though samples come from all that is cached" in watching.reason
+    assert "denser" not in watching.reason and "more pages" not in watching.remedy
+
+
+def test_what_the_closed_loop_raises_the_guard_does_not_raise_again():
+    config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
+    start = SparsitySchedule((17, 27, 40))
+    movers = Movers(config, start, closed_loop=True)
+    # The loop raises the first bin to 20 * 1.9; the second has few responses, which it leaves and so does the guard.
+    after = movers.next(start, evidence(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
+    assert after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
+
+
+def test_a_step_down_and_the_loop_take_turns():
+    rungs = [SparsitySchedule((97, 200)), SparsitySchedule((47, 100)), SparsitySchedule((17, 40))]
+    tails = {(47, 100): [seen(0, 0.95)], (17, 40): [seen(0, 0.8)]}
+    step_down, loop = StepDown(rungs, 2, 0.9), ClosedLoop(0.9)
+    first = evidence(seen(0, 0.99), step=1, tails=tails)
+    assert step_down.propose(rungs[0], rungs[0], first) == rungs[0]  # not yet its turn
+    second = first._replace(step=2)
+    assert step_down.propose(rungs[0], rungs[0], second) == rungs[1]
+    assert loop.propose(rungs[0], rungs[1], second) == rungs[1] and loop.state()["calm"] == ()  # not measured yet
+    # Its next rung does not hold, and what is in force, which the loop has moved meanwhile, surely fails: back.
+    moved = rungs[1].replace(top_k=(45, 100))
+    tails[(45, 100)] = [seen(0, 0.85)]
+    assert step_down.propose(moved, moved, second._replace(step=4)) == rungs[0]
+    assert step_down.state() == {"rung": 0}
+
+
+def test_all_movers_may_be_on_and_remember_where_they_were(tmp_path):
+    path = tmp_path / "cheap.json"
+    path.write_text(SparsitySchedule((17, 40)).to_json())
+    distill = DistillConfig(enabled=True, step_down=(str(path),), step_down_every=1)
+    config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1), distill=distill)
+    start = SparsitySchedule((97, 200))
+    movers = Movers(config, start, closed_loop=True)
+    tails = {(17, 40): [seen(0, 0.95)]}
+    assert movers.next(start, evidence(seen(0, 0.99), tails=tails)).top_k == (17, 40)
+    again = Movers(config, start, closed_loop=True)
+    again.load(movers.state(), SparsitySchedule((17, 40)))
+    assert again.state() == movers.state() and again.state()["step_down"] == {"rung": 1}
+    # A checkpoint of before step-downs remembered their rung.
+    again.load({"calm": [1], "floor": [9], "best_p1": 0.7, "steps_below": 2}, SparsitySchedule((17, 40)))
+    assert again.state() == {
+        "step_down": {"rung": 1}, "closed_loop": {"calm": (1,), "floor": (9,)},
+        "guard": {"best_p1": 0.7, "steps_below": 2},
+    }  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    exponent=st.floats(0.7, 4),
+    needed=st.lists(st.integers(12, 80), min_size=1, max_size=5),
+    start=st.one_of(st.just(ALL_PAGES), st.integers(0, 90)),
+    noise=st.floats(0, 0.004),
+    seed=st.integers(0, 99),
+)
+def test_reaches_tau_from_anywhere_stays_and_recovers_within_two_steps(exponent, needed, start, noise, seed):
+    """Plants whose rejected share falls as a power of the pages read, needing more of them at greater length.
+
+    At last the actor gets worse from one step to the next, as when its adapter is lost, and needs twice the pages.
+    """
+    needed = np.maximum.accumulate(needed)
+    rng = np.random.default_rng(seed)
+    control = Control(SparsitySchedule((start,)))
+    for step in range(63):
+        if step == 60:
+            needed = 2 * needed
+        pages = np.array([min(control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] + 3, 125 * (i + 1))
+                          for i in range(len(needed))])  # fmt: skip
+        whole = pages == 125 * (np.arange(len(needed)) + 1)
+        p5 = np.where(whole, 1.0, 1 - np.minimum(1, (1 - TAU) * (needed / pages) ** exponent))
+        measured = np.clip(p5 + noise * rng.standard_normal(len(p5)), 0, 1)
+        bins = [seen(i, p, p - 2 * noise, p + 2 * noise) for i, p in enumerate(measured)]
+        after = next_schedule(control, bins, TAU)
+        assert all(a <= b for a, b in zip(after.schedule.top_k, after.schedule.top_k[1:], strict=False))
+        if step == 62:
+            assert np.all(p5 >= TAU - 0.02)
+        elif 30 <= step < 60:
+            assert np.all(p5 >= TAU - 0.02)
+            # A longer bin may read more than it needs, where a shorter one needs that much; and all by one page.
+            one_less = 1 - (1 - TAU) * (needed[0] / (pages[0] - 1)) ** exponent
+            assert one_less <= TAU + 0.02 + 4 * noise
+        control = after
+
+
+@pytest.mark.parametrize("surer", [0.0, 0.5])
+def test_settles_on_the_measured_plant_and_takes_no_freed_pages_back(surer):
+    """Four bins as the bundled reasoner's, rejecting 5 % at so many pages and less with their power -4 to -2.5.
+
+    p5 is as noisy as 192 responses made it. ``surer``: by what share the rejected part falls over 60 steps.
+    """
+    tau, needed, exponent = 0.97, np.array([15, 20, 33, 38]), np.array([4.0, 3.4, 2.8, 2.5])
+    rng = np.random.default_rng(0)
+    control = Control(SparsitySchedule.dense(bin_tokens=64, page_size=4))
+    history, tables = [], []
+    for step in range(60):
+        k = np.array([control.schedule.top_k[min(i, len(control.schedule.top_k) - 1)] for i in range(2, 6)])
+        pages = np.minimum(k + 3, 16 * np.arange(3, 7))
+        rejected = 0.05 * (1 - surer * step / 60) * (needed / pages) ** exponent * (pages < 16 * np.arange(3, 7))
+        p5 = 1 - rejected * np.exp(0.06 * rng.standard_normal(4))
+        history.append(1 - rejected)
+        tables.append(pages.tolist())
+        control = next_schedule(control, [seen(i + 2, p, p - 0.07 * (1 - p)) for i, p in enumerate(p5)], tau)
+    assert np.all(np.abs(np.array(history)[12:] - tau) <= 0.02)
+    assert np.sum(np.diff(tables[20:], axis=0) < 0) <= 4 and np.all(np.array(tables[-1]) <= 1.2 * np.array(tables[20]))
+
+
+# --- in the trainer ---
+
+LAYOUT = dict(bin_tokens=32, page_size=4, dense_layers=(0,))
+
+
+def reasoner_trainer(run_dir, schedule, closed_loop=True, listener=None, tau=0.95, **changes) -> Trainer:
+    import torch
+
+    model, tokenizer = load_model(str(Path(sparrow.__file__).parent / "reasoner"), "fp32", torch.device("cpu"))
+    engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
+    config = TrainConfig(
+        run_dir=str(run_dir), steps=4, save_every=100, tau=tau,
+        rollout=RolloutConfig(prompts=8, samples=2, max_new_tokens=120),
+        optimizer=OptimizerConfig(learning_rate=1e-6),
+    )  # fmt: skip
+    kwargs = {"listener": listener} if listener else {}
+    return Trainer(
+        replace(config, **changes), model, tokenizer, Trace(10), engine, schedule, closed_loop=closed_loop, **kwargs
+    )
+
+
+def tables(run_dir) -> list[list]:
+    return [row["schedule"]["top_k"] for row in metrics_of(run_dir)]
+
+
+def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
+    def halve(event, metrics):
+        if event == "step" and metrics["step"] == 1:
+            trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+            trainer.engine.set_schedule(trainer.schedule)
+
+    trainer = reasoner_trainer(tmp_path, SparsitySchedule((5, 9, 14, 16, 20, 21), **LAYOUT), listener=halve)
+    trainer.train()
+    _, fault, _, after = [r["mismatch"]["bins"] for r in metrics_of(tmp_path)]
+    hit = [b["bin"] for b in fault if b["n_sequences"] >= 8 and b["interval_low"] < 0.94]
+    assert hit
+    # 16 responses leave room for chance on the far side of tau.
+    assert all(b["lower_bound"] >= 0.95 - 0.02 for b in after if b["bin"] in hit)
+
+
+def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
+    # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is dense.
+    changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
+    whole = make_trainer(tmp_path / "whole", **changes)
+    whole.train()
+    assert len({str(t) for t in tables(tmp_path / "whole")}) > 2
+
+    class Killed(BaseException):
+        pass
+
+    def kill(event, metrics):
+        if event == "step" and metrics["step"] == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        make_trainer(tmp_path / "killed", **changes, listener=kill).train()
+    resumed = make_trainer(tmp_path / "killed", **changes, resume=True)
+    assert resumed.step == 2
+    resumed.train()
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
+    assert resumed.movers.state() == whole.movers.state() and resumed.schedule == whole.schedule
+
+
+def test_nothing_that_moves_the_schedule_excludes_another(tmp_path):
+    made = make_trainer(tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise"))
+    made.train()
+    assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
+    # The loop was told of the schedule's own bins of 32 tokens, not of the report's.
+    assert len(made.movers.state()["closed_loop"]["floor"]) == 2
+    with pytest.raises(ConfigError, match=r"distill.step_down is \('dense',\), but must be left out without distill"):
+        DistillConfig(step_down=("dense",))
+
+
+EXACT = RolloutConfig(4, 4, 24, top_n=151)
+"""Lists that cover the vocabulary: what they say of acceptance is no bound but exact."""
+
+
+def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, caplog):
+    from tests.train import test_trainer
+
+    monkeypatch.setattr(test_trainer, "SCHEDULE", SparsitySchedule.dense(**LAYOUT))
+    with caplog.at_level(logging.WARNING):
+        make_trainer(tmp_path, guard=GuardConfig("stop", patience=2)).train()
+    rows = metrics_of(tmp_path)
+    assert [row["kv"]["read_fraction"] for row in rows] == [1.0] * 4
+    assert all(row["mismatch"]["bins"][0]["lower_bound"] < 0.84 for row in rows), "or this shows nothing"
+    assert [row["guard"]["steps_below"] for row in rows] == [0] * 4
+    assert [r.message for r in caplog.records if "whether p5 of acceptance reaches 0.84 is not known" in r.message]
+
+
+def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        make_trainer(tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)).train()
+    assert [r.message for r in caplog.records if "p5" in r.message] == [
+        "p5 of acceptance has been below 0.999, or p1 below half of its best, for 2 steps, so training may collapse; "
+        "a denser schedule prevents it"
+    ]
+    found = [row["guard"] for row in metrics_of(tmp_path)]
+    assert found == [{"steps_below": i, "alarm": i >= 2} for i in (1, 2, 3, 4)]
+
+
+def test_guard_raises_the_schedule(tmp_path):
+    make_trainer(tmp_path, rollout=EXACT, guard=GuardConfig("raise", threshold=0.999, patience=2)).train()
+    assert tables(tmp_path) == [[0, 1], [0, 1], [0, 3, 3], [0, 6, 6]]  # 4, 6, 9 pages with the 3 always kept
+
+
+def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
+    guard = GuardConfig("stop", threshold=0.999, patience=3)
+    with pytest.raises(TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"):
+        make_trainer(tmp_path, rollout=EXACT, guard=guard, save_every=100).train()
+    resumed = make_trainer(tmp_path, rollout=EXACT, guard=replace(guard, action="raise"), resume=True)
+    assert resumed.step == 3 and resumed.movers.guard.steps_below == 3
+    resumed.train()
+    assert len(metrics_of(tmp_path)) == 4
+
+
+def test_auto_on_the_command_line(tmp_path):
+    from sparrow.cli import main
+
+    layout = tmp_path / "layout.json"
+    layout.write_text(SparsitySchedule.dense(**LAYOUT).to_json())
+    common = ["train", "--task", "trace:lines=4", "--steps", "2", "--rollout.prompts", "4", "--rollout.samples", "2",
+              "--rollout.max-new-tokens", "50", "--tau", "0.9", "--run-dir"]  # fmt: skip
+    main([*common, str(tmp_path / "run"), "--schedule", f"auto:{layout}"])
+    assert tables(tmp_path / "run")[0] == ["all"] and tables(tmp_path / "run")[1][-1] == "all"
+    assert len(tables(tmp_path / "run")[1]) > 1

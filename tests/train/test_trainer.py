@@ -1,0 +1,281 @@
+"""The training loop: it learns, it resumes to the same numbers, and what goes wrong costs no finished step."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from sparrow.engines.hf import HFEngine
+from sparrow.errors import CheckpointError, ConfigError, RewardError, TrainingDiverged
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks import Problem, build_tokenizer
+from sparrow.train import trainer as train
+from sparrow.train.config import CorrectionConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.trainer import Trainer
+from tests.conftest import tiny_model
+
+SCHEDULE = SparsitySchedule(top_k=(0, 1), bin_tokens=32, page_size=8, dense_layers=(0,))
+
+
+@dataclass
+class EarlyWords:
+    """Rewards words from the front of the alphabet; misbehaves on request."""
+
+    fail_from: int = 10**9
+    fail_with: float | None = None
+
+    def problem(self, index: int, seed: int = 0) -> Problem:
+        def verify(text: str) -> float:
+            if index >= self.fail_from:
+                if self.fail_with is None:
+                    raise KeyError("answer")
+                return self.fail_with
+            return sum(word < "h" for word in text.split() if word.isalpha()) / 24
+
+        return Problem(id=f"words-{index}", prompt=f" {index % 10}" * (24 + index % 7), verify=verify)
+
+
+def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, closed_loop=False, **changes) -> Trainer:
+    tokenizer = build_tokenizer()
+    model = model or tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
+    engine = HFEngine(model, SCHEDULE, eos_ids=[tokenizer.eos_token_id])
+    defaults = dict(
+        run_dir=str(run_dir), steps=steps, save_every=2, seed=5,
+        rollout=RolloutConfig(prompts=4, samples=4, max_new_tokens=24, top_n=8),
+        optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=200),
+    )  # fmt: skip
+    config = TrainConfig(**{**defaults, **changes})
+    kwargs = {"listener": listener} if listener else {}
+    task = task or EarlyWords()
+    return Trainer(config, model, tokenizer, task, engine, SCHEDULE, closed_loop=closed_loop, **kwargs)
+
+
+def metrics_of(run_dir) -> list[dict]:
+    rows = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row.pop("seconds")
+    return rows
+
+
+def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, monkeypatch):
+    # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
+    monkeypatch.setattr(train, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights))
+    made = make_trainer(tmp_path, steps=1)
+    made.train()
+    written = load_file(tmp_path / "model" / "model.safetensors")
+    assert "model.embed_tokens.weight" in written and "lm_head.weight" not in written
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(again.lm_head.weight, made.model.lm_head.weight)
+
+
+def test_reward_rises_and_every_metric_is_there(tmp_path):
+    make_trainer(tmp_path, steps=16, optimizer=OptimizerConfig(learning_rate=1e-2, token_budget=200)).train()
+    rows = metrics_of(tmp_path)
+    assert [r["step"] for r in rows] == list(range(1, 17))
+    assert sum(r["reward"]["mean"] for r in rows[-3:]) / 3 > rows[0]["reward"]["mean"] + 0.3
+    first = rows[0]
+    assert 0 < first["kv"]["read_fraction"] < 0.95
+    assert 0.05 < first["mismatch"]["mean"] < 1 and len(first["mismatch"]["bins"]) >= 1
+    assert first["correction"]["ess_token"] < 1 and first["loss"]["ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert first["response"]["tokens"] == pytest.approx(first["response"]["mean"] * 16)
+    saved = [json.loads(line) for line in Path(tmp_path, "rollouts.jsonl").read_text().splitlines()]
+    assert len(saved) == 16 * 4 and len({r["problem"] for r in saved[:4]}) == 4
+    assert all(len(r["tokens"]) == len(r["acceptance"]) for r in saved)
+    assert Path(tmp_path, "model", "model.safetensors").exists()
+    assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
+
+
+@pytest.mark.parametrize("kind", ["none", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"])
+def test_every_correction_trains(tmp_path, kind):
+    make_trainer(tmp_path, steps=1, correction=CorrectionConfig(kind=kind)).train()
+    assert metrics_of(tmp_path)[0]["correction"]["weight_mean"] >= 0
+
+
+@pytest.mark.parametrize("advantage", ["dr_grpo", "rloo", "remax"])
+def test_every_advantage_and_minibatches_train(tmp_path, advantage):
+    optimizer = OptimizerConfig(learning_rate=1e-3, minibatches=2, warmup_steps=4, token_budget=100)
+    make_trainer(tmp_path, steps=1, advantage=advantage, optimizer=optimizer).train()
+    assert metrics_of(tmp_path)[0]["learning_rate"] == pytest.approx(1e-3 / 4)
+
+
+def test_token_budget_and_checkpointing_do_not_change_the_update(tmp_path):
+    results = []
+    for i, changes in enumerate([dict(token_budget=10**6), dict(token_budget=60), dict(gradient_checkpointing=True)]):
+        trainer = make_trainer(tmp_path / str(i), steps=1, optimizer=OptimizerConfig(learning_rate=1e-3, **changes))
+        trainer.train()
+        results.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    start = torch.cat([p.detach().flatten() for p in tiny_model(vocab_size=151, initializer_range=0.1).parameters()])
+    assert start.shape != results[0].shape or (results[0] - start).abs().max() > 1e-4
+    for other in results[1:]:
+        assert (results[0] - other).abs().median() < 1e-6
+
+
+def test_checkpointing_recomputes_layers_in_updates_and_lets_the_actor_decode(tmp_path):
+    calls = []
+    for checkpointing in (False, True):
+        optimizer = OptimizerConfig(token_budget=10**6, gradient_checkpointing=checkpointing)
+        trainer = make_trainer(tmp_path / str(checkpointing), steps=1, optimizer=optimizer)
+        count = [0]
+        mlp = trainer.model.get_decoder().layers[1].mlp
+        mlp.register_forward_pre_hook(lambda *_, count=count: count.__setitem__(0, count[0] + torch.is_grad_enabled()))
+        trainer.train()
+        calls.append(count[0])
+        assert not trainer.model.training and not any(m.training for m in trainer.model.modules())
+    assert calls == [1, 2]
+
+
+def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
+    make_trainer(tmp_path / "whole", steps=5).train()
+
+    class Killed(BaseException):
+        pass
+
+    def kill_in_step_four(event, metrics):
+        count[event] = count.get(event, 0) + 1
+        if event == "update" and count["update"] == 4:
+            raise Killed
+
+    count: dict[str, int] = {}
+    with pytest.raises(Killed):
+        make_trainer(tmp_path / "killed", steps=5, listener=kill_in_step_four).train()
+    torch.manual_seed(99)  # a new process would not have this run's random state
+    make_trainer(tmp_path / "killed", steps=5, resume=True).train()
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
+    rollouts = [Path(tmp_path, run, "rollouts.jsonl").read_text() for run in ("killed", "whole")]
+    assert rollouts[0] == rollouts[1]
+
+
+@pytest.fixture
+def ctrl_c_interrupts():
+    """Python's own handler; it does not install it where a shell started it in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c_interrupts")
+@pytest.mark.parametrize("phase", ["rollout", "update"])
+def test_ctrl_c_saves_the_last_finished_step(tmp_path, phase):
+    count: dict[str, int] = {}
+
+    def interrupt(event, metrics):
+        count[event] = count.get(event, 0) + 1
+        if event == phase and count[event] == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert threading.current_thread() is threading.main_thread()
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer(tmp_path, steps=5, save_every=100, listener=interrupt).train()
+    make_trainer(tmp_path, steps=3, save_every=100, resume=True).train()
+    make_trainer(tmp_path / "whole", steps=3, save_every=100).train()
+    assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(("returned", "message"), [(None, "raised KeyError: 'answer'"), (float("nan"), "returned nan")])
+def test_bad_reward_names_the_problem_and_keeps_finished_steps(tmp_path, returned, message):
+    with pytest.raises(RewardError, match=rf"problem 'words-12' {message}.*resume"):
+        make_trainer(tmp_path, steps=9, save_every=100, task=EarlyWords(fail_from=12, fail_with=returned)).train()
+    make_trainer(tmp_path, steps=4, resume=True).train()
+    assert len(metrics_of(tmp_path)) == 4
+
+
+def test_nan_loss_stops_before_the_weights_change(tmp_path):
+    model = tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.1)
+    before = []
+
+    def poison(event, metrics):
+        if event == "update":
+            before.append([p.detach().clone() for p in model.parameters()])
+            model.model.norm.weight.register_hook(lambda grad: grad * float("nan"))
+
+    with pytest.raises(TrainingDiverged, match=r"grad_norm is nan.*last checkpoint"):
+        make_trainer(tmp_path, model=model, listener=poison).train()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.parameters(), strict=True))
+
+
+def test_full_disk_leaves_the_earlier_checkpoint(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, steps=4)
+    whole = trainer.accelerator.save_state
+
+    def full_disk(folder):
+        if trainer.step == 4:
+            Path(folder, "model.safetensors").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        return whole(folder)
+
+    monkeypatch.setattr(trainer.accelerator, "save_state", full_disk)
+    with pytest.raises(CheckpointError, match=r"step 4.*No space left.*resumed from step 2"):
+        trainer.train()
+    make_trainer(tmp_path, steps=4, resume=True).train()
+    make_trainer(tmp_path / "whole", steps=4).train()
+    assert metrics_of(tmp_path) == metrics_of(tmp_path / "whole")
+
+
+def test_run_directory_is_not_overwritten(tmp_path):
+    make_trainer(tmp_path, steps=1).train()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        make_trainer(tmp_path, steps=1)
+    with pytest.raises(ConfigError, match="no checkpoint to resume from"):
+        make_trainer(tmp_path / "new", resume=True)
+
+
+def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen:
+    """The run in a process of its own, with one thread: float32 sums depend on how many share the work."""
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from tests.train import test_trainer as t\n"
+        f"t.make_trainer({str(run_dir)!r}, steps={steps}, resume={resume}).train()"
+    )
+    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_killed_process_resumes(tmp_path):
+    """The same with a real SIGKILL at a moment of the machine's choosing."""
+    process = start_process(tmp_path / "killed", steps=50)
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    for _ in range(1200):
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= 3:
+            break
+        assert process.poll() is None, "the run ended by itself"
+        threading.Event().wait(0.1)
+    process.kill()
+    process.wait()
+    steps = len(metrics.read_text().splitlines()) + 1
+    assert start_process(tmp_path / "killed", steps, resume=True).wait() == 0
+    assert start_process(tmp_path / "whole", steps).wait() == 0
+    assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
+
+
+def test_the_tail_by_length_reaches_tensorboard_under_stable_names(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    make_trainer(tmp_path, steps=2, trackers=("tensorboard",)).train()
+    events = EventAccumulator(str(tmp_path / "sparrow"))
+    events.Reload()
+    rows = metrics_of(tmp_path)
+    found = {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    bins = [row["mismatch"]["bins"] for row in rows]
+    assert [(b["start"], b["end"]) for b in bins[0]] == [(0, 32), (32, 64)]
+    columns = {"": "lower_bound", "/low": "interval_low", "/high": "interval_high", "/upper": "upper_bound"}
+    for name, key in columns.items():
+        assert found[f"sparrow/p5/32-64{name}"] == pytest.approx([b[1][key] for b in bins], abs=1e-6)
+    assert found["sparrow/p5"] == pytest.approx([min(b["lower_bound"] for b in both) for both in bins], abs=1e-6)
+    assert found["reward/mean"] == pytest.approx([row["reward"]["mean"] for row in rows], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("sparrow.train.trackers.get_available_trackers", lambda: ["tensorboard"])
+    message = f"trackers is tensorboard {name}, but the package '{name}' is not installed; pip install {name}"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path / "run", trackers=("tensorboard", name))
+    assert not (tmp_path / "run").exists()
