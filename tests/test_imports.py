@@ -44,7 +44,6 @@ ALLOWED = {
     "engines.base": ["mismatch", "rollout", "schedule"],
     "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
     "model.scoring": [],
-    "actor": ["model"],  # the old place of model.actor
     "engines.hf": ["engines.base", "mismatch", "mode", "model", "model.scoring", "rollout", "schedule"],
     "vllm": ["mismatch", "attention", "attention.decode", "attention.triton", "mode", "schedule"],
     "engines.vllm": ["engines.base", "mismatch", "mode", "rollout", "schedule", "vllm"],
@@ -219,19 +218,6 @@ new = {name.partition(".")[0] for name in set(sys.modules) - before}
 print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
 """
     assert fresh(code) == []
-
-
-def test_the_old_place_of_the_actor_names_the_new_one():
-    code = """
-import json, warnings
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    from sparrow.actor import set_schedule, teacher_forced
-from sparrow.model import actor
-assert set_schedule is actor.set_schedule and teacher_forced is actor.teacher_forced
-print(json.dumps([str(w.message) for w in seen if w.category is DeprecationWarning and "sparrow" in str(w.message)]))
-"""
-    assert fresh(code) == ["sparrow.actor has moved; import from sparrow.model.actor"]
 
 
 def test_the_plugin_loads_no_client_and_no_trainer():

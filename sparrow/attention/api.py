@@ -6,7 +6,6 @@ P page size, N pages.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -72,7 +71,6 @@ def paged_decode(
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     reuse_plan: bool = False,
-    planned: bool | None = None,
 ) -> Tensor:
     """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
@@ -102,16 +100,12 @@ def paged_decode(
         reuse_plan: the workspace's last call had the same lengths, budgets and implementation, as in a layer before
             this one: the kernels divide the work as they did then, and may rank pages while the launch before it
             stores the newest tokens.
-        planned: the old name of ``reuse_plan``.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
-    if planned is not None:
-        warnings.warn("paged_decode(planned=...) is now reuse_plan=...", DeprecationWarning, stacklevel=2)
-        reuse_plan = planned
     batch = DecodeBatch(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B,
         torch.empty_like(q_BHD) if out is None else out, layout, q_BHD.shape[-1] ** -0.5 if scale is None else scale,

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Rollout, Sampling, Scores
-from sparrow.rollout import derived_seed as derived_seed
-from sparrow.rollout import split as split
 from sparrow.schedule import SparsitySchedule
 
 

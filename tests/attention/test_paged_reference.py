@@ -85,16 +85,6 @@ def test_an_unknown_implementation_is_refused():
         update_landmarks(k, torch.zeros(1, 1, 1, 2), torch.tensor([3]), layout=PageLayout(4), implementation="flash")
 
 
-def test_the_old_name_of_reuse_plan_still_works_and_says_what_it_is_now():
-    k, marks = torch.ones(1, 1, 4, 2), torch.zeros(1, 1, 1, 2)
-    rows = (torch.zeros(1, 1, dtype=torch.int32), *(torch.ones(1, dtype=torch.int32),) * 2)
-    with pytest.warns(DeprecationWarning, match=r"planned=\.\.\.\) is now reuse_plan=\.\.\."):
-        out = paged_decode(
-            torch.ones(1, 1, 2), k, k, marks, *rows, layout=PageLayout(4), implementation="reference", planned=True
-        )
-    assert torch.equal(out, torch.ones(1, 1, 2))
-
-
 def test_shapes_that_do_not_belong_together_are_refused():
     k, marks, q = torch.ones(1, 2, 4, 2), torch.zeros(1, 1, 2, 2), torch.ones(1, 4, 2)
     rows = (torch.zeros(1, 1, dtype=torch.int32), *(torch.ones(1, dtype=torch.int32),) * 2)
