@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,26 +149,6 @@ def ideal_speedup(
     b = float(schedule.tokens_read(prompt + np.arange(1, response + 1)).mean())
     common = (shape.weights, samples, prompt, response, shape.kv_width, shape.heads / shape.kv_heads, intensity)
     return dense_eflops(*common) / sparse_eflops(*common, b, schedule.page_size)
-
-
-@dataclass(frozen=True)
-class PageSizePoint:
-    page_size: int
-    budget: float  # tokens
-    p5: float
-    eflops: float
-    on_frontier: bool
-
-
-def page_size_frontier(
-    measured: Iterable[tuple[int, float, float]], shape: ModelShape, intensity: float, response: int
-) -> list[PageSizePoint]:
-    """Price measured (page size, budget in tokens, p5) points by the eFLOPs of one response; mark the undominated."""
-    points = list(measured)
-    common = (shape.weights, 1, 0, response, shape.kv_width, shape.heads / shape.kv_heads, intensity)
-    priced = [(sparse_eflops(*common, budget, page), -p5) for page, budget, p5 in points]
-    best = [not any(a <= c and q <= p and (a, q) != (c, p) for a, q in priced) for c, p in priced]
-    return [PageSizePoint(*point, cost, on) for point, (cost, _), on in zip(points, priced, best, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -178,47 +178,6 @@ def test_without_scoring_no_cutoff_gives_all_four_published_speedups_at_once():
     assert misses[28_000] == pytest.approx(0.153, abs=0.005)
 
 
-# --- page sizes ---
-
-
-def frontier(growth: float, response: int, sizes=(16, 32, 64, 128)):
-    """The 1.7B tables are p5 data of page size 16; other sizes are to need (P / 16) ** growth times the budget."""
-    measured = []
-    for tau in (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94):
-        tokens = SparsitySchedule.preset("qwen3-1.7b", tau).tokens_read(np.arange(1, response + 1)).mean()
-        measured += [(size, float(tokens) * (size / 16) ** growth, tau) for size in sizes]
-    found = cost.page_size_frontier(measured, SHAPES["qwen3-1.7b"], paper_intensity(H200), response)
-    return {size: sum(p.on_frontier for p in found if p.page_size == size) for size in sizes}
-
-
-def test_page_size_16_is_on_the_frontier_if_larger_pages_need_a_tenth_more_budget():
-    for response in (8000, 16_000, 30_000, 40_000):
-        for growth in (0.1, 0.2, 0.5, 1.0):
-            assert frontier(growth, response)[16] >= 3, (response, growth)
-        assert frontier(0.0, response)[16] == 0  # were page size for free, the largest would win
-    assert frontier(0.3, 30_000) == {16: 8, 32: 0, 64: 0, 128: 0}
-
-
-def test_the_gap_to_32_closes_near_30k_when_the_budget_grows_by_a_twelfth():
-    def gap(response):
-        b = SparsitySchedule.preset("qwen3-1.7b").tokens_read(np.arange(1, response + 1)).mean()
-        points = [(16, b, 0.86), (32, b * 13 / 12, 0.86)]
-        small, large = cost.page_size_frontier(points, SHAPES["qwen3-1.7b"], paper_intensity(H200), response)
-        return large.eflops / small.eflops - 1
-
-    assert gap(10_000) > 0.01
-    assert gap(20_000) > 0.005
-    assert abs(gap(31_000)) < 0.002
-    assert gap(38_000) < -0.003
-
-
-def test_domination_is_strict_and_equal_points_stand_together():
-    points = [(16, 100, 0.8), (16, 100, 0.8), (16, 200, 0.8), (16, 200, 0.9), (16, 300, 0.85)]
-    found = cost.page_size_frontier(points, SHAPES["qwen3-4b"], 200.0, 1000)
-    assert [p.on_frontier for p in found] == [True, True, False, True, False]
-    assert [(p.page_size, p.budget, p.p5) for p in found] == points
-
-
 # --- the roofline ---
 
 
