@@ -41,7 +41,7 @@ def decode(
         k_BKSD, v_BKSD: the cache, the newest tokens' keys and values included.
         start_B, length_B: each row's first column (``None``: 0 everywhere) and number of tokens, int64.
         top_k_B: pages kept by score, int64.
-        layout: page size, always-kept pages and score.
+        layout: page size and always-kept pages.
         scale: softmax scale, ``D ** -0.5`` by default.
 
     Returns:
@@ -88,7 +88,7 @@ def paged_decode(
         block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
-        layout: page size, always-kept pages and score.
+        layout: page size and always-kept pages.
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
             cache in the same dtype or float8_e4m3fn; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
             dims 64 and 128, groups up to 8, one 16-bit dtype; needs ``workspace``, and compiles itself at its first
@@ -197,7 +197,7 @@ def update_landmarks(
         k_cache: strided view ``[blocks, K, block tokens, D]``, the keys written already.
         landmark_cache: ``[blocks, block tokens / P, K, D]``, in the dtype of the cache.
         slot_mapping_T: slots just written, integers.
-        layout: page size and score.
+        layout: page size.
         implementation: as in ``paged_decode``; ``cuda`` has Triton's.
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
@@ -237,7 +237,7 @@ def teacher_forced(
         start_B, length_B: each row's first column and number of tokens, int64.
         prompt_B: leading tokens that attend densely, as in prefill, int64.
         top_k_BT: pages kept by score at each column, int64.
-        layout: page size, always-kept pages and score.
+        layout: page size and always-kept pages.
         implementation: ``reference`` (eager torch, any device; time and memory of dense attention with a mask) or
             ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.

@@ -154,8 +154,6 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
     """Raises ValueError: a cache that the kernels cannot serve."""
     blocks, K, block_tokens, D = k_cache.shape
     P = layout.page_size
-    if layout.score != "mean_key":
-        raise ValueError(f"the kernels rank by mean_key, got a layout with score {layout.score!r}")
     if P not in PAGE_SIZES or block_tokens % P:
         raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
     if D not in HEAD_DIMS:

@@ -35,8 +35,8 @@ def decode(
     B, H, D = q_BHD.shape
     K, S, P = k_BKSD.shape[1], k_BKSD.shape[2], layout.page_size
     with torch.no_grad():
-        marks = _page_landmarks(k_BKSD, start_B, layout)
-        scores = page_scores(q_BHD[:, :, None], marks, layout)
+        marks = _page_landmarks(k_BKSD, start_B, P)
+        scores = page_scores(q_BHD[:, :, None], marks)
         keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         column_BKT = token_BKT if start_B is None else token_BKT + start_B[:, None, None]
@@ -75,7 +75,7 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
         marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2).float() * batch.k_scale
-        scores = page_scores(q_BHD[:, :, None], marks_BKND, layout)
+        scores = page_scores(q_BHD[:, :, None], marks_BKND)
         keep_BKN = select_pages(scores, length_B[:, None], batch.top_k_B.long()[:, None], layout)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
@@ -96,7 +96,7 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()
     block, token = last // block_tokens, last % block_tokens
     keys_TPKD = k_cache[block[:, None], :, token[:, None] + torch.arange(1 - P, 1, device=last.device)]
-    landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout)
+    landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2))
 
 
 def teacher_forced(
@@ -128,14 +128,14 @@ def teacher_forced(
     real_BT = (position_BT >= 0) & (position_BT < length_B[:, None])
     page_BT = (position_BT // P).clamp(0, N - 1)
     with torch.no_grad():
-        marks = _page_landmarks(k_BKTD, start_B, layout)
+        marks = _page_landmarks(k_BKTD, start_B, P)
     chunks = []
     for q0 in range(0, T, query_chunk):
         now = slice(q0, min(T, q0 + query_chunk))
         position = position_BT[:, now]
         with torch.no_grad():
             causal = (column_T <= column_T[now, None]) & real_BT[:, None] & real_BT[:, now, None]
-            scores = page_scores(q_BHTD[:, :, now], marks, layout)
+            scores = page_scores(q_BHTD[:, :, now], marks)
             keep = select_pages(scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout)
             keep = keep | (position < prompt_B[:, None])[:, None, :, None]
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
@@ -158,15 +158,14 @@ def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Te
     return token_BKMP.flatten(2), seen_BKMP.flatten(2)
 
 
-def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
+def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, P: int) -> Tensor:
     """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole page fits."""
     K, S, D = k_BKSD.shape[1:]
-    P = layout.page_size
     whole = S // P
     k = k_BKSD[:, :, : whole * P]
     if start_B is not None:
         column_BT = (start_B[:, None] + torch.arange(whole * P, device=k.device)).clamp(max=S - 1)
         k = k_BKSD.gather(2, column_BT[:, None, :, None].expand(-1, K, -1, D))
-    marks = landmarks(k.unflatten(2, (whole, P)), layout)
+    marks = landmarks(k.unflatten(2, (whole, P)))
     missing = -(-S // P) - whole
-    return F.pad(marks, (0, 0) * (marks.dim() - 3) + (0, missing)) if missing else marks
+    return F.pad(marks, (0, 0, 0, missing)) if missing else marks

@@ -44,7 +44,7 @@ class DenseCache:
         layers = list(zip(*texts, strict=True))
         keys = [torch.cat([cache.keys for cache in layer]) for layer in layers]
         values = [torch.cat([cache.values for cache in layer]) for layer in layers]
-        return cls(keys, values, [landmarks(k.unflatten(2, (-1, layout.page_size)), layout) for k in keys])
+        return cls(keys, values, [landmarks(k.unflatten(2, (-1, layout.page_size))) for k in keys])
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Cycles:
         if layer not in self.schedule.dense_layers:
             if self.step % self.reuse == 0:
                 length_BR = self.start_BR + self.step + 1
-                scores = page_scores(q_BHRD, self.cache.landmarks[layer], self.layout)
+                scores = page_scores(q_BHRD, self.cache.landmarks[layer])
                 self.kept[layer] = select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout)
             read_BKRT = read_BKRT & self.kept[layer].repeat_interleave(self.layout.page_size, dim=-1)
         q_BKGRD = q_BHRD.view(B, K, H // K, R, D) * scale

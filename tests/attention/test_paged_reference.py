@@ -76,7 +76,7 @@ def test_a_landmark_is_written_by_its_last_slot_only():
     # Slot 7 ends page 1 of block 0 (tokens 4 .. 7), slot 11 page 0 of block 1 (tokens 8 .. 11).
     assert marks[..., 0, 0].tolist() == [[-1.0, 5.5], [9.5, -1.0]]
     update_landmarks(k, marks, torch.tensor([], dtype=torch.int64), layout=layout, implementation="reference")
-    assert torch.equal(marks[0, 1], landmarks(k[:1, :, 4:].unflatten(2, (1, 4)), layout)[0, :, 0])
+    assert torch.equal(marks[0, 1], landmarks(k[:1, :, 4:].unflatten(2, (1, 4)))[0, :, 0])
 
 
 def test_an_unknown_implementation_is_refused():

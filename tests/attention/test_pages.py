@@ -1,6 +1,6 @@
 """Pages, landmarks, scores and selection against loops written from the definition.
 
-Source: Sparrow, arXiv 2606.08446, section 2; Quest, arXiv 2406.10774.
+Source: Sparrow, arXiv 2606.08446, section 2.
 
 Shapes: B sequences, T query tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages.
 """
@@ -49,11 +49,6 @@ def test_layout_refuses_counts_out_of_range(field):
         PageLayout(**field)
 
 
-def test_layout_refuses_an_unknown_score():
-    with pytest.raises(ValueError, match=r"unknown page score 'best', expected one of \('mean_key', 'quest'\)"):
-        PageLayout(score="best")
-
-
 def test_page_count_includes_the_partly_filled_page():
     assert page_count(torch.tensor([0, 1, 15, 16, 17, 32, 33]), 16).tolist() == [0, 1, 1, 1, 2, 2, 3]
 
@@ -63,67 +58,38 @@ def test_page_count_includes_the_partly_filled_page():
 
 def test_landmarks_by_hand():
     k_BKNPD = torch.tensor([[1.0, -2.0], [3.0, 6.0], [0.0, 0.0], [-4.0, 8.0]]).view(1, 1, 2, 2, 2)
-    assert landmarks(k_BKNPD, PageLayout(page_size=2)).tolist() == [[[[2.0, 2.0], [-2.0, 4.0]]]]
-    quest = landmarks(k_BKNPD, PageLayout(page_size=2, score="quest"))
-    assert quest.tolist() == [[[[[1.0, -2.0], [3.0, 6.0]], [[-4.0, 0.0], [0.0, 8.0]]]]]
+    assert landmarks(k_BKNPD).tolist() == [[[[2.0, 2.0], [-2.0, 4.0]]]]
 
 
 def test_mean_key_is_taken_in_float32_and_held_in_the_keys_dtype():
     # Summed in bfloat16 these would give 258 / 4: 256 swallows a 1.
-    marks = landmarks(torch.tensor([256.0, 1.0, 1.0, 2.0]).bfloat16().view(1, 1, 1, 4, 1), PageLayout(page_size=4))
+    marks = landmarks(torch.tensor([256.0, 1.0, 1.0, 2.0]).bfloat16().view(1, 1, 1, 4, 1))
     assert marks.dtype == torch.bfloat16 and marks.item() == 65.0
     # 16 x 8192 = 131072 overflows float16 on the way.
-    assert landmarks(torch.full((1, 1, 1, 16, 1), 8192.0).half(), PageLayout()).item() == 8192.0
+    assert landmarks(torch.full((1, 1, 1, 16, 1), 8192.0).half()).item() == 8192.0
 
 
 def test_scores_by_hand():
     q_BHTD = torch.tensor([[1.0, 0.0], [3.0, -2.0]]).view(1, 2, 1, 2)  # one group of two; its mean is (2, -1)
-    k_BKNPD = torch.tensor([[1.0, -2.0], [3.0, 6.0]]).view(1, 1, 1, 2, 2)  # mean (2, 2), between (1, -2) and (3, 6)
-    mean, quest = PageLayout(page_size=2), PageLayout(page_size=2, score="quest")
-    assert page_scores(q_BHTD, landmarks(k_BKNPD, mean), mean).tolist() == [[[[2 * 2 - 1 * 2]]]]
-    # Head 0: 1 * 3; head 1: 3 * 3 - 2 * -2 = 13.
-    assert page_scores(q_BHTD, landmarks(k_BKNPD, quest), quest).tolist() == [[[[13.0]]]]
+    k_BKNPD = torch.tensor([[1.0, -2.0], [3.0, 6.0]]).view(1, 1, 1, 2, 2)  # mean (2, 2)
+    assert page_scores(q_BHTD, landmarks(k_BKNPD)).tolist() == [[[[2 * 2 - 1 * 2]]]]
 
 
 @settings(deadline=None, max_examples=25)
-@given(
-    shape=st.tuples(*(st.integers(1, n) for n in (2, 3, 3, 2, 3, 4, 4))),
-    score=st.sampled_from(["mean_key", "quest"]),
-    seed=seeds,
-)
-def test_scores_equal_a_loop_over_heads_and_tokens(shape, score, seed):
+@given(shape=st.tuples(*(st.integers(1, n) for n in (2, 3, 3, 2, 3, 4, 4))), seed=seeds)
+def test_scores_equal_a_loop_over_heads_and_tokens(shape, seed):
     B, K, G, T, N, P, D = shape
-    layout = PageLayout(page_size=P, score=score)
     q_BHTD, k_BKNPD = normal(B, K * G, T, D, seed=seed), normal(B, K, N, P, D, seed=seed + 1)
-    scores = page_scores(q_BHTD, landmarks(k_BKNPD, layout), layout)
+    scores = page_scores(q_BHTD, landmarks(k_BKNPD))
     assert scores.shape == (B, K, T, N) and scores.dtype == torch.float32
     q, k = q_BHTD.double().tolist(), k_BKNPD.double().tolist()
     for b, h, t, n in itertools.product(range(B), range(K), range(T), range(N)):
         group = [q[b][h * G + g][t] for g in range(G)]
         page = k[b][h][n]
-        if score == "mean_key":
-            mean_query = [sum(query[d] for query in group) / G for d in range(D)]
-            landmark = [sum(key[d] for key in page) / P for d in range(D)]
-            expected = sum(mean_query[d] * landmark[d] for d in range(D))
-        else:
-            low = [min(key[d] for key in page) for d in range(D)]
-            high = [max(key[d] for key in page) for d in range(D)]
-            expected = max(sum(max(query[d] * low[d], query[d] * high[d]) for d in range(D)) for query in group)
+        mean_query = [sum(query[d] for query in group) / G for d in range(D)]
+        landmark = [sum(key[d] for key in page) / P for d in range(D)]
+        expected = sum(mean_query[d] * landmark[d] for d in range(D))
         assert abs(scores[b, h, t, n].item() - expected) < 1e-5
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    B=st.integers(1, 2), K=st.integers(1, 2), G=st.integers(1, 4), P=st.integers(1, 8), D=st.integers(1, 16), seed=seeds
-)
-def test_quest_bounds_every_query_key_product_in_the_page(B, K, G, P, D, seed):
-    T, N, layout = 3, 4, PageLayout(page_size=P, score="quest")
-    q_BKGTD, k_BKNPD = normal(B, K, G, T, D, seed=seed), normal(B, K, N, P, D, seed=seed + 1)
-    scores = page_scores(q_BKGTD.flatten(1, 2), landmarks(k_BKNPD, layout), layout)
-    largest = torch.einsum("bkgtd,bknpd->bktngp", q_BKGTD, k_BKNPD).flatten(4).amax(-1)
-    assert (scores >= largest - 1e-5).all()
-    if P == 1:
-        assert torch.allclose(scores, largest, atol=1e-5)
 
 
 # --- selection ---

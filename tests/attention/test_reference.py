@@ -65,18 +65,9 @@ def attend(q_HD, k_KSD, v_KSD, top_k, layout, scale):
         score = []
         for n in range(S // P):
             page = keys[n * P : (n + 1) * P]
-            if layout.score == "quest":
-                low, high = ([f(key[d] for key in page) for d in range(D)] for f in (min, max))
-                score.append(
-                    max(
-                        math.fsum(max(x * a, x * b) for x, a, b in zip(query, low, high, strict=True))
-                        for query in group
-                    )
-                )
-            else:
-                mean = [math.fsum(key[d] for key in page) / P for d in range(D)]
-                landmark = torch.tensor(mean, dtype=torch.float32).to(dtype).tolist()
-                score.append(dot([math.fsum(query[d] for query in group) / G for d in range(D)], landmark))
+            mean = [math.fsum(key[d] for key in page) / P for d in range(D)]
+            landmark = torch.tensor(mean, dtype=torch.float32).to(dtype).tolist()
+            score.append(dot([math.fsum(query[d] for query in group) / G for d in range(D)], landmark))
         ends = {n for n in range(N) if n < layout.sink_pages or n >= N - layout.recent_pages}
         ranked = sorted(set(range(N)) - ends, key=lambda n: (-score[n], n))
         best, rest = ranked[:top_k], ranked[top_k:]
@@ -103,12 +94,11 @@ def attend_rows(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale
 # --- decode ---
 
 
-@pytest.mark.parametrize("score", ["mean_key", "quest"])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("top_k", [0, 1, 3, ALL_PAGES])
-def test_decode_equals_the_loop_on_ragged_rows(heads, score, top_k):
+def test_decode_equals_the_loop_on_ragged_rows(heads, top_k):
     H, K = HEADS[heads]
-    layout, D = PageLayout(score=score), 8
+    layout, D = PageLayout(), 8
     length = torch.tensor(LENGTHS)
     start = torch.tensor([0, 3, 16, 0, 20, 1, 7, 5])
     S = 150
@@ -132,7 +122,6 @@ def test_decode_equals_the_loop_on_any_layout(data):
         page_size=data.draw(st.sampled_from([1, 2, 4, 8])),
         sink_pages=data.draw(st.integers(0, 2)),
         recent_pages=data.draw(st.integers(1, 3)),
-        score=data.draw(st.sampled_from(["mean_key", "quest"])),
     )
     rows = [(data.draw(st.integers(0, 6)), data.draw(st.integers(1, 40))) for _ in range(B)]
     start, length = (torch.tensor(x) for x in zip(*rows, strict=True))
@@ -217,11 +206,11 @@ def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout):
     return out
 
 
-@pytest.mark.parametrize(("heads", "score"), [*((heads, "mean_key") for heads in HEADS), ("gqa", "quest")])
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("pages", [0, 2, ALL_PAGES])
-def test_teacher_forced_equals_decoding_position_by_position(heads, score, pages):
+def test_teacher_forced_equals_decoding_position_by_position(heads, pages):
     H, K = HEADS[heads]
-    layout = PageLayout(page_size=4, score=score)
+    layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, H, K, T, 8), START, LENGTH)
     top_k = torch.full((3, T), pages)
     out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout)
@@ -266,9 +255,8 @@ def test_padding_is_zero_and_sends_no_gradient():
         assert x.isfinite().all() and x.count_nonzero() > 0
 
 
-@pytest.mark.parametrize("score", ["mean_key", "quest"])
-def test_gradients_equal_finite_differences(score):
-    layout = PageLayout(page_size=2, sink_pages=0, recent_pages=1, score=score)
+def test_gradients_equal_finite_differences():
+    layout = PageLayout(page_size=2, sink_pages=0, recent_pages=1)
     start, length, prompt = torch.tensor([0, 2]), torch.tensor([9, 6]), torch.tensor([2, 1])
     generator = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(2, n, 9, 2, generator=generator, dtype=torch.float64) for n in (2, 1, 1))

@@ -273,8 +273,6 @@ def _check(
     P = layout.page_size
     if q.device.type == "cpu" and isinstance(kernels.forward_kernel, triton.JITFunction):  # not Triton's interpreter
         raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
-    if layout.score != "mean_key":
-        raise ValueError(f"the kernels rank by mean_key, got a layout with score {layout.score!r}")
     if P & (P - 1) or P > 64:
         raise ValueError(f"pages of {P} tokens have no kernel, expected a power of two up to 64")
     if D > MAX_HEAD_DIM or H // k.shape[1] > MAX_GROUP or triton.cdiv(T, P) > MAX_PAGES:

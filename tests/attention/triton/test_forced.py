@@ -129,9 +129,9 @@ def expected_pages(case: Case, b: int) -> torch.Tensor:
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()
     N = -(-length // P)
     whole = k[:, :, : length // P * P].unflatten(2, (length // P, P))
-    marks = torch.nn.functional.pad(landmarks(whole, case.layout), (0, 0, 0, N - length // P))
+    marks = torch.nn.functional.pad(landmarks(whole), (0, 0, 0, N - length // P))
     t = torch.arange(length)
-    keep = select_pages(page_scores(q, marks, case.layout), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout)
+    keep = select_pages(page_scores(q, marks), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout)
     dense = (t < int(case.prompt[b]))[:, None] & (torch.arange(N) <= t[:, None] // P)
     return (keep | dense)[0]
 
@@ -271,7 +271,6 @@ def refuse(match: str, case: Case, **changes) -> None:
 
 def test_what_the_kernels_cannot_serve_is_refused_by_name():
     case = make_case([(0, 20, 1)], D=16, layout=PageLayout(4))
-    refuse("rank by mean_key", case, layout=PageLayout(score="quest"))
     refuse("pages of 12 tokens", case, layout=PageLayout(12))
     refuse("must all be float16", case, q=case.q.double(), k=case.k.double(), v=case.v.double())
     refuse("must all be float16, bfloat16 or float32, got torch.float16, torch.bfloat16", case, k=case.k.bfloat16())

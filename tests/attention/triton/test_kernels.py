@@ -551,7 +551,6 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
 def test_what_the_kernels_cannot_serve_is_refused_by_name():
     case = make_case([100], [2])
     workspace = make_workspace(case)
-    refuse("rank by mean_key", case, layout=PageLayout(score="quest"))
     refuse("pages of 12 tokens in blocks of 16", case, workspace, layout=PageLayout(12))
     refuse("queries must be float16 or bfloat16", case, q=case.q.float())
     refuse("length_B must be contiguous int32", case, length=case.length.long())
