@@ -1,7 +1,6 @@
 """Decode kernels against the bytes they must move, and sparse against dense decoding, on one GPU.
 
     python benchmarks/kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
-    python benchmarks/kernels.py --tune     # the sweep that the shipped table was chosen from
 
 Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded tails, random
 values and random block order; a CUDA graph runs through the layers, so nothing is read twice in a row. The block table
@@ -18,13 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -227,14 +224,14 @@ def machine() -> dict[str, str]:
     )  # fmt: skip
 
 
-def ragged(pool: Pool, limit: float, config: LaunchConfig | None = None) -> list[dict[str, Any]]:
+def ragged(pool: Pool, limit: float) -> list[dict[str, Any]]:
     rows = []
     for shape, G in RAGGED:
         for step, lengths in states(simulate([PROMPT] * 240, responses(240), SLOTS[shape]), 12):
             case = Case(pool, len(lengths), int(lengths.max()), G, 0)
             case.length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
             case.top_k = torch.tensor(SparsitySchedule.preset(shape).pages(lengths), dtype=torch.int32, device="cuda")
-            row = dict(shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum()), **case.time(config, "step"))
+            row = dict(shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum()), **case.time(None, "step"))
             row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
             rows.append(row)
             print(
@@ -318,13 +315,6 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
     )  # fmt: skip
 
 
-# Tokens in a tile, warps, stages, programs that are to fit side by side.
-ATTEND = [(64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1), (128, 8, 1, 3), (128, 8, 2, 1)]
-SCORE = [(64, 2), (128, 2), (128, 3)]  # pages, stages
-RANK_WARPS = [4, 8]
-SPLITS = [1, 2, 3, 4, 8, 16]
-
-
 def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConfig:
     registers = min(255, 65536 // (32 * warps * resident) // 8 * 8)
     return LaunchConfig(64, 2, 1, 4, tokens, stages, 256, warps, 2 * tokens, registers, 132 * resident)
@@ -332,93 +322,20 @@ def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConf
 
 def dense_configs() -> list[LaunchConfig]:
     """What is tried to find the fastest dense kernel."""
-    tried = [attending(*attend) for attend in ATTEND[:4]]
+    tried = [attending(*tile) for tile in ((64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1))]
     return tried + [replace(c, extra_programs=n) for c, n in zip(tried[1:], (392, 392, 128), strict=True)]
-
-
-def sweep_configs() -> dict[str, list[LaunchConfig]]:
-    tried = [attending(*attend) for attend in ATTEND]
-    rank = [
-        replace(tried[0], score_pages=p, score_stages=s, rank_splits=splits, rank_warps=warps)
-        for (p, s), warps, splits in product(SCORE, RANK_WARPS, SPLITS)
-    ]
-    attend = [replace(c, extra_programs=132 * n // 8 * 8) for c, n in product(tried, [1, 2, 3, 4, 6, 8])]
-    return dict(rank=rank, attend=attend)
-
-
-def compile_share(share: int, workers: int, cases: Sequence[tuple[int, int, int, int]]) -> None:
-    """Compiles every ``workers``-th kernel of the sweep by running it on a batch of one token."""
-    pool, jobs = Pool(256, 1), []
-    for B, L, G, k in dict.fromkeys((1, L, G, k) for _, L, G, k in cases):
-        case = Case(pool, B, L, G, k)
-        case.length.fill_(1)
-        jobs += [(case, what, config) for what, configs in sweep_configs().items() for config in configs]
-    for case, what, config in jobs[share::workers]:
-        try:
-            launches(case.step(config, 0), what)()
-        except triton.runtime.errors.OutOfResources:
-            continue
-    torch.cuda.synchronize()
-
-
-def tune(cases: Sequence[tuple[int, int, int, int]], workers: int) -> dict[str, Any]:
-    began = time.time()
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=compile_share, args=(i, workers, cases)) for i in range(workers)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    print(f"compiled in {time.time() - began:.0f} s", flush=True)
-    pool, rows = Pool(TOKENS, LAYERS), []
-    for B, L, G, k in cases:
-        case = Case(pool, B, L, G, k)
-        everything = torch.full_like(case.top_k, ALL_PAGES)
-        launches(case.step(None, 0), "step")()
-        expected = case.out.clone()
-        for what, configs in sweep_configs().items():
-            found: list[dict[str, Any]] = []
-            for config in configs:
-                try:
-                    step = case.step(config, 0)
-                    if what == "attend":
-                        step.rank()
-                    case.out.fill_(float("nan"))
-                    launches(step, what)()
-                    if what != "rank" and not (case.out - expected).norm() <= 0.01 * expected.norm():
-                        print(f"wrong result: {what} {config}")
-                        continue
-                    found.append(dict(what=what, config=asdict(config), **case.time(config, what)))
-                    if what != "rank" and (B, L, G) in ((64, 15_000, 2), (32, 30_000, 2), (8, 30_000, 2)) and k > 61:
-                        step = case.step(config, 0, everything)
-                        step.rank()
-                        dense = case.time(config, what, everything)
-                        found.append(dict(what=f"dense {what}", config=asdict(config), **dense))
-                        case.step(config, 0).rank()
-                except triton.runtime.errors.OutOfResources:
-                    continue
-            for kind in dict.fromkeys(row["what"] for row in found):
-                best = sorted((row for row in found if row["what"] == kind), key=lambda row: row["us"])[:5]
-                rows += [dict(B=B, L=L, G=G, k=k, **row) for row in best]
-                for row in best[:3]:
-                    print(f"{(B, L, G, k)} {kind}: {row['us']:.1f} us {list(row['config'].values())}", flush=True)
-    return dict(machine=machine(), rows=rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--tune", action="store_true", help="sweep launch configurations of Triton's kernels")
     parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
-    parser.add_argument("--workers", type=int, default=14, help="processes that compile for the sweep")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     cases = [CASES[i] for i in args.cases]
-    Case.triton = args.triton or args.tune
-    result = tune(cases, args.workers) if args.tune else bench(cases)
+    Case.triton = args.triton
     args.out.mkdir(parents=True, exist_ok=True)
-    name = "kernels_tuning.json" if args.tune else "kernels.json"
-    (args.out / name).write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / "kernels.json").write_text(json.dumps(bench(cases), indent=1) + "\n")
 
 
 if __name__ == "__main__":

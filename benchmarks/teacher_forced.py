@@ -1,7 +1,6 @@
 """The teacher-forced sparse kernel against dense causal attention, forward and backward, on one GPU.
 
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
-    python benchmarks/teacher_forced.py --tune          # sweeps tiles on one case
 
 One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how much the pages kept
 by neighbouring positions differ, because a tile of positions reads every page that one of them keeps. Random data says
@@ -20,7 +19,6 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +29,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow.attention import PageLayout, teacher_forced
-from sparrow.attention.triton.forced import Call, Selection, Tiles
+from sparrow.attention.triton.forced import Call, Selection
 
 K, D, LAYOUT = 8, 128, PageLayout()
 CASES = [(32_768, 2, 253), (32_768, 4, 253), (32_768, 2, 125), (65_536, 2, 253)]
 KINDS = ("same", "drifting", "independent")
-SWEEP: dict[str, list[tuple[int, ...]]] = {
-    "forward": [(32, 4, 3), (64, 4, 3), (128, 4, 3), (64, 4, 2)],
-    "query": [(32, 4, 3), (64, 4, 3), (32, 4, 4), (64, 4, 2)],
-    "key": [(32, 64, 4, 3), (64, 64, 4, 3), (64, 64, 8, 3), (32, 64, 4, 2), (64, 32, 4, 3), (64, 128, 8, 3)],
-}
 DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
@@ -105,10 +98,10 @@ def kept_pages(selection: Selection) -> int:
     return sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))
 
 
-def sparse(T: int, k: int, tiles: Tiles, tensors: list[Tensor]) -> dict[str, Any]:
+def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     q, key, v, d_out = tensors
     start, length, prompt, top_k = rows(T, k)
-    call = Call(q, key, v, start, length, LAYOUT, D**-0.5, tiles)
+    call = Call(q, key, v, start, length, LAYOUT, D**-0.5)
     selection = call.select(prompt, top_k)
     kept = kept_pages(selection)
     out, lse = call.attend(selection)
@@ -129,44 +122,14 @@ def sparse(T: int, k: int, tiles: Tiles, tensors: list[Tensor]) -> dict[str, Any
     return whole | parts | {"read": read, "kept_share": kept * 16 / (T * T / 2 * K), "peak_mib": peak / 2**20}
 
 
-def tune(T: int, G: int, k: int, kind: str) -> list[dict[str, Any]]:
-    """Times of the loops over tiles, warps and stages."""
-    q, key, v, d_out = inputs(kind, T, G)
-    start, length, prompt, top_k = rows(T, k)
-    found = []
-    base = Call(q, key, v, start, length, LAYOUT, D**-0.5, Tiles())
-    selection = base.select(prompt, top_k)
-    out, lse = base.attend(selection)
-    _, delta = base.query_gradient(out, lse, d_out, selection)
-    works = {
-        "forward": lambda call: call.attend(selection),
-        "query": lambda call: call.query_gradient(out, lse, d_out, selection),
-        "key": lambda call: call.key_gradient(lse, delta, d_out, call.readers(selection)),
-    }
-    for what, work in works.items():
-        configs = SWEEP[what]
-        for config in configs:
-            call = Call(q, key, v, start, length, LAYOUT, D**-0.5, replace(Tiles(), **{what: config}))
-            try:
-                ms = milliseconds(lambda call=call, work=work: work(call), 3)
-            except triton.runtime.errors.OutOfResources:
-                continue
-            found.append({"what": what, "config": config, "kind": kind, "G": G, "ms": ms})
-            print(found[-1], flush=True)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/teacher_forced.json"))
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the cases")
     options = parser.parse_args()
     device = torch.cuda.get_device_name()
     result: dict[str, Any] = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "cases": []}
-    if options.tune:
-        result["tune"] = [x for G in (2, 4) for x in tune(32_768, G, 253, "drifting")]
-    for T, G, k in CASES[: 0 if options.tune else options.cases]:
+    for T, G, k in CASES[: options.cases]:
         case: dict[str, Any] = {"T": T, "G": G, "top_k": k, "dense": {}, "sparse": {}}
         tensors = inputs("independent", T, G)
         for name, backend in DENSE.items():
@@ -175,11 +138,10 @@ def main() -> None:
             except RuntimeError as error:
                 case["dense"][name] = f"not available: {error}"
         for kind in KINDS:
-            case["sparse"][kind] = sparse(T, k, Tiles(), inputs(kind, T, G))
+            case["sparse"][kind] = sparse(T, k, inputs(kind, T, G))
         print(json.dumps(case), flush=True)
         result["cases"].append(case)
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

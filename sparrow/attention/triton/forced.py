@@ -5,7 +5,6 @@ Shapes: B sequences, T columns, H query heads, K kv heads, G = H / K, D head dim
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -20,17 +19,9 @@ from sparrow.attention.triton import forced_select
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM, MAX_GROUP, MAX_PAGES = 256, 16, 16384
 SCORE_BYTES = 2**27  # scratch for the scores of a chunk of positions
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How the work is cut, for heads of 256 bytes; ``benchmarks/teacher_forced.py --tune`` sweeps them."""
-
-    # keys per step of the loop, warps and pipeline stages
-    forward: tuple[int, int, int] = (64, 4, 3)
-    query: tuple[int, int, int] = (64, 4, 2)
-    # rows of queries per step, keys of a program, warps and pipeline stages
-    key: tuple[int, int, int, int] = (32, 64, 4, 3)
+# How the work is cut for heads of 256 bytes: keys per step of the loop, warps and pipeline stages; for the gradients of
+# keys and values, rows of queries per step, keys of a program, warps and stages.
+FORWARD_TILES, QUERY_TILES, KEY_TILES = (64, 4, 3), (64, 4, 2), (32, 64, 4, 3)
 
 
 class Selection(NamedTuple):
@@ -53,7 +44,7 @@ class _Context(Protocol):
     """What autograd carries from the forward to the backward pass."""
 
     saved_tensors: tuple[Tensor, ...]
-    options: tuple[PageLayout, float, Tiles]
+    options: tuple[PageLayout, float]
 
     def save_for_backward(self, *tensors: Tensor) -> None: ...
 
@@ -68,20 +59,15 @@ def teacher_forced(
     top_k_BT: Tensor,
     layout: PageLayout,
     scale: float,
-    tiles: Tiles | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
-    """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``.
-
-    Args:
-        tiles: tiles to use in place of the default; for benchmarks.
-    """
+    """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``."""
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
     if not scale > 0:
         raise ValueError(f"the softmax scale must be positive, got {scale}")
     q, k, v = map(_packed, (q_BHTD, k_BKTD, v_BKTD))
     rows = (start_B, length_B, prompt_B, top_k_BT)
-    return _TeacherForced.apply(q, k, v, *rows, layout, scale, tiles or Tiles(), kept)
+    return _TeacherForced.apply(q, k, v, *rows, layout, scale, kept)
 
 
 class _TeacherForced(torch.autograd.Function):
@@ -97,19 +83,18 @@ class _TeacherForced(torch.autograd.Function):
         top_k: Tensor,
         layout: PageLayout,
         scale: float,
-        tiles: Tiles,
         kept: list[Kept] | None,
     ) -> Tensor:
         if kept:
             selection, out, lse = kept.pop()
         else:
-            call = Call(q, k, v, start, length, layout, scale, tiles)
+            call = Call(q, k, v, start, length, layout, scale)
             selection = call.select(prompt, top_k)
             out, lse = call.attend(selection)
             if kept is not None:
                 kept.append(Kept(selection, out.detach(), lse))
         ctx.save_for_backward(q, k, v, out, lse, start, length, *selection)
-        ctx.options = (layout, scale, tiles)
+        ctx.options = (layout, scale)
         return out
 
     @staticmethod
@@ -119,7 +104,7 @@ class _TeacherForced(torch.autograd.Function):
         d_out = _packed(gradients[0])
         pages = Selection(*selection)
         d_q, delta = call.query_gradient(out, lse, d_out, pages)
-        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 8
+        return d_q, *call.key_gradient(lse, delta, d_out, call.readers(pages)), *(None,) * 7
 
 
 class Call:
@@ -134,17 +119,16 @@ class Call:
         length: Tensor,
         layout: PageLayout,
         scale: float,
-        tiles: Tiles,
     ) -> None:
         B, H, T, D = q.shape
         self.K = k.shape[1]
         self.items, self.T, self.N = B * self.K, T, triton.cdiv(T, layout.page_size)
         self.q, self.k, self.v, self.start, self.length = q, k, v, start, length
-        self.layout, self.scale, self.log2_scale, self.tiles = layout, scale, scale * 1.4426950408889634, tiles
+        self.layout, self.scale, self.log2_scale = layout, scale, scale * 1.4426950408889634
         GP = triton.next_power_of_2(H // self.K)
         self.BT = min(32 if GP <= 2 else 16, 128 // GP)
         self.tile_count = triton.cdiv(T, self.BT)
-        self.run_pages = max(1, min(8, tiles.key[1] // layout.page_size))
+        self.run_pages = max(1, min(8, KEY_TILES[1] // layout.page_size))
         self.runs = triton.cdiv(self.N, self.run_pages)
         self.heads = dict(K=self.K, G=H // self.K, GP=GP, D=D, DP=max(16, triton.next_power_of_2(D)))
         self.more_warps = 2 if self.BT * GP > 64 or q.element_size() > 2 else 1
@@ -200,7 +184,7 @@ class Call:
         B, H, T, D = self.q.shape
         out = self.q.new_zeros(B, T, H, D).transpose(1, 2)
         lse = torch.empty(B, H, T, dtype=torch.float32, device=self.q.device)
-        tokens, warps, stages = self.tiles.forward
+        tokens, warps, stages = FORWARD_TILES
         tokens = self.step(tokens, self.BT * self.heads["GP"], stages)
         kernels.forward_kernel[(self.tile_count, self.items)](
             self.q, self.k, self.v, out, lse, self.start, self.length, selection.lists, selection.counts,
@@ -213,7 +197,7 @@ class Call:
     def query_gradient(self, out: Tensor, lse: Tensor, d_out: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
         """Gradient of the queries, and ``delta`` ``[B, H, T]``: each position's output times its gradient."""
         d_q, delta = torch.zeros_like(self.q), torch.empty_like(lse)
-        tokens, warps, stages = self.tiles.query
+        tokens, warps, stages = QUERY_TILES
         tokens = self.step(tokens, 2 * self.BT * self.heads["GP"], stages)
         kernels.query_gradient_kernel[(self.tile_count, self.items)](
             self.q, self.k, self.v, out, d_out, d_q, lse, delta, self.start, self.length, selection.lists,
@@ -229,7 +213,7 @@ class Call:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of keys and values."""
         d_k, d_v = torch.zeros_like(self.k), torch.zeros_like(self.v)
-        rows, _, warps, stages = self.tiles.key
+        rows, _, warps, stages = KEY_TILES
         P = self.layout.page_size
         keys = max(16, P * self.run_pages)
         rows = self.step(rows, 2 * keys, stages)

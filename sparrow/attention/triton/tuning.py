@@ -1,4 +1,4 @@
-"""Launch configurations for an H200, fitted to other devices' limits; ``benchmarks/kernels.py --tune`` sweeps them.
+"""Launch configurations for an H200, fitted to other devices' limits; ``benchmarks/kernels.py`` times them.
 
 Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are a start within the
 device's limits and untested.

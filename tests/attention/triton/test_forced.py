@@ -31,7 +31,7 @@ import triton.language as tl  # noqa: E402
 from sparrow.attention import PageLayout, reference, teacher_forced  # noqa: E402
 from sparrow.attention.pages import landmarks, page_scores, select_pages  # noqa: E402
 from sparrow.attention.triton import forced, forced_kernels  # noqa: E402
-from sparrow.attention.triton.forced import Call, Tiles  # noqa: E402
+from sparrow.attention.triton.forced import Call  # noqa: E402
 from sparrow.model import actor  # noqa: E402
 from sparrow.schedule import ALL_PAGES, SparsitySchedule  # noqa: E402
 from tests.conftest import tiny_model  # noqa: E402
@@ -111,7 +111,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
 
 def kept(case: Case) -> torch.Tensor:
     """What the kernels select: bool ``[B, K, T, N]`` by position."""
-    call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0, Tiles())
+    call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0)
     masks, lists, counts = call.select(case.prompt, case.top_k)
     for mask, pages, count in zip(masks.flatten(0, 1), lists.flatten(0, 1), counts.flatten(), strict=True):
         entries = pages[:count]
