@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import REASONER, RESULTS, machine, save
 from scipy import stats
 
 from sparrow import SparsitySchedule
@@ -35,8 +35,6 @@ from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
 
-RESULTS = Path(__file__).parent / "results"
-REASONER = Path(__file__).parent.parent / "sparrow" / "reasoner"
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 LINES = 36
 FEWEST = 20  # sequences in a bin that is counted
@@ -45,13 +43,8 @@ BUDGETS = (8, 12, 16, 24, 32, 48)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def machine() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
-
-
-def save(name: str, found: dict[str, Any]) -> None:
-    path = RESULTS / f"calibration_{name}.json"
-    path.write_text(json.dumps({"machine": machine(), **found}, indent=1) + "\n", encoding="utf-8")
+def write(name: str, found: dict[str, Any]) -> None:
+    save(RESULTS / f"calibration_{name}.json", found)
 
 
 # --- does it hold its target? ---
@@ -84,7 +77,7 @@ def table(arguments: argparse.Namespace) -> None:
     summary = [tally([r for r in runs if r["on_policy"] == n], n) for n in arguments.on_policy]
     for row in summary:
         print(row)
-    save("table", {"machine": runs[0]["machine"], "count": arguments.count, "summary": summary, "runs": runs})
+    write("table", {"machine": runs[0]["machine"], "count": arguments.count, "summary": summary, "runs": runs})
 
 
 def sampled_anew(schedule: SparsitySchedule, count: int, seed: int) -> list[TokenAcceptance]:
@@ -178,7 +171,7 @@ def shortcut(arguments: argparse.Namespace) -> None:
         rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
         print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
     found = {"model": arguments.model.name, "count": arguments.count, "seconds_dense_sampling": once, "budgets": rows}
-    save(f"shortcut{arguments.suffix}", found)
+    write(f"shortcut{arguments.suffix}", found)
 
 
 def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
@@ -225,7 +218,7 @@ def tail(arguments: argparse.Namespace) -> None:
              "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}
         )  # fmt: skip
         print(rows[-1], flush=True)
-    save(f"tail{arguments.suffix}", {"model": arguments.model.name, "count": arguments.count, "budgets": rows})
+    write(f"tail{arguments.suffix}", {"model": arguments.model.name, "count": arguments.count, "budgets": rows})
 
 
 def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:

@@ -17,7 +17,6 @@ Shapes: T tokens.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import QWEN3_1_7B, RESULTS, load, save
 
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Engine, Scorer
@@ -33,7 +33,6 @@ from sparrow.measure import PILOT, calibrate_engine
 from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
-RESULTS = Path(__file__).parent / "results"
 SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
 LENGTHS = (512, 4096, 16_384, 32_000)  # at which steps are timed
 PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the steps timed
@@ -42,26 +41,17 @@ DEFAULT_BUDGETS = (5, 13, 29, 61, 125, 253, 509)  # of sparrow calibrate
 REFINE, ROUNDS, TARGET = 3, 2, 0.86  # of sparrow calibrate
 TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
 DRIFT, NOISE = 1.15, 0.004
-SHAPE = dict(
-    vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-    num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, tie_word_embeddings=True,
-)  # fmt: skip
 
 
-def load(name: str) -> dict[str, Any]:
-    return json.loads((RESULTS / f"calibration_{name}.json").read_text(encoding="utf-8"))
-
-
-def save(name: str, found: dict[str, Any]) -> None:
-    (RESULTS / f"calibration_{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+def write(name: str, found: dict[str, Any]) -> None:
+    save(RESULTS / f"calibration_{name}.json", found)
 
 
 def steps(arguments: argparse.Namespace) -> None:
     """Decode steps of a whole batch, with the list of 20 tokens that calibrating takes; dense layers as published."""
-    import torch
     from rollout import Bench
 
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "batch": BATCH, "steps": []}
+    found: dict[str, Any] = {"batch": BATCH, "steps": []}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench("qwen3-1.7b", "sparse", folder, 0.93)
         bench.step([1024] * BATCH, 20)
@@ -71,7 +61,7 @@ def steps(arguments: argparse.Namespace) -> None:
                 row = {"top_k": top_k, "length": length, **bench.step([length] * BATCH, 20)}
                 found["steps"].append(row)
                 print(row, flush=True)
-                save("steps", found)
+                write("steps", found)
 
 
 class Told(Engine, Scorer):
@@ -130,12 +120,12 @@ def search(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**SHAPE, dtype="bfloat16")).bfloat16().eval()
+        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_1_7B, dtype="bfloat16")).bfloat16().eval()
     scorer = HFEngine(model, SparsitySchedule.fixed(PAGES[0]), eos_ids=[], token_budget=LENGTH)
     rng, T = np.random.default_rng(0), LENGTH - PROMPT
 
     def ids(*shape: int) -> np.ndarray:
-        return rng.integers(0, SHAPE["vocab_size"], shape)
+        return rng.integers(0, QWEN3_1_7B["vocab_size"], shape)
 
     def clock() -> float:
         if device == "cuda":
@@ -155,12 +145,11 @@ def search(arguments: argparse.Namespace) -> None:
             engine, engine, prompts, Sampling(T, top_n=1), Path(folder), budgets=DEFAULT_BUDGETS, target=TARGET,
             layout=SparsitySchedule.dense(), refine=REFINE, on_policy=ROUNDS, provenance={},
         )  # fmt: skip
-    name = torch.cuda.get_device_name() if device == "cuda" else device
-    save("search", {"device": name, "rounds": engine.rounds, "found": found.schedule.to_dict()["top_k"]})
+    write("search", {"rounds": engine.rounds, "found": found.schedule.to_dict()["top_k"]})
 
 
 def table(arguments: argparse.Namespace) -> None:
-    timed, searched = load("steps"), load("search")
+    timed, searched = load("calibration_steps"), load("calibration_search")
     length_T = np.arange(PROMPT, LENGTH)
     ms = {(row["top_k"], row["length"]): row["ms"] for row in timed["steps"]}
     steps_T = {k: np.interp(length_T, LENGTHS, [ms[k, n] / 1e3 for n in LENGTHS]) for k in PAGES}
@@ -186,7 +175,7 @@ def table(arguments: argparse.Namespace) -> None:
     every = [s for r in rounds for p in r["passes"] for s in p["sequence_s"]]
     dense = float(np.median([s for r in rounds for s in r["passes"][0]["sequence_s"]]))
     found: dict[str, Any] = {
-        "device": timed["device"], "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
+        "machine": timed.get("machine", timed.get("device")), "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
         "sampling_18_budgets_s": sum(anew.values()), "sampling_by_budget_s": anew,
         "scoring_18_budgets_s": dense * SEQUENCES * len(anew), "dense_pass_s": dense,
         "pass_s": [min(every), float(np.median(every)), max(every)], "ways": [],
@@ -209,7 +198,7 @@ def table(arguments: argparse.Namespace) -> None:
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
     label = "every round with all the passes that --refine allows, each as slow as the slowest"
     add(label, [[max(every)] * n for n in most])
-    save("cost", found)
+    write("cost", found)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from page_tables import ROOT, table
+from common import ROOT, table
 
 WIDTH = 120
 KINDS = (".py", ".cu", ".cuh")

@@ -14,7 +14,6 @@ position keeps, ``read``. Two kinds of text: "random" tokens, whose neighbours w
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -26,6 +25,8 @@ from unittest import mock
 
 import numpy as np
 import torch
+from common import QWEN3_1_7B
+from common import save as write_result
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
@@ -37,10 +38,6 @@ from sparrow.train.distill import Distiller
 from sparrow.train.experience import Experience, Group
 from sparrow.train.trainer import Trainer
 
-SHAPE = dict(
-    hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8,
-    head_dim=128, vocab_size=151_936, tie_word_embeddings=True, max_position_embeddings=40_960,
-)  # fmt: skip
 PROMPT, TOP_N = 256, 20
 EVERYTHING = DistillConfig(enabled=True, responses=1.0)
 VARIANTS = {
@@ -78,7 +75,7 @@ def experience(tokens: int, responses: int, run: int) -> Experience:
 def make_trainer(layers: int, tokens: int, checkpointing: bool, folder: str) -> Trainer:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_hidden_layers": layers})).float()
+        model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_1_7B, "num_hidden_layers": layers})).float()
     config = TrainConfig(
         run_dir=folder,
         rollout=RolloutConfig(prompts=1, max_new_tokens=tokens),
@@ -161,13 +158,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distill_overhead.json"))
     options = parser.parse_args()
     about = {
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shape": SHAPE,
-        "layers": options.layers, "tokens": options.tokens, "responses": options.responses,
+        "shape": QWEN3_1_7B, "layers": options.layers, "tokens": options.tokens, "responses": options.responses,
         "gradient_checkpointing": not options.no_checkpointing,
     }  # fmt: skip
 
     def save(found: dict[str, Any]) -> None:
-        options.out.write_text(json.dumps(about | found, indent=1) + "\n", encoding="utf-8")
+        write_result(options.out, about | found)
 
     with tempfile.TemporaryDirectory() as folder:
         measure(make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder), options, save)

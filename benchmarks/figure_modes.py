@@ -9,7 +9,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from page_tables import ROOT, load
+from common import ROOT, load
 
 from sparrow.report.theme import INK, MATPLOTLIB, MUTED, SERIES
 

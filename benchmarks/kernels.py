@@ -16,9 +16,7 @@ P page size.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,6 +26,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from common import RESULTS, machine, save
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
 from sparrow.attention import Choice, DecodeWorkspace, PageLayout, choose, cuda, update_landmarks
@@ -217,13 +216,6 @@ def read_limit() -> float:
     return best
 
 
-def machine() -> dict[str, str]:
-    return dict(
-        gpu=torch.cuda.get_device_name(), torch=torch.__version__, triton=triton.__version__,
-        cuda=str(torch.version.cuda), date=time.strftime("%Y-%m-%d"),
-    )  # fmt: skip
-
-
 def ragged(pool: Pool, limit: float) -> list[dict[str, Any]]:
     rows = []
     for shape, G in RAGGED:
@@ -244,7 +236,7 @@ def ragged(pool: Pool, limit: float) -> list[dict[str, Any]]:
 
 def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
     limit, pool, rows = read_limit(), Pool(TOKENS, LAYERS), []
-    print(f"{machine()}\nread limit {limit / 1e12:.2f} TB/s")
+    print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
     print("  B      L  G    k | limit us  step us (p10 .. p90)  of limit | dense us  of limit | speed-up")
     for B, L, G, k in cases:
         case = Case(pool, B, L, G, k)
@@ -310,7 +302,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         )
         del case
     return dict(
-        machine=machine(), read_limit=limit, cases=rows, dense=dense_rows, ragged=batches, landmarks=landmarks,
+        triton=triton.__version__, read_limit=limit, cases=rows, dense=dense_rows, ragged=batches, landmarks=landmarks,
         shapes=shapes,
     )  # fmt: skip
 
@@ -330,12 +322,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     cases = [CASES[i] for i in args.cases]
     Case.triton = args.triton
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "kernels.json").write_text(json.dumps(bench(cases), indent=1) + "\n")
+    save(args.out / "kernels.json", bench(cases))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from common import machine
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -307,9 +307,8 @@ def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iter
 
 def run(arguments: argparse.Namespace) -> None:
     bench = Bench(arguments.model, arguments.lines, arguments.count, arguments.token_budget, arguments.seed)
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
     found: dict[str, Any] = {
-        "machine": machine, "model": Path(arguments.model).name, "layers": bench.layers, "lines": arguments.lines,
+        "machine": machine(), "model": Path(arguments.model).name, "layers": bench.layers, "lines": arguments.lines,
         "responses": arguments.count, "response_tokens": int(bench.owner.size), "mean_length": bench.mean_length,
         "dense_layers": arguments.dense_layers, "sections": {},
     }  # fmt: skip

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from common import REASONER, save
 
-import sparrow
 from sparrow import SparsitySchedule
-from sparrow.engines.hf import HFEngine
+from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.measure import flatten, token_acceptance
 from sparrow.mismatch import percentile_by_bin_interval, sampled_acceptance, tail_floor_by_bin
 from sparrow.rollout import Sampling
@@ -37,14 +35,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
 
-    model = Path(sparrow.__file__).parent / "reasoner"
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    engine = HFEngine(
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval(),
-        DENSE,
-        eos_ids=[tokenizer.eos_token_id],
-    )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, tokenizer = load_model(str(REASONER), "fp32", device)
+    engine = HFEngine(model, DENSE, eos_ids(model, tokenizer))
     task = load_task("trace", lines=24)
     prompts = [tokenizer(task.problem(i, seed=2).prompt)["input_ids"] for i in range(arguments.responses)]
     rows = []
@@ -60,19 +53,12 @@ def main() -> None:
         (tail,) = percentile_by_bin_interval(lower, position, sequence, 1024)
         (floor,) = tail_floor_by_bin(sampled, position, sequence, 1024)
         rows.append(
-            {
-                "pages": pages,
-                "tokens": len(lower),
-                "mean": float(lower.mean()),
-                "mean_sampled": float(sampled.mean()),
-                "p5": [tail.estimate, tail.lower, tail.upper],
-                "p5_floor": [floor.estimate, floor.lower, floor.upper],
-                "p5_of_sampled": float(np.percentile(sampled, 5)),
-            }
-        )
+            {"pages": pages, "tokens": len(lower), "mean": float(lower.mean()), "mean_sampled": float(sampled.mean()),
+             "p5": [tail.estimate, tail.lower, tail.upper], "p5_floor": [floor.estimate, floor.lower, floor.upper],
+             "p5_of_sampled": float(np.percentile(sampled, 5))}
+        )  # fmt: skip
         print(json.dumps(rows[-1]), flush=True)
-    machine = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    arguments.out.write_text(json.dumps({"device": machine, "torch": torch.__version__, "rows": rows}, indent=1))
+    save(arguments.out, {"rows": rows})
 
 
 if __name__ == "__main__":

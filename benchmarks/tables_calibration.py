@@ -5,23 +5,18 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from page_tables import Row, load, table
-
-
-def calibrations() -> list[tuple[str, list[Row]]]:
-    """What is told apart, and its runs."""
-    found: dict[str, list[Row]] = {}
-    for run in load("calibration_table")["runs"]:
-        rounds = {0: "none", 2: "two (default)"}[run["on_policy"]]
-        found.setdefault(f"{run['target']:.2f}, {rounds}", []).append(run)
-    return sorted(found.items())
+from common import Column, Row, declared, load, table
 
 
 def calibration() -> str:
     runs = load("calibration_table")["runs"]
     ends = sorted({b["end"] for run in runs for b in run["bins"]})
+    alike: dict[str, list[Row]] = {}
+    for run in runs:
+        rounds = {0: "none", 2: "two (default)"}[run["on_policy"]]
+        alike.setdefault(f"{run['target']:.2f}, {rounds}", []).append(run)
     rows = []
-    for what, same in calibrations():
+    for what, same in sorted(alike.items()):
         cells = [[b["over_target"] for run in same for b in run["bins"] if b["end"] == end] for end in ends]
         rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
     return table(["target, rounds on policy", *(f"up to {end}" for end in ends)], rows)
@@ -55,18 +50,14 @@ def shortcut() -> str:
 
 
 def beta_tail() -> str:
-    rows = []
-    for f in load("calibration_tail")["budgets"]:
-        low, high = f["ks_interval"]
-        rows.append(
-            [f["top_k"], f"{f['fraction_in_tail']:.0%}", f"Beta({f['a']:.2f}, {f['b']:.2f})",
-             f"{f['ks']:.3f} [{low:.3f}, {high:.3f}]", f"{f['ks_if_beta_95']:.3f}",
-             f"{f['variance_measured']:.3f}, {f['variance_fitted']:.3f}",
-             f"{f['p5_measured']:.3f}, {f['p5_fitted']:.3f}"]
-        )  # fmt: skip
-    head = ["top-k pages", "tokens below 0.999", "fit", "KS, 95 % interval", "95th percentile of KS, were it true",
-            "variance, measured and fitted", "p5, measured and fitted"]  # fmt: skip
-    return table(head, rows)
+    cells: dict[str, Column] = {
+        "top-k pages": "{top_k}", "tokens below 0.999": "{fraction_in_tail:.0%}", "fit": "Beta({a:.2f}, {b:.2f})",
+        "KS, 95 % interval": "{ks:.3f} [{ks_interval[0]:.3f}, {ks_interval[1]:.3f}]",
+        "95th percentile of KS, were it true": "{ks_if_beta_95:.3f}",
+        "variance, measured and fitted": "{variance_measured:.3f}, {variance_fitted:.3f}",
+        "p5, measured and fitted": "{p5_measured:.3f}, {p5_fitted:.3f}",
+    }  # fmt: skip
+    return declared(load("calibration_tail")["budgets"], cells)
 
 
 def calibration_cost() -> str:
@@ -109,3 +100,14 @@ def teacher_forced() -> str:
         read = (f"{found['read']:.1f}" for found in case["sparse"].values())
         rows.append([what, "pages read per page kept", "", "", *read])
     return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)
+
+
+TABLES = {
+    "calibration": calibration,
+    "calibration summary": calibration_summary,
+    "shortcut": shortcut,
+    "beta tail": beta_tail,
+    "calibration cost": calibration_cost,
+    "scoring passes": scoring_passes,
+    "teacher-forced": teacher_forced,
+}

@@ -8,7 +8,7 @@ from dataclasses import astuple, replace
 
 import fit_roofline
 import numpy as np
-from page_tables import load, table
+from common import load, table
 from rollout_trace import PROMPT, responses, simulate, states
 from tables_speed import PHASES, PUBLISHED, SHAPES, measured, trace_seconds
 
@@ -35,14 +35,8 @@ def limits(requests: str = "240") -> str:
             cells.append(f"{dense / ours:.2f}x")
         found = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
         rows.append([SHAPES[shape], f"{found:.2f}x", *cells])
-    head = [
-        "shape",
-        "measured",
-        "rows in balance",
-        "sparse layers at the cost of their bytes",
-        "nothing costs but bytes",
-    ]
-    return table(head, rows)
+    head = ["shape", "measured", "rows in balance", "sparse layers at the cost of their bytes"]
+    return table([*head, "nothing costs but bytes"], rows)
 
 
 def roofline() -> str:
@@ -152,3 +146,16 @@ def published_run() -> str:
             cells.append(" / ".join(f"{x.seconds * 53_000 / prompts / 3600:.0f}" for x in (found.dense, found.sparse)))
         rows.append([f"median {median:,} tokens", *cells])
     return table(["predicted hours, dense / sparse", "16 prompts a step", "32", "64", "128"], rows)
+
+
+TABLES = {
+    "limits": limits,
+    "roofline": roofline,
+    "ragged": ragged,
+    "planned": planned,
+    "overheads": overheads,
+    "cost example": cost_example,
+    "predicted": predicted,
+    "short responses": short_responses,
+    "published run": published_run,
+}

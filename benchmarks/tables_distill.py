@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from page_tables import Row, load, table
+from common import Row, load, table
 
 ARMS = {
     "none": "no adapter",
@@ -110,3 +110,11 @@ def distill_overhead() -> str:
     reads = [f"tiles read {found[text]['read']:.1f}" for text in ("runs", "random")]
     head = ["update", f"seconds, {reads[0]}", "added", f"seconds, {reads[1]}", "added", "GiB at most"]
     return table(head, rows)
+
+
+TABLES = {
+    "distill overhead": distill_overhead,
+    "distill tail": distill_tail,
+    "distill runs": distill_runs,
+    "distill rewards": distill_rewards,
+}

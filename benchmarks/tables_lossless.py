@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from page_tables import Row, load, table
+from common import Row, load, table
 
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-8b": "8B"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from page_tables import Row, load, table
+from common import Row, declared, load, table
 from tables_speed import PHASES
 
 
@@ -78,15 +78,10 @@ def same_run() -> str:
 def failures() -> str:
     """Runs that lost a process or their server."""
     found = load("same_run")
-    ddp, fsdp2, server = found["killed"], found["killed_fsdp2"], found["server"]
-    rows = [
-        [name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after]
-        for name, run, after in (
-            ("a process under DDP", ddp["stopped"], len(ddp["resumed"]["steps"])),
-            ("a process under FSDP2", fsdp2["stopped"], len(fsdp2["resumed"]["steps"])),
-            ("the vLLM server", server, ""),
-        )
-    ]
+    lost = {"a process under DDP": "killed", "a process under FSDP2": "killed_fsdp2"}
+    runs = [(name, found[run]["stopped"], len(found[run]["resumed"]["steps"])) for name, run in lost.items()]
+    runs.append(("the vLLM server", found["server"], ""))
+    rows = [[name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after] for name, run, after in runs]
     head = ["killed", "after so many steps", "the run ended within, s", "exit code", "steps after `--resume`"]
     return table(head, rows)
 
@@ -118,17 +113,21 @@ def trainers() -> str:
 
 
 def sampled_tail() -> str:
-    rows = []
-    for row in load("sampled_tail")["rows"]:
-        floor, low, high = row["p5_floor"]
-        cells = [f"{row['mean']:.4f}", f"{row['mean_sampled']:.4f}", f"{row['p5'][0]:.3f}"]
-        rows.append([row["pages"], *cells, f"{floor:.3f} ({low:.3f} to {high:.3f})", f"{row['p5_of_sampled']:.3f}"])
-    head = [
-        "pages of 8",
-        "mean acceptance",
-        "from sampled tokens",
-        "p5",
-        "its floor (95 % interval)",
-        "p5 of min(1, p/q)",
-    ]
-    return table(head, rows)
+    cells = {
+        "pages of 8": "{pages}", "mean acceptance": "{mean:.4f}", "from sampled tokens": "{mean_sampled:.4f}",
+        "p5": "{p5[0]:.3f}",
+        "its floor (95 % interval)": "{p5_floor[0]:.3f} ({p5_floor[1]:.3f} to {p5_floor[2]:.3f})",
+        "p5 of min(1, p/q)": "{p5_of_sampled:.3f}",
+    }  # fmt: skip
+    return declared(load("sampled_tail")["rows"], cells)
+
+
+TABLES = {
+    "equalities": equalities,
+    "training": training,
+    "same run": same_run,
+    "scaling": scaling,
+    "failures": failures,
+    "trainers": trainers,
+    "sampled tail": sampled_tail,
+}

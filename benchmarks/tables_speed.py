@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Iterator
 
 import numpy as np
-from page_tables import RESULTS, Row, load, table
+from common import RESULTS, Column, Row, declared, load, table
 from rollout_trace import PROMPT, responses
 
 from sparrow.cost import MACHINES, train_seconds
 from sparrow.cost import SHAPES as SHAPES_OF
 
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
-
-
 PUBLISHED = {
     "qwen3-1.7b": (2561, 5662, 2.21),
     "qwen3-4b": (1369, 3308, 2.41),
@@ -26,18 +25,22 @@ PUBLISHED = {
 
 def measured() -> dict[str, tuple[Row, Row]]:
     """Shape to what was measured of stock vLLM and of Sparrow."""
-    runs = {shape: [RESULTS / f"rollout_{shape}_{variant}.json" for variant in ("stock", "sparse")] for shape in SHAPES}
-    return {shape: (load(a.stem), load(b.stem)) for shape, (a, b) in runs.items() if a.exists() and b.exists()}
+    names = {shape: [f"rollout_{shape}_{variant}" for variant in ("stock", "sparse")] for shape in SHAPES}
+    there = {shape: all((RESULTS / f"{name}.json").exists() for name in pair) for shape, pair in names.items()}
+    return {shape: (load(a), load(b)) for shape, (a, b) in names.items() if there[shape]}
 
 
 def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
     """ms of a decode step, None if it was not measured."""
     wanted = dict(batch=batch, length=length, schedule=schedule, logprobs=logprobs)
-    return next((row["ms"] for row in run["points"] if all(row[k] == v for k, v in wanted.items())), None)
+    return next((row["ms"] for row in run["points"] if wanted.items() <= row.items()), None)
 
 
-def points(run: Row) -> list[tuple[int, int]]:
-    return list(dict.fromkeys((row["batch"], row["length"]) for row in run["points"]))
+def points() -> Iterator[tuple[str, int, int, Row, Row]]:
+    """Every shape's name, batch, length, and the two runs."""
+    for shape, (stock, sparse) in measured().items():
+        for batch, length in dict.fromkeys((row["batch"], row["length"]) for row in stock["points"]):
+            yield SHAPES[shape], batch, length, stock, sparse
 
 
 def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
@@ -49,102 +52,91 @@ def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
 
 def decode_steps() -> str:
     rows = []
-    for shape, (stock, sparse) in measured().items():
-        for batch, length in points(stock):
-            dense = point(stock, batch, length, "stock", "none")
-            unbounded, ours = (point(sparse, batch, length, s, "none") for s in ("dense", "published"))
-            cells = [f"{dense:.2f}", f"{unbounded:.2f}", f"{ours:.2f}", f"{dense / ours:.2f}x"]
-            rows.append([SHAPES[shape], f"{batch} x {length:,}", *cells])
+    for shape, batch, length, stock, sparse in points():
+        dense = point(stock, batch, length, "stock", "none")
+        unbounded, ours = (point(sparse, batch, length, s, "none") for s in ("dense", "published"))
+        cells = [f"{dense:.2f}", f"{unbounded:.2f}", f"{ours:.2f}", f"{dense / ours:.2f}x"]
+        rows.append([shape, f"{batch} x {length:,}", *cells])
     return table(["shape", "sequences x tokens", "stock, ms", "unbounded, ms", "0.86 table, ms", "speed-up"], rows)
 
 
 def rollouts(logprobs: str, requests: str = "240") -> str:
     rows = []
-    for shape, (stock, sparse) in measured().items():
-        if any(requests not in run["traces"] for run in (stock, sparse)):
-            continue
-        tokens = stock["traces"][requests]["tokens"]
-        dense, ours = (tokens / trace_seconds(run, requests, logprobs) for run in (stock, sparse))
-        theirs = PUBLISHED[shape]
-        rows.append(
-            [
-                SHAPES[shape], stock["slots"], f"{dense:,.0f}", f"{ours:,.0f}", f"{ours / dense:.2f}x",
-                f"{theirs[0]:,}", f"{theirs[1]:,}", f"{theirs[2]:.2f}x",
-            ]
-        )  # fmt: skip
+    for shape, runs in measured().items():
+        if all(requests in run["traces"] for run in runs):
+            tokens = runs[0]["traces"][requests]["tokens"]
+            dense, ours = (tokens / trace_seconds(run, requests, logprobs) for run in runs)
+            found = (*(f"{x:,.0f}" for x in (dense, ours)), f"{ours / dense:.2f}x")
+            theirs = "{:,} {:,} {:.2f}x".format(*PUBLISHED[shape]).split()
+            rows.append([SHAPES[shape], runs[0]["slots"], *found, *theirs])
     head = ["shape", "at a time", "stock, tokens/s", "Sparrow, tokens/s", "speed-up"]
     return table([*head, "published: dense", "sparse", "speed-up"], rows)
 
 
 def logprob_cost() -> str:
     rows = []
-    for shape, (stock, sparse) in measured().items():
-        for batch, length in points(stock):
-            cells = []
-            for run, schedule in ((stock, "stock"), (sparse, "published")):
-                without = point(run, batch, length, schedule, "none")
-                for label in ("sampled", "top 20"):
-                    ms = point(run, batch, length, schedule, label)
-                    cells.append("" if ms is None else f"{(ms / without - 1) * 100:+.1f} %")
-            if any(cells):
-                rows.append([SHAPES[shape], f"{batch} x {length:,}", *cells])
+    for shape, batch, length, stock, sparse in points():
+        cells = []
+        for run, schedule in ((stock, "stock"), (sparse, "published")):
+            without, *ms = (point(run, batch, length, schedule, label) for label in ("none", "sampled", "top 20"))
+            cells += ["" if x is None else f"{(x / without - 1) * 100:+.1f} %" for x in ms]
+        if any(cells):
+            rows.append([shape, f"{batch} x {length:,}", *cells])
     head = ["shape", "sequences x tokens", "stock: sampled", "stock: top 20", "Sparrow: sampled", "Sparrow: top 20"]
     return table(head, rows)
 
 
 def capacity() -> str:
-    rows = [
-        [
-            SHAPES[s],
-            *(f"{run['kv_tokens']:,}" for run in runs),
-            f"{(runs[1]['kv_tokens'] / runs[0]['kv_tokens'] - 1):+.1%}",
-        ]
-        for s, runs in measured().items()
-    ]
+    tokens = {SHAPES[shape]: [run["kv_tokens"] for run in runs] for shape, runs in measured().items()}
+    rows = [[shape, f"{a:,}", f"{b:,}", f"{b / a - 1:+.1%}"] for shape, (a, b) in tokens.items()]
     return table(["shape", "stock, tokens", "Sparrow, tokens", "difference"], rows)
 
 
 def validation() -> str:
-    rows = []
-    for shape, runs in measured().items():
-        for name, run in zip(("stock", "Sparrow"), runs, strict=True):
-            if found := run.get("validation"):
-                off = found["estimate"] / found["seconds"] - 1
-                cells = [f"{found['seconds']:.2f}", f"{found['estimate']:.2f}", f"{off:+.1%}"]
-                rows.append([SHAPES[shape], name, f"{found['steps']:,}", *cells])
-    return table(["shape", "", "steps", "run, s", "estimated, s", "difference"], rows)
+    rows = [
+        {"shape": SHAPES[shape], "name": name, **run["validation"]}
+        for shape, runs in measured().items()
+        for name, run in zip(("stock", "Sparrow"), runs, strict=True)
+        if "validation" in run
+    ]
+    cells: dict[str, Column] = {
+        "shape": "{shape}", "": "{name}", "steps": "{steps:,}", "run, s": "{seconds:.2f}",
+        "estimated, s": "{estimate:.2f}", "difference": lambda row: f"{row['estimate'] / row['seconds'] - 1:+.1%}",
+    }  # fmt: skip
+    return declared(rows, cells)
 
 
 def attention() -> str:
     """The decode kernels alone: a layer of uniform batches."""
-    rows = []
-    for case in load("kernels")["cases"]:
-        us, limit = case["step"]["us"], case["limit_us"]
-        cells = [f"{limit:.0f}", f"{us:.0f}", f"{limit / us:.0%}", f"{case['dense']['us']:.0f}"]
-        rows.append([f"{case['B']} x {case['L']:,}", case["G"], case["k"], *cells, f"{case['speedup']:.2f}x"])
-    head = ["sequences x tokens", "heads per kv head", "pages kept", "read limit, us", "sparse, us", "of limit"]
-    return table([*head, "dense, us", "speed-up"], rows)
+    cells: dict[str, Column] = {
+        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
+        "read limit, us": "{limit_us:.0f}", "sparse, us": "{step[us]:.0f}",
+        "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
+        "dense, us": "{dense[us]:.0f}", "speed-up": "{speedup:.2f}x",
+    }  # fmt: skip
+    return declared(load("kernels")["cases"], cells)
 
 
 def uneven_attention() -> str:
     """The decode kernels alone: a layer of the rollout trace's batches."""
-    rows = []
-    for batch in load("kernels")["ragged"]:
-        us, limit = batch["us"], batch["limit_us"]
-        cells = [f"{limit:.0f}", f"{us:.0f}", f"{limit / us:.0%}"]
-        rows.append([SHAPES[batch["shape"]], batch["B"], f"{batch['tokens']:,}", *cells])
-    return table(["shape", "sequences", "tokens in all", "read limit, us", "sparse, us", "of limit"], rows)
+    cells: dict[str, Column] = {
+        "shape": lambda batch: SHAPES[batch["shape"]], "sequences": "{B}", "tokens in all": "{tokens:,}",
+        "read limit, us": "{limit_us:.0f}", "sparse, us": "{us:.0f}",
+        "of limit": lambda batch: f"{batch['limit_us'] / batch['us']:.0%}",
+    }  # fmt: skip
+    return declared(load("kernels")["ragged"], cells)
 
 
 def shapes() -> str:
     """The decode kernels alone: other head dims, dtypes and page sizes."""
-    rows = []
-    for case in load("kernels")["shapes"]:
-        us, limit, dense = case["step"]["us"], case["limit_us"], case["dense"]["us"]
-        cells = [f"{limit:.0f}", f"{us:.0f}", f"{limit / us:.0%}", f"{case['dense_limit_us'] / dense:.0%}"]
-        rows.append([case["D"], case["dtype"].removeprefix("torch."), case["P"], *cells, f"{dense / us:.2f}x"])
-    head = ["head dim", "cache", "tokens a page", "read limit, us", "sparse, us", "of limit", "dense, of its limit"]
-    return table([*head, "speed-up"], rows)
+    cells: dict[str, Column] = {
+        "head dim": "{D}", "cache": lambda case: case["dtype"].removeprefix("torch."), "tokens a page": "{P}",
+        "read limit, us": "{limit_us:.0f}", "sparse, us": "{step[us]:.0f}",
+        "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
+        "dense, of its limit": lambda case: f"{case['dense_limit_us'] / case['dense']['us']:.0%}",
+        "speed-up": lambda case: f"{case['dense']['us'] / case['step']['us']:.2f}x",
+    }  # fmt: skip
+    return declared(load("kernels")["shapes"], cells)
 
 
 KERNELS = {
@@ -168,12 +160,8 @@ def profile() -> str:
                     kinds = (kind for kind, names in KERNELS.items() if re.search(names, kernel["kernel"]))
                     us[next(kinds, "other")] += kernel["us"]
                 us["other"] += run["kernels_us"] - sum(us.values())
-                rows.append(
-                    [
-                        f"{SHAPES[shape]} {run['batch']} x {run['length']:,}, {name}",
-                        *(f"{x / 1e3:.2f}" for x in us.values()),
-                    ]
-                )
+                what = f"{SHAPES[shape]} {run['batch']} x {run['length']:,}, {name}"
+                rows.append([what, *(f"{x / 1e3:.2f}" for x in us.values())])
     return table(["ms of a step, top-20 log-probs", *KERNELS, "other"], rows)
 
 
@@ -199,3 +187,20 @@ def grpo_step() -> str:
     rows.append(["whole step", *(f"{seconds:,.1f}" for seconds in whole)])
     rows.append(["speed-up", "", f"{whole[0] / whole[1]:.2f}x", "", f"{whole[2] / whole[3]:.2f}x"])
     return table(["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows)
+
+
+TABLES = {
+    "decode steps": decode_steps,
+    "rollouts with top 20": lambda: rollouts("top 20"),
+    "rollouts without log-probs": lambda: rollouts("none"),
+    "rollouts of 1,024 with top 20": lambda: rollouts("top 20", "1024"),
+    "rollouts of 1,024 without log-probs": lambda: rollouts("none", "1024"),
+    "log-prob cost": logprob_cost,
+    "attention": attention,
+    "uneven attention": uneven_attention,
+    "other shapes": shapes,
+    "capacity": capacity,
+    "validation": validation,
+    "profile": profile,
+    "grpo step": grpo_step,
+}

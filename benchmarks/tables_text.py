@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from page_tables import Row, load, table
+from common import Row, load, table
 
 
 def text_model() -> str:

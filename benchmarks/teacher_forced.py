@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import triton
+from common import save
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -127,8 +128,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/teacher_forced.json"))
     parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the cases")
     options = parser.parse_args()
-    device = torch.cuda.get_device_name()
-    result: dict[str, Any] = {"device": device, "torch": torch.__version__, "triton": triton.__version__, "cases": []}
+    result: dict[str, Any] = {"triton": triton.__version__, "cases": []}
     for T, G, k in CASES[: options.cases]:
         case: dict[str, Any] = {"T": T, "G": G, "top_k": k, "dense": {}, "sparse": {}}
         tensors = inputs("independent", T, G)
@@ -141,7 +141,7 @@ def main() -> None:
             case["sparse"][kind] = sparse(T, k, inputs(kind, T, G))
         print(json.dumps(case), flush=True)
         result["cases"].append(case)
-        options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save(options.out, result)
 
 
 if __name__ == "__main__":

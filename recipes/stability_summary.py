@@ -43,7 +43,7 @@ from sparrow.report import theme
 
 ROOT = Path(__file__).parent.parent
 sys.path.append(str(ROOT / "benchmarks"))
-from page_tables import render, table  # noqa: E402
+from common import render, table  # noqa: E402
 
 RESULTS, PAGE, FIGURES = ROOT / "benchmarks/results/stability", ROOT / "docs/stability.md", ROOT / "docs/figures"
 PAGES = ("p80", "p86", "p89", "p92", "p95", "dense")
