@@ -120,12 +120,18 @@ def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
     """A state of the trace, its number of drafts chosen before it is timed; ``ms_per_token`` is of every request."""
     behind = np.maximum(PROMPT + 1, lengths - (SETTLED if settle else SETTLE + TIMED // 2))
     begin(bench, behind.tolist(), LOGPROBS["sampled"])
-    while settle and not scheduler(bench).draft_length.is_settled(len(lengths), float(np.mean(lengths))):
-        if (generated(bench) / len(lengths)) > 4 * SETTLED:
-            break  # the mean length has left the range by which cycles are told apart
-        bench.llm.llm_engine.step()
+    if settle:
+        chooser, now = scheduler(bench).draft_length, (len(lengths), float(np.mean(behind)))
+        while chooser.settled(*now) is None:
+            bench.llm.llm_engine.step()
+            now = len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths)
+        drafts = chooser.settled(*now)
+        chooser.choose = lambda *_: drafts
     found = timed(bench, behind.tolist(), TIMED, 0.5)
     abandon(bench, len(lengths))
+    if settle:
+        del chooser.choose
+        found["drafts"] = drafts
     return {"ms_per_token": len(lengths) / found["tokens_per_s"] * 1e3, **found}
 
 
@@ -187,10 +193,10 @@ def measure(arguments: argparse.Namespace) -> None:
     out, rows, began = Path(arguments.out), [], time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     k = arguments.draft_tokens
-    budgets = [int(n) for n in arguments.pages]
+    cases = [(int(pages), float(rate)) for pages, rate in (case.split(":") for case in arguments.cases)]
     decoding = None
     if arguments.variant == "lossless":
-        schedule = SparsitySchedule.fixed(budgets[0], dense_layers=tuple(arguments.dense_layers))
+        schedule = SparsitySchedule.fixed(cases[0][0], dense_layers=tuple(arguments.dense_layers))
         decoding = Decoding.lossless(schedule, draft_tokens=k)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding)
@@ -215,7 +221,7 @@ def measure(arguments: argparse.Namespace) -> None:
         print(f"{time.monotonic() - began:6.1f} s  started, {found['kv_tokens']} tokens of KV cache", flush=True)
         if arguments.profile and decoding is not None:
             scheduler(bench).draft_length.choose = lambda *_: k
-            runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(arguments.rates[0])
+            runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(cases[0][1])
             profile(bench, 64, 15000, out.with_suffix(".txt"))
         if arguments.profile:
             if decoding is not None:
@@ -230,24 +236,17 @@ def measure(arguments: argparse.Namespace) -> None:
                 step = bench.step([length] * batch, None)
                 save(batch=batch, length=length, tokens_per_s=batch / step["mean"] * 1e3, **step)
                 continue
-            for pages in budgets:
-                bench.llm.collective_rpc(
-                    "sparrow_set_schedule", args=(decoding.schedule.replace(top_k=(pages,)).to_dict(),)
-                )
-                for rate in arguments.rates:
-                    rates.fill_(rate)
-                    for drafts in choices if pages == budgets[0] and rate == arguments.rates[0] else (k,):
-                        scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
-                        found_here = point(bench, batch, length, 0.3)
-                        save(batch=batch, length=length, pages=pages, rate=rate, drafts=drafts, **found_here)
-                    if pages != budgets[0]:
-                        continue
-                    scheduler(bench).draft_length = DraftLength(choices)
-                    found_here = point(bench, batch, length, SECONDS)
-                    in_use = scheduler(bench).draft_length.in_use()
-                    save(
-                        batch=batch, length=length, pages=pages, rate=rate, drafts="adapt", in_use=in_use, **found_here
-                    )
+            for pages, rate in cases:
+                read = decoding.schedule.replace(top_k=(pages,))
+                bench.llm.collective_rpc("sparrow_set_schedule", args=(read.to_dict(),))
+                rates.fill_(rate)
+                what = dict(batch=batch, length=length, pages=pages, rate=rate)
+                for drafts in choices if (pages, rate) == cases[0] else ():
+                    scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
+                    save(**what, drafts=drafts, **point(bench, batch, length, 0.3))
+                chooser = scheduler(bench).draft_length = DraftLength(choices)
+                measured = point(bench, batch, length, SECONDS)
+                save(**what, drafts="adapt", in_use=chooser.in_use(), **measured)
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
         for batch, length in (points or SHORT) if "growth" in parts else ():
@@ -257,13 +256,13 @@ def measure(arguments: argparse.Namespace) -> None:
                     scheduler(bench).draft_length = DraftLength(choices)
                 save(part="growth", batch=batch, length=length, rate=rate, **growth(bench, batch, length))
         if decoding is not None:
-            rates.fill_(arguments.rates[0])
+            rates.fill_(cases[0][1])
             scheduler(bench).draft_length = DraftLength(choices)
         if "trace" in parts:
             tokens, slots = responses(240), SLOTS[arguments.shape]
             spans = simulate([PROMPT] * len(tokens), tokens, slots)
             trace: dict[str, Any] = dict(
-                requests=len(tokens), tokens=sum(tokens), slots=slots, rate=arguments.rates[0],
+                requests=len(tokens), tokens=sum(tokens), slots=slots, rate=cases[0][1],
                 steps=sum(steps for steps, _, _ in spans),
             )  # fmt: skip
             peak = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
@@ -272,7 +271,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 row = dict(batch=len(lengths), tokens=int(lengths.sum()), **state(bench, lengths, decoding is not None))
                 save(part="trace", trace=trace, step=step, **row)
         if "whole" in parts:
-            save(part="whole", rate=arguments.rates[0], **whole(bench, arguments.requests))
+            save(part="whole", rate=cases[0][1], **whole(bench, arguments.requests))
             if decoding is not None:
                 save(part="whole", in_use=scheduler(bench).draft_length.in_use())
         if decoding is not None:
@@ -286,12 +285,14 @@ def main() -> None:
     parser.add_argument("--parts", default="points", help="of points, growth, trace, whole")
     parser.add_argument("--requests", type=int, default=96, help="of the trace that is generated whole")
     parser.add_argument("--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000")
-    parser.add_argument("--draft-tokens", type=int, default=8)
     parser.add_argument(
-        "--pages", nargs="+", default=["61", "157"], help="top-k pages of drafts; adapts with the first"
+        "--draft-tokens", type=int, default=12, help="the most; 0, a third and two thirds are chosen too"
     )
+    parser.add_argument(
+        "--cases", nargs="+", default=["61:0.95", "61:0.943", "61:0.9"], metavar="PAGES:ACCEPTANCE",
+        help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
+    )  # fmt: skip
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.95, 0.9], help="synthetic acceptance of a draft")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000 and the host at 8 x 1024")
     parser.add_argument("--out", required=True)

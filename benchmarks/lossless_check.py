@@ -16,7 +16,9 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +104,9 @@ def equal(arguments: argparse.Namespace) -> None:
         agreed = [np.cumprod(a.response_ids == b.response_ids) for a, b in zip(greedy, stock, strict=True)]
         note("greedy tokens before the first that is not stock's", f"{sum(a.sum() for a in agreed)} of {8 * 192}")
         note("partings from stock", partings(truths[0], greedy, stock))
+        engine.drop_prefixes()  # a prompt out of the cache and one prefilled are rounded differently
         first = engine.generate(prompts(), SAMPLED)
-        note("counters", str(engine.counters()))
+        note("counters", engine.counters().to_dict())
         judge("sampled", first)
         engine.drop_prefixes()
         again = engine.generate(prompts(), SAMPLED)
@@ -120,7 +123,7 @@ def equal(arguments: argparse.Namespace) -> None:
         judge("sampled with new weights", engine.generate(prompts(), SAMPLED), weights=1)
         engine.update_weights(model.named_parameters())
         judge("sampled with the old weights again", engine.generate(prompts(), SAMPLED))
-        note("counters after", str(engine.counters()))
+        note("counters after", engine.counters().to_dict())
         engine.close()
         variants: dict[str, dict[str, Any]] = {
             "eager": dict(enforce_eager=True, compilation_config=None),
@@ -149,17 +152,39 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
     return p
 
 
+def drawn(folder: str, decoding: dict[str, Any], seeds: range) -> tuple[np.ndarray, dict[str, int]]:
+    """How often each continuation came, of one request a seed, and the engine's counters."""
+    cuda = torch.cuda.is_available()
+    machine = {"max_num_seqs": 1024} if cuda else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
+    llm = LLM(
+        folder, skip_tokenizer_init=True, additional_config={"sparrow": decoding}, max_model_len=256,
+        kv_cache_memory_bytes=2**30 if cuda else 2**26, gpu_memory_utilization=0.05, **machine,
+    )  # fmt: skip
+    counts = np.zeros(VOCAB**TOKENS, int)
+    for begin in range(0, len(seeds), AT_ONCE):
+        wanted = [
+            SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=seed, ignore_eos=True, detokenize=False)
+            for seed in seeds[begin : begin + AT_ONCE]
+        ]
+        outputs = llm.generate([{"prompt_token_ids": sample_prompt()}] * len(wanted), wanted, use_tqdm=False)
+        code = np.array([o.outputs[0].token_ids for o in outputs]) @ (VOCAB ** np.arange(TOKENS - 1, -1, -1))
+        counts += np.bincount(code, minlength=VOCAB**TOKENS)
+    return counts, llm.collective_rpc("sparrow_counters")[0]
+
+
+def sample_prompt() -> list[int]:
+    return np.random.default_rng(1).integers(0, VOCAB, PROMPT).tolist()
+
+
 def samples(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
-    note = notes(arguments.out, device=torch.cuda.get_device_name() if cuda else "cpu", count=arguments.count)
+    note = notes(arguments.out, device=torch.cuda.get_device_name() if cuda else "cpu")
     torch.manual_seed(3)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, tie_word_embeddings=False,
         initializer_range=0.1, eos_token_id=None, bos_token_id=None, pad_token_id=None,
     )  # fmt: skip
-    prompt = np.random.default_rng(1).integers(0, VOCAB, PROMPT).tolist()
-    dtype = torch.float16 if cuda else torch.float32  # float16 rounds less than bfloat16: 10^6 samples see both
     with tempfile.TemporaryDirectory() as folder:
         model = Qwen3ForCausalLM(config)
         with torch.no_grad():
@@ -167,34 +192,24 @@ def samples(arguments: argparse.Namespace) -> None:
                 layer.self_attn.q_norm.weight.fill_(2.0)
                 layer.self_attn.k_norm.weight.fill_(2.0)
             model.lm_head.weight.normal_(0.0, 0.05)  # no continuation too rare to count
-        model.to(dtype).save_pretrained(folder)
-        truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to("cuda" if cuda else "cpu")
+        # float16 rounds less than bfloat16: 10^6 samples would see that
+        model.to(torch.float16 if cuda else torch.float32).save_pretrained(folder)
+        truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        expected = enumerated(truth, sample_prompt())
         kept = SparsitySchedule(top_k=(1,), bin_tokens=100, recent_pages=1, dense_layers=())
-        decoding = Decoding.lossless(kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False)
-        machine = {"max_num_seqs": 1024} if cuda else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
-        llm = LLM(
-            folder, skip_tokenizer_init=True, additional_config={"sparrow": decoding.to_dict()}, max_model_len=256,
-            dtype=str(dtype).split(".")[1], kv_cache_memory_bytes=2**30 if cuda else 2**26, **machine,
-        )  # fmt: skip
-        counts = np.zeros(VOCAB**TOKENS, int)
-        for begin in range(0, arguments.count, AT_ONCE):
-            seeds = range(begin, min(begin + AT_ONCE, arguments.count))
-            wanted = [
-                SamplingParams(temperature=1.0, max_tokens=TOKENS, seed=10**6 + i, ignore_eos=True, detokenize=False)
-                for i in seeds
-            ]
-            outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
-            code = np.array([o.outputs[0].token_ids for o in outputs]) @ (VOCAB ** np.arange(TOKENS - 1, -1, -1))
-            counts += np.bincount(code, minlength=VOCAB**TOKENS)
-            if begin // AT_ONCE % 10 == 9 or seeds.stop == arguments.count:
-                expected = enumerated(truth, prompt) * counts.sum()
-                note(f"{counts.sum()} samples", {
-                    "chi-square": float(((counts - expected) ** 2 / expected).sum()),
-                    "degrees of freedom": len(counts) - 1, "fewest expected": float(expected.min()),
-                    "p": float(stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue),
-                })  # fmt: skip
-        counters = llm.collective_rpc("sparrow_counters")[0]
-        note("counters", counters)
+        decoding = Decoding.lossless(kept, draft_tokens=TOKENS - 1, adapt_draft_tokens=False).to_dict()
+        share = -(-arguments.count // arguments.processes)
+        parts = [range(10**6 + i, 10**6 + min(i + share, arguments.count)) for i in range(0, arguments.count, share)]
+        with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
+            found = list(pool.map(drawn, [folder] * len(parts), [decoding] * len(parts), parts))
+    counts = np.sum([counts for counts, _ in found], axis=0)
+    note("counters", {name: sum(of[name] for _, of in found) for name in ("drafted", "accepted", "emitted")})
+    test = stats.chisquare(counts, expected * counts.sum() / expected.sum())
+    note("samples", int(counts.sum()))
+    note("chi-square", float(test.statistic))
+    note("degrees of freedom", len(counts) - 1)
+    note("fewest expected", float((expected * counts.sum()).min()))
+    note("p", float(test.pvalue))
 
 
 def main() -> None:
@@ -203,6 +218,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--count", type=int, default=1_000_000)
+    parser.add_argument(
+        "--processes", type=int, default=8, help="that draw samples, each with an engine on the same GPU"
+    )
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)

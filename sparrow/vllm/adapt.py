@@ -56,18 +56,19 @@ class DraftLength:
         accepted, judged = self._verdicts.get(_step(length), PRIOR)
         return accepted / judged
 
-    def is_settled(self, rows: int, length: float) -> bool:
-        """Whether a number of drafts is in use at like batch and length, and none is being timed."""
+    def settled(self, rows: int, length: float) -> int | None:
+        """The number of drafts in use at like batch and length; None while numbers are being timed."""
         key = (_step(rows), _step(length))
-        return key in self._in_use and key not in self._being_timed
+        return None if key in self._being_timed else self._in_use.get(key)
 
     def choose(self, rows: int, length: float) -> int:
         """Drafts of the next cycle for so many sequences of this mean length (tokens)."""
         key = (_step(rows), _step(length))
         self._cycles[key] += 1
-        if self.is_settled(rows, length) and self._cycles[key] % THINK_EVERY:
-            self.chosen[self._in_use[key]] += 1
-            return self._in_use[key]
+        current = self.settled(rows, length)
+        if current is not None and self._cycles[key] % THINK_EVERY:
+            self.chosen[current] += 1
+            return current
         seconds = self._seconds[key]
         if self._cycles[key] % TRY_AGAIN == 0:
             for drafts in self.choices:
@@ -120,11 +121,12 @@ class DraftLength:
         if len(self._seconds[key].get(drafts, ())) > 0:
             return True
         shorter = self._speeds((key[0], key[1] - 1)) if (key[0], key[1] - 1) in self._seconds else {}
-        if drafts in shorter and shorter[drafts] < HOPELESS * max(shorter.values()):
+        hopeless = {k for k in shorter if shorter[k] < HOPELESS * max(shorter.values())}
+        if drafts in hopeless:
             return False
         known = {k: _typical(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
-        if any(k not in known for k in self.choices if k < drafts):
-            return False  # fewer were ruled out
+        if any(k not in known for k in self.choices if k < drafts and k not in hopeless):
+            return False  # fewer were ruled out, at this length
         if len(known) < 2:
             return True
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]

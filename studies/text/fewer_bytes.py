@@ -68,8 +68,8 @@ def variants(layers: int) -> list[Variant]:
         *(Variant("landmarks", b, landmarks=x, page_size=p) for p in (8, 16) for x in ("fp8", "int8") for b in BUDGETS),
         *(Variant("quest", b, score="quest", page_size=p) for p in (16, 32) for b in BUDGETS),
         *(Variant("one dense layer", 512, dense_layers=(layer,)) for layer in range(layers)),
-        *(Variant("sink pages", 512, sink_pages=n) for n in (0, 2, 4)),
-        *(Variant("recent pages", 512, recent_pages=n) for n in (4, 8, 16)),
+        *(Variant("sink pages", b, sink_pages=n) for b in (512, 1024) for n in (0, 2, 4)),
+        *(Variant("recent pages", b, recent_pages=n) for b in (512, 1024) for n in (2, 4, 8, 16)),
     ]
 
 

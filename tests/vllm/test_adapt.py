@@ -70,6 +70,16 @@ def test_what_lost_is_tried_again_when_acceptance_has_changed():
     assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
 
 
+def test_sequences_that_outgrow_the_lengths_seen_so_far():
+    """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the new ones yet."""
+    chooser = DraftLength(CHOICES)
+    for length in range(4_000, 30_000, 8):
+        machine = dict(LONG, dense=26.0 * length / 15_000)
+        chosen, _ = simulate(chooser, 1, 0.95, machine, length=length, seed=length)
+    assert chosen == [8]
+    assert chooser.settled(64, 30_000) == 8
+
+
 def test_batches_and_lengths_are_told_apart():
     chooser = DraftLength(CHOICES)
     for seed in range(40):
