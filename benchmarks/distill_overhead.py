@@ -116,19 +116,20 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
     """Rounds of the dense update and every variant, on every text; what there is so far is saved after each round."""
-    distiller, trainer.distiller = trainer.distiller, None
+    learner = trainer.learner
+    distiller, learner.distiller = learner.distiller, None
     assert distiller is not None
     found: dict[str, Any] = {}
     for text, run in TEXTS.items():
         step = experience(options.tokens, options.responses, run)
-        assessment = trainer._assess(step)[0]
+        assessment = learner.assess(step, trainer.schedule)[0]
         advantages_B = torch.tensor([1.0, -1.0]).repeat(options.responses)[: options.responses]
         pages = read(distiller, step)
-        trainer._update(step, assessment)  # compiles
+        learner.update(step, assessment, 0)  # compiles
         distiller.update(step, assessment, advantages_B)
         rounds: list[dict[str, tuple[float, float]]] = []
         for _ in range(options.rounds):
-            times = {"dense_update": seconds(trainer._update, step, assessment)}
+            times = {"dense_update": seconds(learner.update, step, assessment, 0)}
             for name, config in VARIANTS.items():
                 distiller.config = replace(distiller.config, distill=config)
                 times[name] = seconds(distiller.update, step, assessment, advantages_B)

@@ -170,9 +170,9 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
     trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener)
     with contextlib.suppress(TimeoutError):  # its last step is whole
         trainer.train()
-    if trainer.distiller:
+    if trainer.learner.distiller:
         result["with"] = measure(engine, CHEAP)
-        engine.update_weights(iter(trainer.distiller.policy_weights().items()))
+        engine.update_weights(iter(trainer.learner.distiller.policy_weights().items()))
     result |= {"without": measure(engine, CHEAP), "dense": measure(engine, DENSE)}
     if arm == "switch":
         result["moved_at"] = next((i for i, found in enumerate(under, 1) if found.top_k == CHEAP.top_k), None)

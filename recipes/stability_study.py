@@ -342,7 +342,7 @@ def fail(trainer: Any, fault: str) -> None:
     if fault == "halved":
         trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
     else:
-        trainer.distiller.actor_weights = lambda: iter(trainer.distiller.policy_weights().items())
+        trainer.learner.distiller.actor_weights = lambda: iter(trainer.learner.distiller.policy_weights().items())
     trainer._sync()
 
 

@@ -65,7 +65,7 @@ def lose(folder: Path) -> None:
 def resume(folder: Path) -> None:
     shard_on_cpu()
     resumed = trainer(replace(DISTILLED, resume=True), folder / "fsdp")
-    assert resumed.step == 1 and all(type(p).__name__ == "DTensor" for p in resumed.plain_scorer.parameters())
+    assert resumed.step == 1 and all(type(p).__name__ == "DTensor" for p in resumed.learner.plain_scorer.parameters())
     resumed.train()
 
 

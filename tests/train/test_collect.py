@@ -15,7 +15,7 @@ from sparrow.cli import main
 from sparrow.errors import ConfigError
 from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Mixture, Problem, build_tokenizer, load_task
-from sparrow.train import trainer
+from sparrow.train import learner
 from sparrow.train.collect import Collector
 from sparrow.train.config import RewardConfig, RolloutConfig, TrainConfig
 from sparrow.train.ranks import Ranks
@@ -270,13 +270,13 @@ def test_penalised_run_logs_its_parts(tmp_path):
 
 def test_truncated_responses_have_no_loss(tmp_path, monkeypatch):
     seen = []
-    whole = trainer.policy_loss
+    whole = learner.policy_loss
 
     def spy(logp_BT, old_BT, advantages_B, mask_BT, *rest):
         seen.extend(zip(advantages_B.tolist(), mask_BT.sum(1).tolist(), strict=True))
         return whole(logp_BT, old_BT, advantages_B, mask_BT, *rest)
 
-    monkeypatch.setattr(trainer, "policy_loss", spy)
+    monkeypatch.setattr(learner, "policy_loss", spy)
     rollout = RolloutConfig(prompts=8, samples=8, max_new_tokens=24, top_n=8)
     make_trainer(tmp_path / "keep", steps=1, rollout=rollout).train()
     keep, seen = seen, []

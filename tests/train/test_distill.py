@@ -48,7 +48,11 @@ def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, **chan
 
 
 def theta(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return trainer.distiller.policy_weights() if trainer.distiller else dict(trainer.model.named_parameters())
+    return (
+        trainer.learner.distiller.policy_weights()
+        if trainer.learner.distiller
+        else dict(trainer.model.named_parameters())
+    )
 
 
 def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
@@ -142,11 +146,11 @@ def test_the_layers_gradients_are_those_of_a_lora():
 def test_rollouts_are_those_of_the_merged_actor(tmp_path):
     trainer = run(tmp_path, ON, steps=3)
     merged = model_()
-    merged.load_state_dict(dict(trainer.distiller.actor_weights()), strict=False)
+    merged.load_state_dict(dict(trainer.learner.distiller.actor_weights()), strict=False)
     ids = torch.randint(0, 151, (1, 50))
     assert torch.equal(trainer.engine.model(input_ids=ids).logits, merged(input_ids=ids).logits)
     assert not torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
-    with trainer.distiller._adapter.worn():
+    with trainer.learner.distiller._adapter.worn():
         assert torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
 
 
@@ -255,8 +259,8 @@ def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
     assert len(scored) == len(set(scored)) == 4
     row = metrics_of(tmp_path)[0]
     assert 0 < row["distill"]["tokens"] <= 4 * 40 < row["response"]["tokens"]
-    _, phi = trainer.optimizer.param_groups
-    assert phi["params"] and all(p in trainer.optimizer.state for p in phi["params"]), "phi was trained"
+    _, phi = trainer.learner.optimizer.param_groups
+    assert phi["params"] and all(p in trainer.learner.optimizer.state for p in phi["params"]), "phi was trained"
 
 
 def test_bad_input_is_one_sentence(tmp_path):

@@ -18,7 +18,7 @@ from sparrow.engines.hf import HFEngine
 from sparrow.errors import CheckpointError, ConfigError, RewardError, TrainingDiverged
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import Problem, build_tokenizer
-from sparrow.train import trainer as train
+from sparrow.train import saving
 from sparrow.train.config import CorrectionConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.trainer import Trainer
 from tests.conftest import tiny_model
@@ -68,7 +68,7 @@ def metrics_of(run_dir) -> list[dict]:
 
 def test_tied_embeddings_are_written_once_wherever_the_weights_were(tmp_path, monkeypatch):
     # Copies, as of shards or from a GPU, no longer share memory with what they are tied to.
-    monkeypatch.setattr(train, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights))
+    monkeypatch.setattr(saving, "whole", lambda weights: ((name, weight.clone()) for name, weight in weights))
     made = make_trainer(tmp_path, steps=1)
     made.train()
     written = load_file(tmp_path / "model" / "model.safetensors")

@@ -1,0 +1,213 @@
+"""The dense policy in training: it scores what the actor sampled, is moved by it, and hands out its weights.
+
+Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from sparrow.measure import TokenAcceptance, token_acceptance
+from sparrow.model.scoring import TokenScorer
+from sparrow.rollout import derived_seed, split
+from sparrow.schedule import SparsitySchedule
+from sparrow.train.advantages import compute_advantages
+from sparrow.train.config import TrainConfig
+from sparrow.train.corrections import Correction, compute_correction
+from sparrow.train.experience import Assessment, Experience, pad
+from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
+from sparrow.train.ranks import Ranks, reshard, whole
+
+if TYPE_CHECKING:
+    from sparrow.train.distill import Distiller
+
+Metrics = dict[str, Any]
+
+
+class Learner:
+    """What is trained, with its optimiser; also the actor's adapter, if there is one.
+
+    Args:
+        config: of the whole run.
+        model: the policy, float32.
+        schedule: what the actor decodes under.
+        accelerator, ranks: of this process.
+
+    Raises ConfigError: processes that start from different weights, or nothing to distil.
+    """
+
+    def __init__(
+        self, config: TrainConfig, model: PreTrainedModel, schedule: SparsitySchedule, accelerator: Accelerator,
+        ranks: Ranks,
+    ) -> None:  # fmt: skip
+        self.config, self.model, self.accelerator, self.ranks = config, model, accelerator, ranks
+        self.distiller: Distiller | None = None
+        if config.distill.enabled:
+            from sparrow.train.distill import Distiller  # PEFT takes a second to import
+
+            self.distiller = Distiller(model, config, schedule)
+        if config.optimizer.gradient_checkpointing:
+            keeping = self.distiller.checkpointing if self.distiller else {}
+            # Older transformers know the second name only, and version 6 will know the first only.
+            enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+            enable({"use_reentrant": False, **keeping})
+        ranks.check_equal(model)
+        settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
+        groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
+        if self.distiller:  # one optimiser for both: a step moves what has gradients, which theta and phi never share
+            groups.append(self.distiller.parameter_group)
+        self.scorer, self.optimizer = accelerator.prepare(TokenScorer(model), torch.optim.AdamW(groups))
+        # Data parallelism hooks itself into the wrapper's passes; those that train nothing, or phi, go past it.
+        self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
+        if self.distiller:
+            self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """The actor decodes under another schedule from now on."""
+        if self.distiller:
+            self.distiller.set_schedule(schedule)
+
+    def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What the engine samples with, by Hugging Face parameter name; every process must take part to the end."""
+        reshard(self.model)
+        return whole(self.distiller.actor_weights() if self.distiller else self.model.named_parameters())
+
+    def restore_settings(self) -> None:
+        """The optimiser's state, as a checkpoint has it, brings its own settings along; these are the run's."""
+        self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
+        for group in self.optimizer.param_groups[1:]:
+            group["lr"] = self.config.distill.learning_rate
+
+    @torch.no_grad()
+    def assess(self, experience: Experience, schedule: SparsitySchedule) -> tuple[Assessment, float]:
+        """Dense log-probs of every rollout, how far the actor was from them under ``schedule``, and the mean entropy
+        of the policy's distributions in nats."""
+        rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
+
+        def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
+            """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
+            batch = experience.batch(rows, self.accelerator.device, with_top=True)
+            scores = self.plain_scorer(batch, self.config.rollout.temperature)
+            columns = (split(x.cpu().numpy(), [len(rollouts[i]) for i in rows]) for x in scores)
+            return [
+                (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(rollouts[i], top, schedule))
+                for i, logp, top, entropy in zip(rows, *columns, strict=True)
+            ]
+
+        scored = self.ranks.batched("score", experience.lengths, self.config.optimizer.token_budget, score)
+        logps, tops, entropies, acceptances = zip(*scored, strict=True)
+        z = [
+            np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1) for r, top in zip(rollouts, tops, strict=True)
+        ]
+        assessment = Assessment(
+            logp_BT=pad(logps),
+            logq_BT=pad([r.logprobs for r in rollouts]),
+            mask_BT=pad([np.ones(len(r), dtype=bool) for r in rollouts]),
+            policy_top=list(tops),
+            acceptances=list(acceptances),
+            obrs_z_BT=pad(z),
+        )
+        return assessment, sum(entropies) / sum(map(len, rollouts))
+
+    def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
+        """Correct, then take the optimiser steps of training step ``step``, from 0; then the adapter's, if there is
+        one.
+
+        Raises TrainingDiverged: a loss or gradient that is not finite; the weights are then what they were.
+        """
+        config, device = self.config, self.accelerator.device
+        advantages_B, advantage_metrics = compute_advantages(
+            config.advantage,
+            torch.from_numpy(experience.rewards),
+            torch.from_numpy(experience.groups),
+            torch.from_numpy(experience.baseline) if experience.baseline is not None else None,
+        )
+        if config.reward.overlong == "mask":
+            advantages_B[torch.from_numpy(experience.truncated)] = 0.0
+        correction = self._correct(assessment, step)
+        warm = min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
+        self.optimizer.param_groups[0]["lr"] = config.optimizer.learning_rate * warm
+        steps = []
+        for rows in self._minibatches(len(experience.rollouts), step):
+            normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
+            groups = self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget)
+            parts = []
+            for i, (some, counts) in enumerate(groups):
+                # Shards are reduced at once: whole gradients of all layers would not fit.
+                now = i == len(groups) - 1 or self.ranks.is_sharded
+                with contextlib.nullcontext() if now else self.accelerator.no_sync(self.scorer):
+                    scores = self.scorer(experience.batch(some, device), config.rollout.temperature)
+                    longest = int(assessment.mask_BT[some].sum(1).max())
+                    old_BT, mask_BT, weight_BT = (
+                        x[some, :longest].to(device)
+                        for x in (assessment.logp_BT, assessment.mask_BT, correction.weight_BT)
+                    )
+                    logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
+                    loss, metrics = policy_loss(
+                        logp_BT, old_BT, advantages_B[some].to(device), mask_BT, weight_BT, config.loss, normalizers
+                    )
+                    # Data parallelism averages gradients over processes; the normalisers already count all of them.
+                    self.accelerator.backward(loss * (self.ranks.count * counts))
+                if counts:
+                    parts.append(metrics)
+            norm = self.accelerator.clip_grad_norm_(self.scorer.parameters(), config.optimizer.max_grad_norm)
+            merged = merge_metrics(itertools.chain(*self.ranks.gather("update", partial(list, parts))))
+            merged |= {"grad_norm": float(norm)}
+            check_finite(merged, config.loss.max_log_ratio)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            steps.append(merged)
+        loss_metrics = {key: float(np.mean([s[key] for s in steps])) for key in steps[0]}
+        found: Metrics = {
+            "advantage": advantage_metrics,
+            "correction": correction.metrics,
+            "loss": loss_metrics,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
+        if self.distiller:
+            found["distill"] = self.distiller.update(experience, assessment, advantages_B)
+        return found
+
+    def _correct(self, assessment: Assessment, step: int) -> Correction:
+        generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
+        uniform_BT = torch.rand(assessment.mask_BT.shape, generator=generator)
+        return compute_correction(
+            self.config.correction, assessment.logp_BT, assessment.logq_BT, assessment.mask_BT,
+            z_BT=assessment.obrs_z_BT, uniform_BT=uniform_BT,
+        )  # fmt: skip
+
+    def _minibatches(self, size: int, step: int) -> list[list[int]]:
+        """Responses of each optimiser step; a shuffle spreads every prompt's group over them."""
+        count = self.config.optimizer.minibatches
+        order = list(range(size))
+        if count > 1:
+            order = np.random.default_rng([self.config.seed, step]).permutation(size).tolist()
+        return [order[i::count] for i in range(count)]
+
+
+@contextlib.contextmanager
+def checkpointing(model: PreTrainedModel) -> Iterator[None]:
+    """Layers recompute where they were asked to: transformers has them do so in training mode only.
+
+    A layer in that mode cannot decode with a cache, and a whole model would switch its dropout on.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    before = [layer.training for layer in layers]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer, training in zip(layers, before, strict=True):
+            layer.training = training

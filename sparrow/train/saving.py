@@ -1,0 +1,95 @@
+"""What a run leaves on disk: checkpoints to go on from, and models in Hugging Face's format."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedTokenizerBase
+
+from sparrow.errors import CheckpointError
+from sparrow.run.directory import RunDir, TrainerState
+from sparrow.train.learner import Learner
+from sparrow.train.ranks import whole
+
+
+def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep: int) -> None:
+    """Write the checkpoint of ``state.step``, and delete all but the newest ``keep``.
+
+    Raises CheckpointError: it could not be written; earlier ones are untouched.
+    """
+    ranks, name = learner.ranks, "checkpoint"
+
+    def write() -> None:
+        try:
+            learner.accelerator.save_state(str(folder))
+        except (RuntimeError, CheckpointException) as error:  # how torch reports a full disk
+            raise OSError(str(error).splitlines()[0]) from error
+        if ranks.is_main:
+            state.save(folder)
+
+    with uninterrupted(), run_dir.checkpoint_errors(state.step):
+        folder = ranks.on_main(name, lambda: run_dir.begin_checkpoint(state.step))
+        ranks.gather(name, write)
+        ranks.on_main(name, lambda: run_dir.finish_checkpoint(state.step, keep))
+
+
+def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
+    """Weights, optimiser and random states as ``folder`` has them, and what the trainer remembers.
+
+    Raises CheckpointError: files that are damaged, or of a model of another size.
+    """
+    try:
+        with learner.distiller.everything_trains() if learner.distiller else contextlib.nullcontext():
+            learner.accelerator.load_state(str(folder))
+        state = TrainerState.load(folder)
+    except Exception as error:  # torch, safetensors, pickle and accelerate raise many unrelated types
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        reason = next((line for line in lines if "size mismatch" in line), lines[0] if lines else "")
+        raise CheckpointError(
+            f"cannot go on from {folder} ({type(error).__name__}: {reason}); if sizes differ, give the model that "
+            "the run began with; if the files are damaged, remove this folder to go on from the checkpoint before"
+        ) from error
+    learner.restore_settings()
+    return state
+
+
+def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path) -> None:
+    """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is one."""
+    distiller, ranks = learner.distiller, learner.ranks
+    policy = distiller.policy_weights() if distiller else learner.model.state_dict()
+    tied = learner.model.all_tied_weights_keys  # to others, which are written
+    weights, phi = (
+        {name: weight.cpu() for name, weight in whole(part.items()) if ranks.is_main and name not in tied}
+        for part in (policy, distiller.adapter_weights() if distiller else {})
+    )
+    if ranks.is_main:
+        learner.model.save_pretrained(model, state_dict=weights)
+        tokenizer.save_pretrained(model)
+        if distiller:
+            distiller.save(adapter, phi)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold Ctrl-C and SIGTERM back until the block has ended: half an update is worse than a moment's wait."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    pending: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, frame: pending.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is signal.default_int_handler
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    if pending:
+        raise KeyboardInterrupt
