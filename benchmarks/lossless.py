@@ -249,7 +249,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 save(**what, drafts="adapt", in_use=chooser.in_use(), **measured)
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
-        for batch, length in (points or SHORT) if "growth" in parts else ():
+        for batch, length in SHORT if "growth" in parts else ():
             for rate in (None,) if decoding is None else GROWTH_RATES:
                 if rate is not None:
                     rates.fill_(rate)
