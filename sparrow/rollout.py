@@ -5,14 +5,17 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.errors import PromptError
+
+Watch = Callable[[int, int], None]
+"""Told of the tokens and of the finished responses so far, while sampling goes on."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Sampling:
     # one for each prompt, so that its samples do not depend on what is sampled beside it; derived from ``seed`` and the
     # prompt's place if left out
     seeds: Sequence[int] | None = None
+    watch: Watch = field(default=lambda tokens, finished: None, compare=False)  # an engine may tell it nothing
 
     def request_seeds(self, count: int) -> list[int]:
         """A seed for each of ``count`` prompts."""

@@ -92,10 +92,30 @@ class Progress(_Shown):
             self._done, self._seconds = metrics["step"], sum(metrics["seconds"].values())
             self._line(f"step {self._done}/{self._steps}  {step_line(metrics)}")
             self._show("", completed=self._done)
+        elif event == "progress":
+            self._show(phase_line(metrics))
         else:
             self._show(event)
             if not self._bar and (self._seconds > QUIET_S or not self._done):
                 self._line(f"step {self._done + 1}/{self._steps}  {event}  {time.monotonic() - self._began:.0f} s")
+
+
+def phase_line(progress: dict[str, Any]) -> str:
+    """How far a phase of a step is, short enough for a narrow terminal."""
+    phase, done, of = progress["phase"], progress["done"], progress["of"]
+    if phase == "rollout":
+        return f"rollout {done}/{of}, {brief(progress['tokens'])} tokens"
+    if phase == "verify":  # which tells no more
+        return f"verify {of} responses"
+    return f"{phase} {done + 1}/{of}"
+
+
+def brief(count: int) -> str:
+    """A count in at most four digits: 950, 12.3k, 1.2M."""
+    for unit, size in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}" if count < 999.5 * size else f"{count / size:.0f}{unit}"
+    return str(count)
 
 
 def step_line(metrics: dict[str, Any]) -> str:

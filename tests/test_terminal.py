@@ -9,7 +9,7 @@ from rich.console import Console
 
 from sparrow import __version__, terminal
 from sparrow.cli import main
-from sparrow.terminal import Progress, Status
+from sparrow.terminal import Progress, Status, brief
 
 BIN = {"lower_bound": 0.91, "n_sequences": 4}
 STEP = {
@@ -57,6 +57,8 @@ def test_away_from_a_terminal_a_step_is_one_line_that_is_flushed(monkeypatch):
         progress("step", {**STEP, "step": 4, "seconds": {**STEP["seconds"], "rollout": 100.0}})
         progress("score", {})
         assert pipe.flushed.splitlines()[3:] == ["step 5/12  score  0 s"]  # a long one has
+        progress("progress", {"phase": "score", "done": 1, "of": 9})
+        assert len(pipe.flushed.splitlines()) == 4  # but not for what goes on in them
 
 
 def test_processes_other_than_the_first_show_nothing(capsys):
@@ -79,6 +81,35 @@ def test_a_bar_fits_on_one_line_of_a_terminal(columns, screen):
     (line,) = console.file.getvalue().splitlines()
     assert len(line) <= columns and "3/12" in line and "rollout" in line
     assert "reward 0.250" in " ".join(written.getvalue().split())
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ({"phase": "rollout", "done": 7, "of": 64, "tokens": 12_345}, "rollout 7/64, 12.3k tokens"),
+        ({"phase": "verify", "done": 0, "of": 64}, "verify 64 responses"),
+        ({"phase": "update", "done": 2, "of": 16}, "update 3/16"),
+    ],
+)
+def test_the_bar_says_how_far_a_phase_is(columns, told, shown, screen):
+    screen(columns)
+    with Progress(12) as progress:
+        progress("step", STEP)
+        progress("progress", told)
+        table = progress._bar.make_tasks_table(progress._bar.tasks)
+    console = Console(width=columns, file=io.StringIO(), color_system=None)
+    console.print(table)
+    (line,) = console.file.getvalue().splitlines()
+    assert f"3/12 {shown}" in line and len(line) <= columns
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0"), (999, "999"), (1000, "1k"), (12_345, "12.3k"), (999_800, "1000k"), (1_234_567, "1.23M")],
+)
+def test_counts_in_few_digits(count, text):
+    assert brief(count) == text
 
 
 def test_something_is_shown_while_loading(screen, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -29,7 +30,7 @@ from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, distribution, draw, log_probs, speculate
-from sparrow.rollout import Rollout, Sampling, Scores, derived_seed, split
+from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
 
@@ -76,14 +77,19 @@ class HFEngine(Engine, Scorer):
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         seeds = sampling.request_seeds(len(prompts))
         rollouts: dict[int, Rollout] = {}
+        tokens = 0  # of the batches before
         with self._inference():
             for begin in range(0, len(order), self.batch_size):
                 rows = order[begin : begin + self.batch_size]
-                decoded = self._decode([prompts[i] for i in rows], sampling, [seeds[i] for i in rows])
+                watch = partial(_watch_after, sampling.watch, tokens, begin)
+                decoded = self._decode([prompts[i] for i in rows], sampling, [seeds[i] for i in rows], watch)
                 rollouts.update(zip(rows, decoded, strict=True))
+                tokens += sum(map(len, decoded))
         return [rollouts[i] for i in range(len(prompts))]
 
-    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
+    def _decode(
+        self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int], watch: Watch
+    ) -> list[Rollout]:
         device, B = self.model.device, len(prompts)
         longest, steps, temperature = max(map(len, prompts)), sampling.max_new_tokens, sampling.temperature
         ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
@@ -96,6 +102,7 @@ class HFEngine(Engine, Scorer):
         logits = sequences.read(ids, logits_to_keep=1)
         cycle = _sampled(logits, temperature, uniform[2, :, :1])
         while len(going := found.append(rows, cycle)):
+            watch(int(found.length.sum()), B - len(going))
             newest = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][going]
             if len(going) < len(rows):
                 sequences.select(going)
@@ -112,6 +119,7 @@ class HFEngine(Engine, Scorer):
                 cycle = _sampled(sequences.read(newest[:, None]), temperature, numbers[2])
                 sparse_steps += 1
             self._count(cached + 1, drafts, cycle)
+        watch(int(found.length.sum()), B)
         self._check_sparse(calls, sparse_steps)
         return found.rollouts(prompts)
 
@@ -261,6 +269,10 @@ class _Responses:
             )
             for b, n in enumerate(self.length.tolist())
         ]
+
+
+def _watch_after(watch: Watch, tokens_before: int, finished_before: int, tokens: int, finished: int) -> None:
+    watch(tokens_before + tokens, finished_before + finished)
 
 
 def _sampled(logits: Tensor, temperature: float, uniform: Tensor) -> Cycle:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -64,11 +65,13 @@ class Collector:
         def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
+            sampling = replace(sampling, watch=partial(self._watch, len(rows)))
             try:
                 rollouts = self.engine.generate([prompts[row // each] for row in rows], sampling)
             except PromptError as error:
                 problem = problems[rows[error.index] // each]
                 raise ConfigError(f"problem {problem.id!r} {error.reason}") from error
+            self.ranks.tell("verify", 0, len(rows))
             parts = self._verify([problems[row // each] for row in rows], rollouts)
             return list(zip(rollouts, parts, strict=True))
 
@@ -89,6 +92,9 @@ class Collector:
             for i, problem in enumerate(problems)
             for rollouts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
         ]
+
+    def _watch(self, responses: int, tokens: int, finished: int) -> None:
+        self.ranks.tell("rollout", finished, responses, tokens=tokens)
 
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         """The parts of every response's reward."""

@@ -314,9 +314,11 @@ class Distiller:
         normalizers = Normalizers(int(chosen_BT.any(1).sum()), tokens, self.config.rollout.max_new_tokens)
         parts = []
         with self._adapter.worn():
-            for some, counts in self._ranks.micro_batches(
+            groups = self._ranks.micro_batches(
                 [i for i in rows if chosen[i].any()], experience.lengths, self.config.optimizer.token_budget
-            ):
+            )
+            for i, (some, counts) in enumerate(groups):
+                self._ranks.tell("distil", i, len(groups))
                 logp, top = self._sparse(experience, some, torch.cat([chosen[i] for i in some]))
                 policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in some])
                 kl = bucket_kl(policy_top.to(top.device), top).sum()

@@ -139,11 +139,16 @@ class Learner:
         warm = min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
         self.optimizer.param_groups[0]["lr"] = config.optimizer.learning_rate * warm
         steps = []
-        for rows in self._minibatches(len(experience.rollouts), step):
+        plan = [
+            (rows, self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget))
+            for rows in self._minibatches(len(experience.rollouts), step)
+        ]
+        begun, of = itertools.count(), sum(len(groups) for _, groups in plan)
+        for rows, groups in plan:
             normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
-            groups = self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget)
             parts = []
             for i, (some, counts) in enumerate(groups):
+                self.ranks.tell("update", next(begun), of)
                 # Shards are reduced at once: whole gradients of all layers would not fit.
                 now = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if now else self.accelerator.no_sync(self.scorer):

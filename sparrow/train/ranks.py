@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,16 +28,28 @@ T = TypeVar("T")
 PATIENCE_S = 1800  # longest wait for the slowest process of a phase
 
 
+class Tell(Protocol):
+    """Told how far a phase is in this process: ``done`` of ``of`` responses or micro-batches."""
+
+    def __call__(self, phase: str, done: int, of: int, **more: int) -> None: ...
+
+
+def quiet(phase: str, done: int, of: int, **more: int) -> None:
+    """Tells nobody."""
+
+
 class Ranks:
     """This process among those that ``accelerate launch`` started; a run of one process has one rank.
 
     Args:
         accelerator: says which process this is.
+        tell: told how far this process is.
 
     Raises ConfigError: FSDP was asked for and cannot be had.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, tell: Tell = quiet) -> None:
+        self.tell = tell
         self.rank, self.count = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
         self.is_sharded = accelerator.is_fsdp2
@@ -132,7 +144,9 @@ class Ranks:
 
         def mine() -> dict[int, T]:
             found: dict[int, T] = {}
-            for rows, counts in self.micro_batches(range(len(lengths)), lengths, budget):
+            groups = self.micro_batches(range(len(lengths)), lengths, budget)
+            for i, (rows, counts) in enumerate(groups):
+                self.tell(phase, i, len(groups))
                 results = work(rows)
                 if counts:
                     found.update(zip(rows, results, strict=True))

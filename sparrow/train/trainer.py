@@ -41,7 +41,12 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
-"""Told ``("rollout" | "score" | "update", {})`` as a phase begins and ``("step", metrics)`` when a step ends."""
+"""Told ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
+``("step", metrics)`` when a step ends.
+
+Of progress, the metrics are those of this process: ``phase`` (also ``verify`` and ``distil``, parts of those above),
+``done`` of ``of`` responses or micro-batches, and for rollouts ``tokens``.
+"""
 
 
 class Trainer:
@@ -80,7 +85,7 @@ class Trainer:
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
             fsdp_plugin=sharding(model, config.optimizer.precision == "bf16"),
         )
-        self.ranks = Ranks(self.accelerator)
+        self.ranks = Ranks(self.accelerator, self._tell)
         self.ranks.on_main("start", self.run_dir.lock)
         try:
             self._start(model, task, schedule)
@@ -177,6 +182,9 @@ class Trainer:
                 if self.ranks.is_main:
                     self._log(metrics, report, experience, assessment)
         self.listener("step", metrics)
+
+    def _tell(self, phase: str, done: int, of: int, **more: int) -> None:
+        self.listener("progress", {"phase": phase, "done": done, "of": of, **more})
 
     def _rest(self) -> Counters:
         counters = self.engine.counters()

@@ -5,9 +5,11 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,11 @@ from torch import Tensor
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
-from sparrow.rollout import Rollout, Sampling
+from sparrow.rollout import Rollout, Sampling, Watch
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, plugin
+
+WATCH_S = 1.0  # how often a rollout tells how far it is
 
 
 class VLLMEngine(Client):
@@ -86,7 +90,8 @@ class VLLMEngine(Client):
             for seed in sampling.request_seeds(len(prompts))
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        with self._watched(sampling.watch):
+            outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return [
             _rollout(prompt, output.outputs[0], sampling.top_n) for prompt, output in zip(prompts, outputs, strict=True)
         ]
@@ -108,8 +113,32 @@ class VLLMEngine(Client):
         return self.llm.reset_prefix_cache()
 
     def preempted(self) -> int:
+        return self._totals("vllm:num_preemptions")[0]
+
+    def _totals(self, *counters: str) -> list[int]:
+        """These counters of vLLM's, since it was started."""
         metrics: list[Any] = self.llm.get_metrics()
-        return sum(int(metric.value) for metric in metrics if metric.name == "vllm:num_preemptions")
+        return [sum(int(metric.value) for metric in metrics if metric.name == name) for name in counters]
+
+    @contextlib.contextmanager
+    def _watched(self, watch: Watch) -> Iterator[None]:
+        """Tell ``watch`` how far vLLM is, from another thread, since it is busy until all responses are finished."""
+
+        def totals() -> list[int]:
+            return self._totals("vllm:generation_tokens", "vllm:request_success")
+
+        def tell() -> None:
+            while not ended.wait(WATCH_S):
+                watch(*(now - before for now, before in zip(totals(), begun, strict=True)))
+
+        begun, ended = totals(), threading.Event()
+        thread = threading.Thread(target=tell, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def sleep(self) -> None:
         """See ``Engine.sleep``: weights move to the host, the KV cache is dropped. Nothing to do on CPU."""

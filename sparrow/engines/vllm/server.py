@@ -23,7 +23,7 @@ from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.mode import Decoding
-from sparrow.rollout import Rollout, Sampling
+from sparrow.rollout import Rollout, Sampling, Watch
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
@@ -79,16 +79,19 @@ class VLLMServer(Client):
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
         with self._reached():
-            answers = _finished(self._answers("/inference/v1/generate", bodies))
-        choices = [json.loads(answer)["choices"][0] for answer in answers]
+            choices = _finished(self._choices("/inference/v1/generate", bodies, sampling.watch))
         return [_rollout(prompt, choice, sampling.top_n) for prompt, choice in zip(prompts, choices, strict=True)]
 
-    async def _answers(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[bytes]:
+    async def _choices(self, path: str, bodies: Sequence[dict[str, Any]], watch: Watch) -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=CONNECTIONS)
         async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None, trust_env=False) as client:
+            lengths: list[int] = []
 
-            async def one(body: dict[str, Any]) -> bytes:
-                return _content(await client.post(path, json=body))
+            async def one(body: dict[str, Any]) -> dict[str, Any]:
+                choice = json.loads(_content(await client.post(path, json=body)))["choices"][0]
+                lengths.append(len(choice["token_ids"]))
+                watch(sum(lengths), len(lengths))
+                return choice
 
             requests = [asyncio.create_task(one(body)) for body in bodies]
             waiting, tokens, since = set(requests), -1, time.monotonic()

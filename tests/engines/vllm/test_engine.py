@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -98,6 +99,16 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
         assert logprob_gap(rollouts, dense) > 0.1  # and the schedule matters
         with pytest.raises(ConfigError, match="start a new engine"):
             sparrow.set_schedule(SMALL.replace(recent_pages=3))
+
+
+def test_who_watches_is_told_of_tokens_before_responses_are_finished(folder, monkeypatch):
+    monkeypatch.setattr("sparrow.engines.vllm.engine.WATCH_S", 0.01)
+    told = []
+    with engine(folder) as sparrow:
+        sparrow.generate(RAGGED, GREEDY)  # so that there is something to subtract
+        sparrow.generate(RAGGED, replace(GREEDY, watch=lambda *counts: told.append(counts)))
+    assert told == sorted(told) and any(0 < tokens < 48 * len(RAGGED) and finished == 0 for tokens, finished in told)
+    assert all(tokens <= 48 * len(RAGGED) and finished <= len(RAGGED) for tokens, finished in told)
 
 
 def test_rollouts_say_what_was_sampled(folder, model):

@@ -102,6 +102,14 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
+def test_who_watches_is_told_as_responses_are_finished(pretender):
+    url, _ = pretender
+    told = []
+    sampling = Sampling(max_new_tokens=4, top_n=1, watch=lambda *counts: told.append(counts))
+    VLLMServer(url, SCHEDULE).generate([[1], [2], [3]], sampling)
+    assert told == [(1, 1), (2, 2), (3, 3)]
+
+
 def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
     url, _ = pretender
     client = VLLMServer(url, SCHEDULE)
