@@ -32,11 +32,9 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from functools import cache
 from itertools import zip_longest
-from pathlib import Path
 from reprlib import Repr
 from typing import Any, Literal
 
-import sparrow.rewards.sandbox.inside.main  # noqa: F401  (compiled here once: the sandbox could not keep it)
 from sparrow.rewards.sandbox import (
     STARVED,
     ChildEndedError,
@@ -44,6 +42,7 @@ from sparrow.rewards.sandbox import (
     Held,
     Isolation,
     Limits,
+    OwnTime,
     Sandbox,
     choose_isolation,
     pack,
@@ -65,7 +64,6 @@ _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
 _TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
-_LOOK_S = 0.25  # how often a sandbox that does not answer is looked at
 _RELAYED = ("value", "raised", "kinds", "with", "printed", "changed", "call", "look", "attribute", "args", "kwargs")
 """What a program may say to the tests. Verdicts are not among it."""
 
@@ -216,7 +214,7 @@ class CodeVerifier:
         held = choose_isolation(self.isolation)
         with self._free:
             start = time.monotonic()
-            run = _Run(tests.get("prelude") or "", code, self.limits, held, _Used())
+            run = _Run(tests.get("prelude") or "", code, self.limits, held)
             if "test" in tests:
                 number, results = 1, [run.assertions(tests)]
             elif "inputs" in tests and len(tests["inputs"]) == len(tests["outputs"]):
@@ -233,7 +231,7 @@ class CodeVerifier:
         return float(code is not None and self.judge(code, answer).passed)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Run:
     """One program on its way through its tests."""
 
@@ -241,7 +239,7 @@ class _Run:
     code: str
     limits: Limits
     held: Held
-    used: _Used
+    spent_s: float = 0.0  # of its own time, in all its tests so far
 
     def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
         request = {"mode": mode, "prelude": self.prelude, "code": self.code, "exchange": exchange}
@@ -255,21 +253,11 @@ class _Run:
 
         Raises ChildTimeoutError, ChildEndedError: see ``Child``.
         """
-        start, own, seen = time.monotonic(), 0.0, None
-        limit_s = min(limit_s or self.limits.wall_s, self.limits.program_s - self.used.seconds)
-        while True:
-            began, look_s = time.monotonic(), _LOOK_S if seen is not None else _LOOK_S / 5
-            try:
-                reply = box.receive(began + max(0.0, min(look_s, limit_s - own)), most)
-                self.used.seconds += own + time.monotonic() - began
-                return reply
-            except ChildTimeoutError:
-                waited, (cpu_s, runnable) = time.monotonic() - began, processor_s(box.process.pid)
-                ran = waited if seen is None else min(cpu_s - seen, waited)
-                own, seen = own + (ran if runnable or ran >= waited / 20 else waited), cpu_s
-                if own >= limit_s or time.monotonic() - start > STARVED * limit_s:
-                    self.used.seconds += own
-                    raise
+        time_limit = OwnTime(min(limit_s or self.limits.wall_s, self.limits.program_s - self.spent_s))
+        try:
+            return box.receive_within(time_limit, most)
+        finally:
+            self.spent_s += time_limit.spent_s
 
     def each(self, tests: Tests, stop_early: bool) -> list[tuple[Verdict, str]]:
         """Verdicts of tests with inputs and outputs."""
@@ -285,7 +273,7 @@ class _Run:
                     result = _broken(error, box)
                     box.close()
                     box = None
-                spent = self.used.seconds >= self.limits.program_s
+                spent = self.spent_s >= self.limits.program_s
                 if spent:
                     result = "timeout", f"{self.limits.program_s:g} s were not enough for {len(results) + 1} tests"
                 results.append(result)
@@ -350,32 +338,6 @@ class _Run:
                     return _broken(error, program)
                 with suppress(ChildTimeoutError, ChildEndedError):  # which the next receive reports
                     self._send(judge, {key: reply[key] for key in _RELAYED if key in reply})
-
-
-@dataclass
-class _Used:
-    seconds: float = 0.0  # of a program's own time, in all its tests so far
-
-
-def processor_s(root: int) -> tuple[float, bool]:
-    """Processor seconds of a process and all below it, those that have ended included, and whether one asks for more.
-
-    0 and no if it is gone.
-    """
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    states: dict[int, str] = {}
-    for entry in os.listdir("/proc"):
-        with suppress(OSError, ValueError):
-            fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split() if entry.isdigit() else []
-            if fields:
-                pid = int(entry)
-                states[pid], parents[pid], ticks[pid] = fields[0], int(fields[1]), sum(map(int, fields[11:15]))
-    family = {root}
-    while more := {pid for pid, parent in parents.items() if parent in family} - family:
-        family |= more
-    used = sum(ticks.get(pid, 0) for pid in family) / os.sysconf("SC_CLK_TCK")
-    return used, any(states.get(pid) == "R" for pid in family)
 
 
 def _raised(said: object) -> tuple[Verdict, str]:

@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 
 from sparrow.errors import RewardError
+from sparrow.rewards.sandbox import processes
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
@@ -134,12 +135,6 @@ class _Worker(Child):
             raise RewardError(f"the worker {WORKER.name} did not start: {error}; install what is missing") from error
 
 
-def _cpu_s(pid: int) -> float:
-    """Processor seconds that a running process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
 class MathVerifier:
     """Judges responses against reference answers with its own worker processes, started when first needed.
 
@@ -192,7 +187,7 @@ class MathVerifier:
         fresh, slow = False, False
         try:
             worker = worker or _Worker(self.limit_s)
-            start, used = time.monotonic(), _cpu_s(worker.process.pid)
+            start, used = time.monotonic(), processes.look(worker.process.pid).processor_s
             worker.send({"answer": answer, "reference": reference}, start + self.limit_s)
             deadline = start + min(PATIENCE_S, self.limit_s)
             while True:
@@ -200,7 +195,7 @@ class MathVerifier:
                     verdict = bool(worker.receive(deadline)["equal"])
                     break
                 except ChildTimeoutError:
-                    left = self.limit_s - (_cpu_s(worker.process.pid) - used)
+                    left = self.limit_s - (processes.look(worker.process.pid).processor_s - used)
                     if left <= 0 or time.monotonic() >= start + WALL_LIMITS * self.limit_s:
                         raise
                     if not slow and (slow := self._slow.acquire(blocking=False)):

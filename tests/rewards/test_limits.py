@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,9 +14,9 @@ import pytest
 from sparrow.errors import ConfigError
 from sparrow.loading import load_problems
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards import code as code_module
-from sparrow.rewards.code import processor_s
-from sparrow.rewards.sandbox.inside import programs
+from sparrow.rewards.sandbox import OwnTime, processes
+from sparrow.rewards.sandbox.inside import clock, programs
+from sparrow.rewards.sandbox.processes import Process, family
 
 DATA = Path(__file__).parents[1] / "data"
 LIMITS = Limits(cpu_s=1, wall_s=1.0, program_s=20)
@@ -23,11 +24,17 @@ SLEEPS = {"fn_name": "f", "inputs": [[1.6]], "outputs": [1]}
 SLEEPER = "import time\ndef f(s):\n time.sleep(s)\n return 1"
 
 
+def pretend(monkeypatch, share, state="S"):
+    """Let a sandbox look like one process that gets this share of a processor."""
+    start = time.monotonic()
+    seen = lambda pid: [Process(state, 1, share * (time.monotonic() - start))]  # noqa: E731
+    monkeypatch.setattr(processes, "family", seen)
+
+
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
 def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
     """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
-    start = time.monotonic()
-    monkeypatch.setattr(code_module, "processor_s", lambda pid: (share * (time.monotonic() - start), False))
+    pretend(monkeypatch, share)
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
 
 
@@ -44,9 +51,8 @@ def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch,
 
 
 def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
-    start = time.monotonic()
-    monkeypatch.setattr(code_module, "STARVED", 2)
-    monkeypatch.setattr(code_module, "processor_s", lambda pid: (0.06 * (time.monotonic() - start), True))
+    monkeypatch.setattr(clock, "STARVED", 2)
+    pretend(monkeypatch, 0.06, "R")
     tests = {**SLEEPS, "inputs": [[60]]}
     judgement = CodeVerifier(LIMITS).judge(SLEEPER, tests)
     assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
@@ -59,20 +65,49 @@ def test_processor_time_of_a_family():
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"1\n"
         time.sleep(0.1)
-        first, runnable = processor_s(process.pid)
+        first = family(process.pid)
         time.sleep(0.3)
-        assert 0.4 <= first < 1.5 and processor_s(process.pid)[0] - first < 0.05 and not runnable
+        used = [sum(one.processor_s for one in seen) for seen in (first, family(process.pid))]
+        assert 0.4 <= used[0] < 1.5 and used[1] - used[0] < 0.05 and all(one.state == "S" for one in first)
         process.kill()
-    assert processor_s(process.pid) == (0, False)
+    assert family(process.pid) == []
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
         time.sleep(0.3)
-        assert processor_s(process.pid)[1]
+        assert [one.state for one in family(process.pid)] == ["R"]
         process.kill()
+    with subprocess.Popen(["sh", "-c", "sleep 9 & sleep 9 & wait"], start_new_session=True) as process:
+        deadline = time.monotonic() + 20
+        while len(family(process.pid)) < 3:
+            assert time.monotonic() < deadline
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
+    time_limit = OwnTime(1.0)
+    time_limit.count(0.5, 0.3)  # kept from the processor for 0.2 s
+    time_limit.count(0.5, 0.01, runnable=True)  # for nearly all
+    assert time_limit.spent_s == pytest.approx(0.31) and time_limit.left_s == pytest.approx(0.69)
+    time_limit.count(0.5, 0.01)  # asleep
+    time_limit.count(0.1, 0.2)  # no more than has passed
+    assert time_limit.spent_s == pytest.approx(0.91) and not time_limit.over
+    monkeypatch.setattr(clock, "STARVED", 0)
+    assert time_limit.over
+    monkeypatch.undo()
+    time_limit.count(0.1, 0.1)
+    assert time_limit.over and time_limit.left_s == 0.0
+
+
+def test_what_a_program_spends_before_it_ends_counts():
+    """Six tests of 0.6 s, each of which ends the program: 2 s are over in the fourth."""
+    program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
+    tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
+    judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
+    assert judgement.verdicts[0] == "error" and judgement.verdicts[-1] == "timeout" and len(judgement.verdicts) <= 4
 
 
 def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
     """None of the 1.6 s was it on the processor, yet it asked for it."""
-    monkeypatch.setattr(code_module, "processor_s", lambda pid: (0.0, True))
+    pretend(monkeypatch, 0.0, "R")
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).passed
 
 

@@ -10,9 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
+from sparrow.rewards.sandbox import processes
+from sparrow.rewards.sandbox.inside.clock import OwnTime
 from sparrow.rewards.sandbox.inside.wire import parse
 
 MOST_BYTES = 64 << 20  # longest answer, unless a caller takes less
+_LOOK_S = 0.25  # how often a process that does not answer is looked at
 _ENDING_S = 1.0  # that a process may take to end after it has closed its pipes
 
 
@@ -74,6 +77,32 @@ class Child:
             return parse(line)
         except (ValueError, RecursionError) as error:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
+
+    def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
+        """The next answer of a program that has some of its own time left, which is counted.
+
+        Raises ChildTimeoutError: it has none left. ChildEndedError: as ``receive``.
+        """
+        seen: float | None = None
+        while True:
+            began = time.monotonic()
+            look_s = _LOOK_S if seen is not None else _LOOK_S / 5
+            try:
+                reply = self.receive(began + min(look_s, time_limit.left_s), most)
+            except ChildEndedError:
+                time_limit.spent_s += time.monotonic() - began
+                raise
+            except ChildTimeoutError:
+                waited_s, family = time.monotonic() - began, processes.family(self.process.pid)
+                used_s = sum(process.processor_s for process in family)
+                ran_s = waited_s if seen is None else used_s - seen
+                time_limit.count(waited_s, ran_s, any(process.state == "R" for process in family))
+                if time_limit.over:
+                    raise
+                seen = used_s
+            else:
+                time_limit.spent_s += time.monotonic() - began
+                return reply
 
     def receive_bytes(self, count: int, deadline: float) -> bytes:
         """The next ``count`` bytes. Raises as ``receive`` does."""

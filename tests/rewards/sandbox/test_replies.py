@@ -35,7 +35,7 @@ class Said(Child):
 
 def verdict(said: bytes, expected: object = 42) -> tuple[str, str]:
     """The verdict on a called function whose process says this."""
-    run = code_module._Run("", "", Limits(), "bwrap", code_module._Used())
+    run = code_module._Run("", "", Limits(), "bwrap")
     try:
         return run._call(Said(said), "f", [1], expected)
     except ChildEndedError as error:

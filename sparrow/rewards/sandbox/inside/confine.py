@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 _NO_NEW_PRIVS, _SECCOMP, _DUMPABLE, _DEATH_SIGNAL = 38, 22, 4, 1
-STARVED = 10  # times ``wall_s`` after which a program that gets no processor is given up
 _STACK_BYTES = 112 << 20  # as far as the main thread's stack can always grow: the kernel leaves 128 MiB
 _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522

@@ -18,7 +18,8 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-from .confine import STARVED, allow_cpu, confine
+from .clock import OwnTime
+from .confine import allow_cpu, confine
 from .exchange import DETAIL_CHARS, Exchange, describe
 from .watch import EVERY_S, Watch
 from .wire import pack, unpack, write_whole
@@ -154,19 +155,20 @@ def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resourc
     """
     why: str | None = None
     looking = False
-    start = looked = time.monotonic()
-    slept = seen = 0.0
+    looked = time.monotonic()
+    seen = 0.0
+    clock = OwnTime(wall_s)
 
     def late() -> bool:
-        nonlocal looked, slept, seen
+        nonlocal looked, seen
         if (now := time.monotonic()) - looked < _LOOK_S:
             return False
         looked, ran = now, 0.0
         with suppress(OSError):  # it has just ended by itself
             ran = time.clock_gettime((~pid << 3) | 2) - seen  # the processor time of another process
         seen += ran
-        slept += _LOOK_S if ran < _LOOK_S / 20 else min(ran, _LOOK_S)
-        return slept >= wall_s or now - start > STARVED * wall_s
+        clock.count(_LOOK_S, ran)
+        return clock.over
 
     def look(*_: object) -> None:
         nonlocal why, looking

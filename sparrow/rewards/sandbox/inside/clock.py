@@ -1,0 +1,38 @@
+"""A program's own time, which limits are in: on the processor, and asleep. What a busy machine keeps from it is not."""
+
+from __future__ import annotations
+
+import time
+
+STARVED = 10
+"""Times its limit after which a program is given up that gets no processor."""
+_AWAKE = 1 / 20  # of the time between two looks; who had less of the processor was asleep
+
+
+class OwnTime:
+    """What a program has spent of its own time since now, and whether that is too much.
+
+    Args:
+        limit_s: seconds that it may spend.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self.spent_s, self._limit_s, self._start = 0.0, limit_s, time.monotonic()
+
+    def count(self, waited_s: float, ran_s: float, runnable: bool = False) -> None:
+        """Count the time between two looks: seconds by the clock, and those of them on the processor.
+
+        A program that is ``runnable`` asks for the processor, so it is not asleep even if it gets none.
+        """
+        asleep = ran_s < waited_s * _AWAKE and not runnable
+        self.spent_s += waited_s if asleep else min(ran_s, waited_s)
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that it has left, none below zero."""
+        return max(0.0, self._limit_s - self.spent_s)
+
+    @property
+    def over(self) -> bool:
+        """Whether it has none left, or got so little of the processor that nobody waits any longer."""
+        return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

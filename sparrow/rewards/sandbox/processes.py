@@ -1,0 +1,35 @@
+"""What the kernel tells of processes."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """A process as it is now."""
+
+    state: str  # as in ps: R runs or waits for a processor
+    parent: int
+    processor_s: float  # seconds it has used, and those of its children that it has waited for
+
+
+def look(pid: int) -> Process:
+    """One process. Raises OSError: there is none of this number."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b")")[2].split()
+    return Process(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"))
+
+
+def family(root: int) -> list[Process]:
+    """A process and all below it; empty if it is gone."""
+    found: dict[int, Process] = {}
+    for name in os.listdir("/proc"):
+        with suppress(OSError):
+            if name.isdigit():
+                found[int(name)] = look(int(name))
+    members = {root} & found.keys()
+    while more := {pid for pid, process in found.items() if process.parent in members} - members:
+        members |= more
+    return [found[pid] for pid in members]
