@@ -251,6 +251,25 @@ def test_honest_programs_of_many_kinds(mode):
         assert verifier.judge(program, DOUBLE).passed, program
 
 
+def test_python_starts_as_ever_but_for_pth_files(mode):
+    """The files that installed packages leave to be run at every start of Python, 25 ms of them here, are not."""
+    program = "import sys\nprint(any(p.endswith('-packages') for p in sys.path), quit, help)\n"
+    program += "print(sorted(m for m in sys.modules if 'editable' in m or 'distutils' in m), sys.prefix)"
+    expected = f"True {quit} {help}\n[] {sys.prefix}\n"
+    judged = CodeVerifier(LIMITS, mode).judge(program, {"inputs": [""], "outputs": [expected]})
+    assert judged.passed, judged.detail
+
+
+def test_the_harness_is_compiled_before_it_cannot_be(monkeypatch, tmp_path):
+    (tmp_path / "module.py").write_text("x = 1")
+    monkeypatch.setattr(walls, "_INSIDE", tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    walls._compile.__wrapped__()
+    assert [path.name for path in (tmp_path / "__pycache__").iterdir()] == [
+        f"module.{sys.implementation.cache_tag}.pyc"
+    ]
+
+
 def test_hash_order_is_the_same_in_every_run(mode):
     program = "print(hash('sparrow') % 1000, *{'a', 'b', 'c', 'd', 'e'})"
     verifier = CodeVerifier(LIMITS, mode)

@@ -72,6 +72,11 @@ def open_standard_input() -> None:
 
 def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     """Mode ``stdio``."""
+    import atexit  # noqa: F401  (here once, and not in every copy of this process that ``finish`` ends)
+    import gc
+    import threading  # noqa: F401
+
+    gc.freeze()  # a copy that looks for garbage would copy all memory it shares with this process
     watch = Watch(request)
     while True:
         given = channel.receive()["stdin"].encode(errors="replace")
