@@ -63,6 +63,9 @@ _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
+_ROOM_BYTES, _ROOM_TIMES = 1 << 16, 16
+"""What a program says is not read if it is longer than the expected output so many times and these bytes more."""
+_SHARE = 8  # of ``output_bytes`` that a result may have which crosses to assertions
 _TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
 _RELAYED = ("value", "raised", "kinds", "with", "printed", "changed", "call", "look", "attribute", "args", "kwargs")
 """What a program may say to the tests. Verdicts are not among it."""
@@ -284,13 +287,21 @@ class _Run:
                 box.close()
         return results
 
+    def _most(self, expected: str) -> int:
+        """Bytes beyond which nothing is as expected. Long replies cost memory that malloc keeps."""
+        return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
+
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
         self._send(box, {"stdin": given})
         reply = self._receive(box, self.limits.output_bytes, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
         if outcome == "ok":
-            written = box.receive_bytes(int(reply["stdout_bytes"]), time.monotonic() + STARVED * self.limits.wall_s)
-            actual = written.decode(errors="replace")
+            size, most = int(reply["stdout_bytes"]), self._most(expected)
+            deadline = time.monotonic() + STARVED * self.limits.wall_s
+            if size > most:
+                box.skip(size, deadline)
+                return "wrong", f"for {_show(given)} expected {_show(expected)}, got {size} bytes"
+            actual = box.receive_bytes(size, deadline).decode(errors="replace")
             if same_output(actual, expected):
                 return "pass", ""
             return "wrong", f"for {_show(given)} expected {_show(expected)}, got {_show(actual)}"
@@ -300,7 +311,7 @@ class _Run:
     def _call(self, box: Sandbox, name: str, given: Sequence[Any], expected: Any) -> tuple[Verdict, str]:
         call = {"call": name, "args": pack(list(given)), "kwargs": pack({})}
         self._send(box, call)
-        reply = self._receive(box, self.limits.output_bytes)
+        reply = self._receive(box, self._most(repr(expected)))
         if "value" not in reply:
             return _raised(reply.get("raised"))
         try:
@@ -333,7 +344,7 @@ class _Run:
                     return "error", f"in the tests: {error}"
                 try:
                     self._send(program, said)
-                    reply = self._receive(program, self.limits.output_bytes)
+                    reply = self._receive(program, max(_ROOM_BYTES, self.limits.output_bytes // _SHARE))
                 except (ChildTimeoutError, ChildEndedError) as error:
                     return _broken(error, program)
                 with suppress(ChildTimeoutError, ChildEndedError):  # which the next receive reports

@@ -14,7 +14,7 @@ import pytest
 from sparrow.errors import ConfigError
 from sparrow.loading import load_problems
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import OwnTime, processes
+from sparrow.rewards.sandbox import OwnTime, Sandbox, processes
 from sparrow.rewards.sandbox.inside import clock, programs
 from sparrow.rewards.sandbox.processes import Process, family
 
@@ -163,6 +163,37 @@ def test_the_output_limit_is_an_option():
     call = {"fn_name": "f", "inputs": [[size]], "outputs": ["x" * size]}
     assert CodeVerifier(Limits()).judge("def f(n): return 'x' * n", call).verdicts == ("error",)
     assert CodeVerifier(Limits(output_bytes=16 << 20)).judge("def f(n): return 'x' * n", call).passed
+
+
+@pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
+def test_no_more_is_read_than_could_be_as_expected(spaces, verdict, monkeypatch):
+    """Sixteen times the expected output and 64 KiB; what is not read does not get in the way of the next test."""
+    read = []
+    real = Sandbox.receive_bytes
+    monkeypatch.setattr(
+        Sandbox, "receive_bytes", lambda box, count, deadline: read.append(count) or real(box, count, deadline)
+    )
+    tests = {"inputs": [str(spaces), "0"], "outputs": ["7", "7"]}
+    judgement = CodeVerifier().judge("print(' ' * int(input()) + '7')", tests, stop_early=False)
+    assert judgement.verdicts == (verdict, "pass")
+    assert read == ([2] if verdict == "wrong" else [spaces + 2, 2])
+    assert judgement.detail == ("" if verdict == "pass" else "for '70000' expected '7', got 70002 bytes")
+
+
+def test_a_result_that_is_too_long_to_be_as_expected_is_not_read():
+    tests = {"fn_name": "f", "inputs": [[70_000], [60_000]], "outputs": ["x", "x" * 60_000]}
+    judgement = CodeVerifier().judge("def f(n): return 'x' * n", tests, stop_early=False)
+    assert judgement.verdicts == ("error", "pass") and judgement.detail == "a reply is over the limit of 65584 bytes"
+
+
+@pytest.mark.parametrize(("output_bytes", "most"), [(8 << 20, 1 << 20), (1 << 24, 2 << 20), (1000, 65536)])
+def test_a_result_for_assertions_has_an_eighth_of_the_output(output_bytes, most):
+    verifier = CodeVerifier(Limits(output_bytes=output_bytes))
+    judged = [
+        verifier.judge("def f(n): return 'x' * n", {"test": f"assert len(f({n})) == {n}"}) for n in (most - 99, most)
+    ]
+    assert judged[0].passed and judged[1].verdicts == ("error",)
+    assert judged[1].detail == f"a reply is over the limit of {most} bytes"
 
 
 def test_a_dataset_s_option_sets_the_output_limit(tmp_path):

@@ -112,9 +112,17 @@ class Child:
         del self._unread[:count]
         return data
 
+    def skip(self, count: int, deadline: float) -> None:
+        """Leave the next ``count`` bytes out. Raises as ``receive`` does."""
+        while (left := count - len(self._unread)) > 0:
+            self._unread.clear()
+            self._read(deadline)
+            count = left
+        del self._unread[:count]
+
     def _read(self, deadline: float) -> None:
         self._await(self._output, select.POLLIN, deadline)
-        data = os.read(self._output, 1 << 20)
+        data = os.read(self._output, 1 << 16)  # what a pipe holds
         if not data:
             raise self._ended()
         self._unread += data
