@@ -2,9 +2,15 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparrow.rewards import Judgement
 
 ROOT = Path(__file__).parents[3]
 
@@ -20,6 +26,20 @@ def test_honest_programs_get_their_verdicts_beside_attacks_and_nothing_is_left(t
     mixed = result["mixed"]
     assert mixed["programs"] == 80 and mixed["unexpected"] == [] and sum(mixed["verdicts"].values()) == 80
     assert mixed["verdicts"]["pass"] > 20 and result["honest"]["verdicts"] == {"pass": 8}
-    assert max(mixed["rss_mb"]) - mixed["rss_mb"][0] < 32
+    assert max(mixed["rss_mb"]) - mixed["rss_mb"][0] < 32 and mixed["grew_mb"] <= 8
     for name in ("file_descriptors", "threads", "children", "sandboxed_processes", "temporary_files"):
         assert result["after"][name] <= result["before"][name], name
+
+
+@pytest.mark.parametrize(("leak_bytes", "flat"), [(0, True), (100_000, False)])
+def test_a_soak_tells_a_leak(leak_bytes, flat):
+    """A tenth of a megabyte left by each of 400 programs is told from none."""
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "sandbox.py"))
+    kept = []
+
+    def judge(program, tests):
+        kept.append(b"x" * leak_bytes)
+        return Judgement(("pass",), 1, "", 0.01)
+
+    found = benchmark["soak"](SimpleNamespace(workers=2, judge=judge), [("", {}, "pass")] * 400)
+    assert (found["grew_mb"] <= benchmark["FLAT_MB"]) == flat and found["unexpected"] == []
