@@ -1,12 +1,13 @@
 """Control groups: found where they can be had, bounded, entered from the start, and removed with what is in them.
 
-Limits are written to a copy of the kernel's layout; entering, killing and removing is tried on the kernel itself where
-this process may make groups of any kind.
+Where limits are written is tested on a copy of the kernel's layout; entering, killing and removing on the kernel itself
+where this process may make groups of any kind, and what the limits do where they may bound memory and tasks.
 """
 
 import errno
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -123,3 +124,48 @@ def test_the_kernel_s_own_groups_are_entered_and_emptied(mount):
     finally:
         cgroup.remove(group)
     assert process.wait(10) == -9 and not group.exists()
+
+
+@pytest.fixture
+def kernel_s() -> Path:
+    """Where the kernel lets this process make groups that bound memory and tasks."""
+    if (group := cgroup.parent()) is None:
+        pytest.skip("the kernel gives this process no control groups of version 2 with memory and pids")
+    return group
+
+
+def test_the_kernel_bounds_the_tasks_of_a_group(kernel_s):
+    group = cgroup.make(kernel_s, Limits(tasks=10))
+    forks = "for i in $(seq 40); do sleep 60 & done; wait"
+    with subprocess.Popen(cgroup.enter(group, ["sh", "-c", forks]), stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert "fork" in process.stderr.readline()
+            assert (group / "pids.max").read_text() == "26\n"
+            assert int((group / "pids.current").read_text()) <= 26
+        finally:
+            cgroup.remove(group)
+    assert not group.exists()
+
+
+def test_the_kernel_bounds_the_memory_of_a_group(kernel_s, monkeypatch):
+    monkeypatch.setattr(cgroup, "_HARNESS_BYTES", 0)
+    group = cgroup.make(kernel_s, Limits(memory_bytes=64 << 20, files_bytes=1, output_bytes=1))
+    try:
+        for size, status in ((16, 0), (256, -9)):
+            program = [sys.executable, "-S", "-c", f"bytearray(b'x') * ({size} << 20)"]
+            assert subprocess.run(cgroup.enter(group, program)).returncode == status
+        assert "oom_kill 1\n" in (group / "memory.events").read_text()
+    finally:
+        cgroup.remove(group)
+
+
+def test_a_program_over_its_group_s_memory_is_a_verdict_and_the_next_is_judged(kernel_s, monkeypatch, mode):
+    """The group is made narrower than the limit of address space, which would refuse the memory before."""
+    monkeypatch.setattr(cgroup, "_HARNESS_BYTES", -(1 << 30) + (64 << 20))
+    before = sorted(path.name for path in kernel_s.iterdir() if path.is_dir())
+    verifier = CodeVerifier(Limits(memory_bytes=1 << 30, files_bytes=16 << 20), mode)
+    for tests in (ONE, {"fn_name": "f", "inputs": [[1]], "outputs": [1]}):
+        judged = verifier.judge("x = bytearray(b'x') * (600 << 20)\nprint(1)\ndef f(n): return n", tests)
+        assert judged.verdicts[0] in ("memory", "error", "timeout"), judged
+        assert verifier.judge("print(1)\ndef f(n): return n", tests).passed
+    assert sorted(path.name for path in kernel_s.iterdir() if path.is_dir()) == before
