@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from attacks import ATTACKS
+from harness import require
 
 from sparrow.errors import RewardError
 from sparrow.rewards import CodeVerifier, Limits, sandbox
@@ -140,6 +141,7 @@ def test_what_cannot_be_removed_is_named_and_stops_nothing(tmp_path, caplog, mon
 
 
 def test_a_start_that_fails_is_tried_again(monkeypatch, caplog):
+    require("session")  # whether it works is found out, by a start of its own, before starts fail
     real, failures = box.Child.__init__, [BlockingIOError(11, "no process"), MemoryError]
 
     def start(self, *args, **kwargs):
