@@ -346,7 +346,8 @@ class Mutate(ast.NodeTransformer):
         return node
 
     def visit_Return(self, node):
-        if node.value is not None and self._here():
+        nothing = node.value is None or (isinstance(node.value, ast.Constant) and node.value.value is None)
+        if not nothing and self._here():
             node.value = ast.Constant(None)
         return self.generic_visit(node)
 
@@ -386,8 +387,18 @@ def _output(code, tests, given, expected):
     return same_value(json.loads(run.stdout), expected) if name else same_output(run.stdout, expected)
 
 
-@pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
-def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name):
+@pytest.mark.parametrize(
+    ("name", "number", "not_told"),
+    [
+        ("humaneval", 19, ["if distance <= threshold:", "beginning_of_suffix += 2"]),
+        ("humaneval+", 5, ["if distance <= threshold:"]),
+        ("mbpp", 9, []),
+        ("mbpp+", 1, []),
+        ("taco", 8, []),
+    ],
+)
+def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name, number, not_told):
+    """Every mutant fails but those that the tests it carries do not tell: they pass in one plain process too."""
     path = DATA / f"{name.replace('+', '_plus')}.jsonl"
     pairs = []
     for problem in load_dataset_task(name, {"code": verify_code}, path=path):
@@ -397,7 +408,9 @@ def test_mutants_are_judged_as_they_would_be_in_one_process(verifier, name):
     with ThreadPoolExecutor(2) as pool:
         ours = list(pool.map(lambda pair: verifier.judge(*pair).passed, pairs))
         theirs = list(pool.map(lambda pair: natively(*pair), pairs))
-    assert ours == theirs
+    assert ours == theirs and len(ours) == number
+    passed = [mutant for (mutant, _), verdict in zip(pairs, ours, strict=True) if verdict]
+    assert len(passed) == len(not_told) and all(map(str.__contains__, passed, not_told)), passed
     assert ours.count(False) > 0.6 * len(ours), f"{name}: {ours.count(False)} of {len(ours)}"
 
 
