@@ -14,7 +14,7 @@ class Limits:
     # seconds for all tests of a program, and processor seconds of one that is called, rounded up
     program_s: float = 60.0
     memory_bytes: int = 1 << 30  # address space
-    output_bytes: int = 8 << 20  # output, and any file it writes
+    output_bytes: int = 8 << 20  # output, and any file it writes; results for assertions have an eighth of it
     files_bytes: int = 64 << 20  # all its files
     files: int = 1000  # files, folders and links that it has at a time
     tasks: int = 128  # threads that it has at a time
