@@ -8,6 +8,7 @@ current token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
@@ -83,6 +84,16 @@ class SparsitySchedule:
     def is_dense(self) -> bool:
         """Whether no length is ever decoded sparsely."""
         return self.top_k[0] >= ALL_PAGES
+
+    @property
+    def dense_up_to(self) -> float:
+        """The tokens up to which decoding reads everything, in whole length bins; infinity if it always does."""
+        last = len(self.top_k) - 1
+        for i, k in enumerate(self.top_k):
+            held = (k + self.sink_pages + self.recent_pages) * self.page_size
+            if k < ALL_PAGES and (i == last or held < (i + 1) * self.bin_tokens):
+                return max(i, held // self.bin_tokens) * self.bin_tokens if i == last else i * self.bin_tokens
+        return math.inf
 
     def check_model(self, num_layers: int) -> None:
         """Refuse a model this schedule was not made for.

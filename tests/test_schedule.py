@@ -1,6 +1,7 @@
 """Sparsity schedules: published tables and their edges, JSON, refusals, and the table an engine looks pages up in."""
 
 import json
+from math import inf
 
 import numpy as np
 import pytest
@@ -307,3 +308,17 @@ def test_table_equals_schedule(schedule, some):
 def test_table_keeps_the_shape_and_takes_int32():
     length = torch.tensor([[1, 48], [49, 500]], dtype=torch.int32)
     assert ScheduleTable(SparsitySchedule(top_k=(3, 5), bin_tokens=64)).top_k(length).tolist() == [[3, 3], [5, 5]]
+
+
+def test_up_to_which_length_everything_is_read():
+    def layout(*top_k):
+        return SparsitySchedule(top_k, bin_tokens=64, page_size=8, dense_layers=(0,))
+
+    assert layout(ALL_PAGES).dense_up_to == inf
+    assert layout(0, ALL_PAGES).dense_up_to == 0  # a whole bin after a sparse one holds keys that sparse reading shaped
+    assert layout(5, 13, 20).dense_up_to == 128  # 8 pages of 8 are bin 0, 16 bin 1, and 23 are short of 24
+    assert layout(5, 12, 20).dense_up_to == 64
+    assert layout(13).dense_up_to == 128 and layout(4).dense_up_to == 0
+    assert layout(13, ALL_PAGES).dense_up_to == inf
+    lengths = np.arange(1, 128)
+    assert (layout(5, 13, 20).tokens_read(lengths) == lengths).all()

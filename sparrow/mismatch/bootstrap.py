@@ -72,6 +72,11 @@ class BinMismatch:
     interval_low: float
     interval_high: float
     upper_bound: float  # the same percentile of the upper bound on acceptance
+    # the percentile of dense rollouts at these lengths (lower bound) and its interval, see ``ceiling.Ceiling``; nan
+    # where it was not measured
+    ceiling: float = nan
+    ceiling_low: float = nan
+    ceiling_high: float = nan
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
         """Whether the tail holds ``tau`` for all that is known: its interval, and the upper bound on acceptance."""

@@ -2,7 +2,8 @@
 
 sparrow/p5                     the least 5th percentile of acceptance (lower bound) of any length bin
 sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
-                               least two sequences reach the bin; /upper is the percentile of the upper bound
+                               least two sequences reach the bin; /upper is the percentile of the upper bound, and
+                               /ceiling that of dense rollouts, where they were measured
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
@@ -27,5 +28,6 @@ def mismatch_metrics(report: MismatchReport) -> dict[str, float]:
             f"{at}/low": b.interval_low,
             f"{at}/high": b.interval_high,
             f"{at}/upper": b.upper_bound,
+            f"{at}/ceiling": b.ceiling,
         }
     return {name: value for name, value in metrics.items() if not isnan(value)}

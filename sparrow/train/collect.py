@@ -54,6 +54,30 @@ class Collector:
             groups = [replaced.get(i, group) for i, group in enumerate(groups)]
         return Experience.join(groups, drawn, cursor)
 
+    def sample(self, count: int) -> list[Rollout]:
+        """So many responses to the problems of the first step, not verified; no step samples with their seeds."""
+        config, rollout = self.config, self.config.rollout
+        problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
+        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+
+        def respond(rows: Sequence[int]) -> list[Rollout]:
+            seeds = [derived_seed(config.seed, row % len(prompts), rollout.samples + row) for row in rows]
+            sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_n, seeds=seeds)
+            chosen = [row % len(prompts) for row in rows]
+            return self._generate([problems[i] for i in chosen], [prompts[i] for i in chosen], sampling)
+
+        return self.ranks.spread("ceiling", count, respond)
+
+    def _generate(
+        self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], sampling: Sampling
+    ) -> list[Rollout]:
+        if not prompts:
+            return []
+        try:
+            return self.engine.generate(prompts, replace(sampling, watch=partial(self._watch, len(prompts))))
+        except PromptError as error:
+            raise ConfigError(f"problem {problems[error.index].id!r} {error.reason}") from error
+
     def _sample(self, indices: range) -> list[Group]:
         """Groups of the problems with these indices. The responses to one prompt, which are often alike in length,
         are spread over the processes."""
@@ -65,14 +89,10 @@ class Collector:
         def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
-            sampling = replace(sampling, watch=partial(self._watch, len(rows)))
-            try:
-                rollouts = self.engine.generate([prompts[row // each] for row in rows], sampling)
-            except PromptError as error:
-                problem = problems[rows[error.index] // each]
-                raise ConfigError(f"problem {problem.id!r} {error.reason}") from error
+            asked = [problems[row // each] for row in rows]
+            rollouts = self._generate(asked, [prompts[row // each] for row in rows], sampling)
             self.ranks.tell("verify", 0, len(rows))
-            parts = self._verify([problems[row // each] for row in rows], rollouts)
+            parts = self._verify(asked, rollouts)
             return list(zip(rollouts, parts, strict=True))
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:

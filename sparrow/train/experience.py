@@ -69,9 +69,13 @@ class Experience:
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
-        some = [self.rollouts[i] for i in rows]
-        top_ids = [r.top_ids for r in some] if with_top else None
-        return Batch.build([r.prompt_ids for r in some], [r.response_ids for r in some], top_ids, device)
+        return batch_of([self.rollouts[i] for i in rows], device, with_top)
+
+
+def batch_of(rollouts: Sequence[Rollout], device: torch.device, with_top: bool) -> Batch:
+    """A forward pass over ``rollouts``; with ``with_top`` it scores their top-n tokens too."""
+    top_ids = [r.top_ids for r in rollouts] if with_top else None
+    return Batch.build([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], top_ids, device)
 
 
 @dataclass

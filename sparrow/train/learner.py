@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +20,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sparrow.measure import TokenAcceptance, token_acceptance
 from sparrow.model.scoring import TokenScorer
-from sparrow.rollout import derived_seed, split
+from sparrow.rollout import Rollout, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.config import TrainConfig
 from sparrow.train.corrections import Correction, compute_correction
-from sparrow.train.experience import Assessment, Experience, pad
+from sparrow.train.experience import Assessment, Experience, batch_of, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks, reshard, whole
 
@@ -83,6 +83,11 @@ class Learner:
         reshard(self.model)
         return whole(self.distiller.actor_weights() if self.distiller else self.model.named_parameters())
 
+    def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's own, as ``actor_weights`` gives the actor's."""
+        reshard(self.model)
+        return whole(self.distiller.policy_weights().items() if self.distiller else self.model.named_parameters())
+
     def restore_settings(self) -> None:
         """The optimiser's state, as a checkpoint has it, brings its own settings along; these are the run's."""
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
@@ -94,19 +99,7 @@ class Learner:
         """Dense log-probs of every rollout, how far the actor was from them under ``schedule``, and the mean entropy
         of the policy's distributions in nats."""
         rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
-
-        def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
-            """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
-            batch = experience.batch(rows, self.accelerator.device, with_top=True)
-            scores = self.plain_scorer(batch, self.config.rollout.temperature)
-            columns = (split(x.cpu().numpy(), [len(rollouts[i]) for i in rows]) for x in scores)
-            return [
-                (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(rollouts[i], top, schedule))
-                for i, logp, top, entropy in zip(rows, *columns, strict=True)
-            ]
-
-        scored = self.ranks.batched("score", experience.lengths, self.config.optimizer.token_budget, score)
-        logps, tops, entropies, acceptances = zip(*scored, strict=True)
+        logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
         z = [
             np.minimum(np.exp(r.top_logprobs), np.exp(top) / lam).sum(-1) for r, top in zip(rollouts, tops, strict=True)
         ]
@@ -119,6 +112,28 @@ class Learner:
             obrs_z_BT=pad(z),
         )
         return assessment, sum(entropies) / sum(map(len, rollouts))
+
+    @torch.no_grad()
+    def acceptances(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
+        """How far what sampled each of ``rollouts`` under ``schedule`` was from the dense policy."""
+        return list(self._score(phase, rollouts, schedule)[-1])
+
+    def _score(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> tuple[Any, Any, Any, Any]:
+        """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
+
+        def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
+            some = [rollouts[i] for i in rows]
+            scores = self.plain_scorer(batch_of(some, self.accelerator.device, True), self.config.rollout.temperature)
+            columns = (split(x.cpu().numpy(), [len(r) for r in some]) for x in scores)
+            return [
+                (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(r, top, schedule))
+                for r, logp, top, entropy in zip(some, *columns, strict=True)
+            ]
+
+        lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
+        scored = self.ranks.batched(phase, lengths, self.config.optimizer.token_budget, score)
+        logps, tops, entropies, acceptances = zip(*scored, strict=True)
+        return logps, tops, entropies, acceptances
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
         """Correct, then take the optimiser steps of training step ``step``, from 0; then the adapter's, if there is

@@ -12,20 +12,21 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 import numpy as np
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparrow.engines.base import Counters, Engine, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import pool
-from sparrow.mismatch import BinMismatch, MismatchReport
+from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
@@ -39,6 +40,9 @@ from sparrow.train.schedules import Evidence, Movers
 from sparrow.train.trackers import check_trackers, flatten, tracked
 
 log = logging.getLogger(__name__)
+
+CEILING_RESPONSES = 64
+"""Sampled densely before the first step, at most as many as a step samples, where the schedule leaves no dense ones."""
 
 Listener = Callable[[str, Metrics], None]
 """Told ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
@@ -77,6 +81,7 @@ class Trainer:
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
         self.movers = Movers(config, schedule, closed_loop)
+        self.ceiling = Ceiling()
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
@@ -126,6 +131,8 @@ class Trainer:
         self.ranks.on_main("start", self.run_dir.lock)
         saved = self.step
         try:
+            if not (self.ceiling or self.schedule.is_dense or self.config.rollout.mode == "lossless"):
+                self._measure_ceiling()
             self._sync()
             while self.step < self.config.steps:
                 self._train_step()
@@ -191,14 +198,25 @@ class Trainer:
         self.engine.sleep()
         return counters
 
+    def _measure_ceiling(self) -> None:
+        """Sample densely from the policy's own weights: what p5 could be at most, whatever the schedule."""
+        self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
+        responses = self.config.rollout.prompts * self.config.rollout.samples
+        rollouts = self._collector.sample(min(CEILING_RESPONSES, responses))
+        self.ranks.gather("sleep", self._rest)
+        found = self.learner.acceptances("ceiling", rollouts, self.schedule)
+        self.ceiling.measure(pool(found, self.config.bin_tokens or self.schedule.bin_tokens))
+
     def _sync(self) -> None:
         """Wake the engine and give it the actor's weights and schedule."""
+        self._push(self.schedule, self.learner.actor_weights)
 
+    def _push(self, schedule: SparsitySchedule, made: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         def push() -> None:
-            weights = self.learner.actor_weights()
+            weights = made()
             try:
                 self.engine.wake()
-                self.engine.set_schedule(self.schedule)
+                self.engine.set_schedule(schedule)
                 self.engine.update_weights(weights)
             finally:
                 deque(weights, maxlen=0)  # the other processes wait for this one's part of what is left
@@ -211,6 +229,11 @@ class Trainer:
         """How far the actor was from the policy, and all that can be said before the update."""
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
+        if self.config.rollout.mode == "lossless":
+            self.ceiling.measure(report)
+        elif not self.learner.distiller:  # an actor with an adapter is another model even where it reads everything
+            self.ceiling.measure(report, self.schedule.dense_up_to)
+        report = self.ceiling.on(report)
         tokens, ended = np.array([(len(r), r.finish_reason == "stop") for r in experience.rollouts], dtype=float).T
         rewards = [(g.problem.source, parts) for g in experience.drawn for parts in g.parts]
         metrics = {
@@ -228,10 +251,10 @@ class Trainer:
 
         def tail_under(schedule: SparsitySchedule) -> Sequence[BinMismatch]:
             assert self.learner.distiller is not None, "distill.step_down needs distill.enabled"
-            return self.learner.distiller.tail(experience, assessment, schedule)
+            return self.ceiling.beside(self.learner.distiller.tail(experience, assessment, schedule))
 
         if report.bin_tokens != self.schedule.bin_tokens:
-            report = pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step)
+            report = self.ceiling.on(pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step))
         self._set_schedule(self.movers.next(self.schedule, Evidence(self.step + 1, report, tail_under)))
         guard = self.movers.guard
         if guard.warning and self.ranks.is_main:
@@ -263,7 +286,8 @@ class Trainer:
         self.run_dir.append_step(metrics, responses)
 
     def _save(self) -> None:
-        state = TrainerState(self.step, self.cursor, self.schedule, self.movers.state())
+        steering = {**self.movers.state(), "ceiling": self.ceiling.state()}
+        state = TrainerState(self.step, self.cursor, self.schedule, steering)
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
@@ -287,6 +311,7 @@ class Trainer:
         # Another start schedule is the first rung of a ladder again.
         memory = {name: kept for name, kept in state.steering.items() if not (moved and name == "step_down")}
         self.movers.load(memory, self.schedule)
+        self.ceiling.load(state.steering.get("ceiling", ()))
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}

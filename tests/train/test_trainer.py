@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -298,3 +298,47 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(t
     with pytest.raises(ConfigError, match=message):
         make_trainer(tmp_path / "run", trackers=("tensorboard", name))
     assert not (tmp_path / "run").exists()
+
+
+@dataclass
+class Noisy:
+    """An engine whose log-probs are those of other numerics: what it lists is a little off, dense or not."""
+
+    engine: HFEngine
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def generate(self, prompts, sampling):
+        rollouts = self.engine.generate(prompts, sampling)
+        noise = torch.Generator().manual_seed(len(rollouts))
+        for r in rollouts:
+            top = torch.from_numpy(r.top_logprobs)
+            mass = top.exp().sum(-1, keepdim=True)
+            top += 0.5 * torch.randn(top.shape, generator=noise)
+            top += (mass / top.exp().sum(-1, keepdim=True)).log()
+        return rollouts
+
+
+WHOLE_LISTS = RolloutConfig(prompts=4, samples=4, max_new_tokens=24, top_n=10**4)
+
+
+def test_p5_is_logged_beside_that_of_dense_rollouts_of_the_same_engines(tmp_path):
+    made = make_trainer(tmp_path, steps=1, rollout=WHOLE_LISTS)
+    made.engine = Noisy(made.engine)
+    made._collector = replace(made._collector, engine=made.engine)
+    made.train()
+    (row,) = metrics_of(tmp_path)
+    bins = row["mismatch"]["bins"]
+    assert len(bins) > 1 and all(0.5 < b["ceiling_low"] <= b["ceiling"] <= b["ceiling_high"] < 0.95 for b in bins)
+
+
+def test_a_ceiling_is_measured_once_and_survives_a_resumption(tmp_path, monkeypatch):
+    measured = []
+    real = Trainer._measure_ceiling
+    monkeypatch.setattr(Trainer, "_measure_ceiling", lambda self: (measured.append(self.step), real(self)))
+    make_trainer(tmp_path, steps=1, rollout=WHOLE_LISTS).train()
+    make_trainer(tmp_path, steps=2, rollout=WHOLE_LISTS, resume=True).train()
+    first, second = ([b["ceiling"] for b in row["mismatch"]["bins"]] for row in metrics_of(tmp_path))
+    assert measured == [0] and first == second
+    assert all(0.999 < c <= 1 for c in first)  # the engine is the trainer's own model

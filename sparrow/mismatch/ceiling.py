@@ -1,0 +1,73 @@
+"""What dense rollouts score: the ceiling of p5.
+
+Sampler and trainer are different programs, with rounding of their own, and lists of likely tokens leave something out:
+so even an actor that reads everything is not accepted always. Of how sparsely the actor reads, a p5 says something only
+beside the p5 of dense rollouts of the same engines, lists and lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import isnan
+from typing import Any
+
+from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
+
+ENOUGH = 8  # responses that a bin's ceiling should come from
+
+
+class Ceiling:
+    """The tail of dense rollouts by length, as it was last measured."""
+
+    def __init__(self) -> None:
+        self._bins: dict[tuple[int, int], dict[str, float]] = {}  # by the lengths they begin and end with
+
+    def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
+        """Take a report's bins that end at ``up_to`` tokens or before, up to which the actor has read everything.
+
+        What fewer than ``ENOUGH`` responses say does not replace what more have said.
+        """
+        for b in dense.bins:
+            key, before = (b.start, b.end), self._bins.get((b.start, b.end))
+            if b.end <= up_to and (before is None or b.n_sequences >= min(before["n_sequences"], ENOUGH)):
+                self._bins[key] = {
+                    "ceiling": b.lower_bound, "ceiling_low": b.interval_low, "ceiling_high": b.interval_high,
+                    "n_sequences": b.n_sequences,
+                }  # fmt: skip
+
+    def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
+        """The bins, each with the ceiling of the measured lengths nearest to its own; as they are if none are.
+
+        Lengths that fewer than ``ENOUGH`` responses reached count only if there are no others.
+        """
+        well = {at: found for at, found in self._bins.items() if found["n_sequences"] >= ENOUGH} or self._bins
+        if not well:
+            return tuple(bins)
+
+        def nearest(b: BinMismatch) -> dict[str, float]:
+            found = well[min(well, key=lambda at: abs(sum(at) - b.start - b.end))]
+            return {name: value for name, value in found.items() if name != "n_sequences"}
+
+        return tuple(replace(b, **nearest(b)) for b in bins)
+
+    def on(self, report: MismatchReport) -> MismatchReport:
+        """The report with the ceiling beside every p5."""
+        return replace(report, bins=self.beside(report.bins))
+
+    def __bool__(self) -> bool:
+        """Whether anything has been measured."""
+        return bool(self._bins)
+
+    def state(self) -> list[dict[str, Any]]:
+        """For ``load``, after a detour through JSON."""
+        return [
+            {"start": start, "end": end, **{name: None if isnan(x) else x for name, x in found.items()}}
+            for (start, end), found in self._bins.items()
+        ]
+
+    def load(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Go on from what ``state`` returned."""
+        for row in state:
+            found = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
+            self._bins[row["start"], row["end"]] = found

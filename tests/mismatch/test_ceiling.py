@@ -1,0 +1,55 @@
+"""The ceiling of p5: what is kept of dense rollouts, and what stands beside which length."""
+
+import json
+from math import isnan, nan
+
+from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport, mismatch_report
+
+
+def dense(*bins: tuple[int, float, int], width: int = 100) -> MismatchReport:
+    """A report of bins (index, p5, responses)."""
+    empty = mismatch_report([1.0], [1.0], [0], [0], width)
+    rows = (BinMismatch(i, i * width, (i + 1) * width, 99, n, 1, p5, p5 - 0.01, p5 + 0.01, 1) for i, p5, n in bins)
+    return MismatchReport(**{**vars(empty), "bins": tuple(rows)})
+
+
+def ceilings(ceiling: Ceiling, *indices: int) -> list[float]:
+    return [b.ceiling for b in ceiling.on(dense(*((i, 0.5, 20) for i in indices))).bins]
+
+
+def test_every_length_has_the_nearest_measured_ceiling():
+    ceiling = Ceiling()
+    assert isnan(*ceilings(ceiling, 0)) and not ceiling
+    ceiling.measure(dense((0, 0.95, 64), (2, 0.93, 20), (3, 0.5, 7)))
+    assert ceilings(ceiling, 0, 2, 3, 9) == [
+        0.95,
+        0.93,
+        0.93,
+        0.93,
+    ]  # seven responses are too few
+    b = ceiling.on(dense((2, 0.5, 20))).bins[0]
+    assert (b.ceiling_low, b.ceiling_high, b.lower_bound) == (0.93 - 0.01, 0.93 + 0.01, 0.5)
+    ceiling.measure(dense((2, 0.91, 8), (0, 0.8, 7)))  # newer ones count, if they are enough
+    assert ceilings(ceiling, 0, 2) == [0.95, 0.91]
+
+
+def test_other_bin_widths_find_the_lengths_that_are_theirs():
+    ceiling = Ceiling()
+    ceiling.measure(dense((0, 0.95, 64), (1, 0.93, 20), (2, 0.90, 20)))
+    found = ceiling.on(dense((0, 0.5, 20), (4, 0.5, 20), width=50)).bins
+    assert [b.ceiling for b in found] == [0.95, 0.90]
+
+
+def test_only_lengths_that_were_read_whole_count():
+    ceiling = Ceiling()
+    ceiling.measure(dense((0, 0.95, 64), (1, 0.60, 64)), up_to=100)
+    assert ceilings(ceiling, 0, 1) == [0.95, 0.95]
+
+
+def test_the_state_survives_json_with_a_bin_of_one_response():
+    ceiling, again = Ceiling(), Ceiling()
+    report = dense((0, 0.95, 64), (1, 0.93, 1))
+    bins = (report.bins[0], BinMismatch(1, 100, 200, 9, 1, 1, 0.93, nan, nan, 1))
+    ceiling.measure(MismatchReport(**{**vars(report), "bins": bins}))
+    again.load(json.loads(json.dumps(ceiling.state(), allow_nan=False)))
+    assert str(again.state()) == str(ceiling.state()) and ceilings(again, 0) == [0.95]
