@@ -14,7 +14,7 @@ import pytest
 from sparrow.errors import ConfigError
 from sparrow.loading import load_problems
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import OwnTime, Sandbox, processes
+from sparrow.rewards.sandbox import OwnTime, Sandbox, choose_isolation, processes
 from sparrow.rewards.sandbox.inside import clock, programs
 from sparrow.rewards.sandbox.processes import Process, family
 
@@ -168,6 +168,7 @@ def test_the_output_limit_is_an_option():
 @pytest.mark.parametrize(("spaces", "verdict"), [(0, "pass"), (60_000, "pass"), (70_000, "wrong")])
 def test_no_more_is_read_than_could_be_as_expected(spaces, verdict, monkeypatch):
     """Sixteen times the expected output and 64 KiB; what is not read does not get in the way of the next test."""
+    choose_isolation()  # found out by a program of its own, which is none of those counted here
     read = []
     real = Sandbox.receive_bytes
     monkeypatch.setattr(
