@@ -23,7 +23,9 @@ TABLES: dict[str, Callable[[], str]] = {
     for module in (speed, runs, cost, calibration, distill, lossless, text)
     for name, write in module.TABLES.items()
 }
-NAMES = ("performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill", "lossless")
+NAMES = (
+    "performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill", "lossless", "paper",
+)  # fmt: skip
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 
 if __name__ == "__main__":

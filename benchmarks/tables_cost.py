@@ -6,6 +6,7 @@ import itertools
 import statistics
 from dataclasses import astuple, replace
 
+import fit_lossless
 import fit_roofline
 import numpy as np
 from common import load, table
@@ -148,6 +149,18 @@ def published_run() -> str:
     return table(["predicted hours, dense / sparse", "16 prompts a step", "32", "64", "128"], rows)
 
 
+def paper_runs() -> str:
+    """Memory and hours of the paper's runs, as ``recipes/paper/predicted.py`` found them."""
+    rows = []
+    for run in load("paper_runs"):
+        seconds, hours = run["step_s"], run["hours"]
+        modes = [f"{hours[mode]:.0f} h ({seconds['dense'] / seconds[mode]:.2f}x)" for mode in ("lossy", "lossless")]
+        memory = [f"{run['training_gib']:.0f}", run["full_responses"]]
+        rows.append([f"{run['run']}, {SHAPES[run['model']]}", run["gpus"], *memory, f"{hours['dense']:.0f} h", *modes])
+    head = ["run", "H200s", "training, GiB a GPU", "full responses an engine holds", "dense", "lossy", "lossless"]
+    return table(head, rows)
+
+
 TABLES = {
     "limits": limits,
     "roofline": roofline,
@@ -158,4 +171,6 @@ TABLES = {
     "predicted": predicted,
     "short responses": short_responses,
     "published run": published_run,
+    "paper runs": paper_runs,
+    "lossless fit": fit_lossless.fitted,
 }

@@ -54,19 +54,20 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> Command:
-    """Arguments to a command; ``--config FILE`` stands for the options that the TOML file has."""
+    """Arguments to a command; each ``--config FILE`` stands for the options that the TOML file has."""
     if argv[:1] == ["--version"]:
         print(f"sparrow {__version__}")
         sys.exit(0)
     argv = [part for arg in argv for part in (arg.split("=", 1) if arg.startswith("--config=") else [arg])]
-    if "--config" in argv:
+    configured: list[str] = []
+    while "--config" in argv:
         at = argv.index("--config")
         if at + 1 == len(argv):
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
-        # First, so that options on the command line win.
-        argv = [*argv[:1], *from_toml(Path(argv[at + 1])), *argv[1:at], *argv[at + 2 :]]
-        if "--config" in argv:
-            raise ConfigError("--config stands there twice; give one TOML file")
+        configured += from_toml(Path(argv[at + 1]))
+        del argv[at : at + 2]
+    # First, so that options on the command line win; of several files, the later.
+    argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
         # What the command line leaves out is as it was.
         argv = ["train", *recorded(_run_dir(argv), Train), *argv[1:]]

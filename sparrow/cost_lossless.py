@@ -39,43 +39,45 @@ DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink and the two r
 
 
 @dataclass(frozen=True)
-class Verification:
-    """What verifying costs beyond a dense step, by further token; ``fit_verification`` fits it."""
+class Cycle:
+    """What a cycle costs beyond the bytes of its steps and a dense step's overheads; ``fit_cycles`` fits it."""
 
-    peak_share: float  # of the machine's peak FLOP/s, which further tokens reach
-    token_s: float  # further seconds of a token: its logits, and rejection sampling
-
-
-# From the measurements of a prototype, benchmarks/results/lossless_prototype_h200.json.
-VERIFY_H200 = Verification(0.914, 0.689e-6)
+    draft_layer_s: float  # seconds of a layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
+    peak_share: float  # of the machine's peak FLOP/s, which the further tokens of a verification reach
 
 
-def fit_verification(
-    products: Iterable[Mapping[str, Any]], verified: Iterable[Mapping[str, Any]], machine: Machine
-) -> Verification:
-    """Least squares, first of the share of the peak, then of the seconds of a token, which are not below zero.
+# Of benchmarks/results/lossless_*.json, by benchmarks/fit_lossless.py.
+CYCLE_H200 = Cycle(36.67e-6, 0.685)
+
+
+def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads: Overheads = VLLM_H200) -> Cycle:
+    """Least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
 
     Args:
-        products: matrix products of all layers: ``shape``, ``rows`` and ``ms``, two or more rows of each shape.
-        verified: verifications: ``shape``, ``batch``, ``drafts``, their ``ms`` and ``dense_ms``, a dense step's.
+        cycles: measured ones: ``shape`` (of ``SHAPES``), ``batch``, ``length``, ``pages``, ``drafts`` of at least 1
+            and ``ms``, without top lists.
         machine: what they ran on.
+        overheads: of its dense steps.
     """
-    smallest: dict[str, Mapping[str, Any]] = {}
-    points = sorted(products, key=lambda row: row["rows"])
-    for row in points:
-        smallest.setdefault(row["shape"], row)
-    added = [(row, smallest[row["shape"]]) for row in points if row is not smallest[row["shape"]]]
-    ideal = np.array([_flops_s(SHAPES[a["shape"]], machine, a["rows"] - b["rows"]) for a, b in added])
-    took = np.array([(a["ms"] - b["ms"]) / 1e3 for a, b in added])
-    inverse = float(ideal @ took / (ideal @ ideal))
-    rows = list(verified)
-    tokens = np.array([row["batch"] * row["drafts"] for row in rows], dtype=float)
-    left = [
-        (row["ms"] - row["dense_ms"]) / 1e3 - inverse * _flops_s(SHAPES[row["shape"]], machine, n)
-        for row, n in zip(rows, tokens.tolist(), strict=True)
-    ]
-    token_s, _ = nnls(tokens[:, None] / 1e6, np.array(left))
-    return Verification(1 / inverse, float(token_s[0]) / 1e6)
+    rows, left = [], []
+    for cycle in cycles:
+        shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
+        free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf), overheads)
+        layers = cycle["drafts"] * shape.layers * 1e-6
+        rows.append([layers / took, _flops_s(shape, machine, cycle["drafts"] * cycle["batch"]) / took])
+        left.append((took - free) / took)
+    (layer_us, inverse), _ = nnls(np.array(rows), np.array(left))
+    return Cycle(layer_us * 1e-6, 1 / inverse)
+
+
+def cycle_seconds(
+    cycle: Mapping[str, Any], machine: Machine, constants: Cycle, overheads: Overheads = VLLM_H200
+) -> float:
+    """Predicted seconds of a cycle that was measured, given as in ``fit_cycles``."""
+    drafting = Drafting(cycle["drafts"], SparsitySchedule.fixed(cycle["pages"], dense_layers=()), 1.0)
+    lengths, plain = [cycle["length"]] * cycle["batch"], replace(overheads, lists_s=0.0, host_s=0.0)
+    step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
+    return step.seconds * drafting.tokens_per_cycle
 
 
 def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
@@ -99,7 +101,7 @@ class Drafting:
 
 def lossless_step(
     shape: ModelShape, machine: Machine, lengths: ArrayLike, drafting: Drafting,
-    overheads: Overheads = VLLM_H200, verification: Verification = VERIFY_H200,
+    overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
 ) -> StepCost:  # fmt: skip
     """A cycle over sequences of ``lengths`` ``[B]``, divided by the tokens it gives each: comparable to a dense step.
 
@@ -107,13 +109,14 @@ def lossless_step(
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
-    parts = [decode_step(shape, machine, length, drafting.schedule, plain)] * drafting.tokens
+    graph = replace(plain, layer_s=cycle.draft_layer_s, sparse_layer_s=0.0, row_s=0.0)
+    parts = [decode_step(shape, machine, length, drafting.schedule, graph)] * drafting.tokens
     parts.append(decode_step(shape, machine, length, None, plain))
     further = length.size * drafting.tokens
     given = drafting.tokens_per_cycle
-    weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / verification.peak_share
+    weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / cycle.peak_share
     attention_s = sum(p.attention_s for p in parts)
-    overhead_s = sum(p.overhead_s for p in parts) + further * verification.token_s
+    overhead_s = sum(p.overhead_s for p in parts)
     overhead_s += overheads.lists_s * length.size * given  # of the tokens that come out
     # By the token, as in dense steps: what the host does for a cycle was not measured.
     overhead_s += max(0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s)
@@ -146,8 +149,7 @@ class LosslessPrediction:
 
 def predict_lossless(
     shape: ModelShape, machine: Machine, responses: ArrayLike, dense: RolloutEstimate, acceptance: float,
-    prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200,
-    verification: Verification = VERIFY_H200,
+    prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
 ) -> LosslessPrediction:  # fmt: skip
     """The best of ``choices(acceptance)`` for a rollout of these responses, and what it takes.
 
@@ -163,7 +165,7 @@ def predict_lossless(
     typical = [np.full(batch, max(1, int(mean * share))) for share in (0.5, 1.0, 1.5)]
 
     def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
-        return lossless_step(shape, machine, lengths, drafting, overheads, verification)
+        return lossless_step(shape, machine, lengths, drafting, overheads, cycle)
 
     best = min(choices(acceptance), key=lambda drafting: sum(cost(n, drafting).seconds for n in typical))
     tunable = [replace(best, tokens=k) for k in sorted({0, (best.tokens + 1) // 2, best.tokens})]

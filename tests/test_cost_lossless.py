@@ -1,6 +1,7 @@
-"""The cost of lossless decoding: cycles by hand, the fit, what a prototype measured, advice."""
+"""The cost of lossless decoding: cycles by hand, the fit, what was measured, advice."""
 
 import json
+import runpy
 from dataclasses import astuple, replace
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from sparrow.cost import (
     response_lengths,
 )
 from sparrow.cost_lossless import (
-    VERIFY_H200,
+    CYCLE_H200,
+    Cycle,
     Drafting,
-    Verification,
     choices,
-    fit_verification,
+    cycle_seconds,
+    fit_cycles,
     lossless_step,
     predict_lossless,
     rows,
@@ -31,10 +33,8 @@ from sparrow.cost_lossless import (
 from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
-PROTOTYPE = json.loads(
-    (Path(__file__).parents[1] / "benchmarks/results/lossless_prototype_h200.json").read_text(encoding="utf-8")
-)
-ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # the prototype returned no lists
+RESULTS = Path(__file__).parents[1] / "benchmarks/results"
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
 
 
 def drafts(k, acceptance, pages=61):
@@ -53,13 +53,11 @@ def test_a_cycle_by_hand():
     shape, machine = ModelShape("tiny", 1, 1, 1, 4, 500), Machine("toy", 1e3, 1e3, 1e6, 1e12)
     schedule = SparsitySchedule.fixed(1, page_size=10, bin_tokens=10, sink_pages=1, recent_pages=1, dense_layers=())
     overheads = Overheads(0.5, 0.25, 0.125, 1.0, 1.0, 0.0)
-    found = lossless_step(
-        shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Verification(0.5, 0.01)
-    )  # fmt: skip
-    # A draft: 1 s of weights, 2 x 30 tokens and 10 + 20 landmarks, and 0.5 + 0.25 + 2 x 0.125 s. Verification: 1 s of
-    # weights, 300 tokens, 4 further ones at half the peak and 0.01 s each, 0.5 + 2 x 0.125 s. Lists: 1.75 tokens each.
-    draft = (1.0, (60 * 16 + 30 * 8) / 1e3, 1.0)
-    verify = (1.0 + 4 * 2 * 500 / (0.5 * 1e6), 300 * 16 / 1e3, 0.75 + 0.04)
+    found = lossless_step(shape, machine, [100, 200], Drafting(2, schedule, 0.5), overheads, Cycle(0.375, 0.5))
+    # A draft: 1 s of weights, 2 x 30 tokens and 10 + 20 landmarks, and 0.375 s. Verification: 1 s of weights, 300
+    # tokens, 4 further ones at half the peak, 0.5 + 2 x 0.125 s. Lists: 1.75 tokens each.
+    draft = (1.0, (60 * 16 + 30 * 8) / 1e3, 0.375)
+    verify = (1.0 + 4 * 2 * 500 / (0.5 * 1e6), 300 * 16 / 1e3, 0.75)
     weight, attention, overhead = (2 * d + v for d, v in zip(draft, verify, strict=True))
     overhead += 2 * 1.75
     assert found.weight_s == pytest.approx(weight / 1.75) and found.attention_s == pytest.approx(attention / 1.75)
@@ -76,41 +74,44 @@ def test_without_drafts_a_cycle_is_a_dense_step():
 
 
 def test_the_fit_recovers_what_it_was_given():
-    truth = Verification(0.8, 2e-6)
-
-    def ms(shape, tokens):
-        return 2 * SHAPES[shape].weights * tokens / (0.8 * H200.flops) * 1e3
-
-    products = [
-        {"shape": shape, "rows": n, "ms": 5 + ms(shape, n)}
-        for shape in ("qwen3-1.7b", "qwen3-8b")
-        for n in (64, 320, 900)
+    truth = Cycle(20e-6, 0.5)
+    cycles = [
+        {"shape": shape, "batch": batch, "length": 3000, "pages": 61, "drafts": drafts}
+        for shape, batch, drafts in (("qwen3-1.7b", 64, 8), ("qwen3-8b", 48, 4), ("qwen3-8b", 8, 12))
     ]
-    verified = [
-        {"shape": "qwen3-8b", "batch": b, "drafts": k, "dense_ms": 20, "ms": 20 + ms("qwen3-8b", b * k) + b * k * 2e-3}
-        for b, k in ((64, 8), (16, 4))
-    ]
-    assert astuple(fit_verification(products, verified, H200)) == pytest.approx(astuple(truth))
-    cheaper = [{**row, "ms": 20.0} for row in verified]
-    assert fit_verification(products, cheaper, H200).token_s == 0, "no constant is below zero"
+    for cycle in cycles:
+        cycle["ms"] = 1e3 * cycle_seconds(cycle, H200, truth)
+    assert astuple(fit_cycles(cycles, H200)) == pytest.approx(astuple(truth))
+    fast = [{**cycle, "ms": 0.9e3 * cycle_seconds(cycle, H200, Cycle(0.0, np.inf))} for cycle in cycles]
+    with np.errstate(divide="ignore"):
+        assert fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
 
 
-def test_the_shipped_constants_are_the_fit_of_what_the_prototype_measured():
-    fitted = fit_verification(PROTOTYPE["products"], PROTOTYPE["verified"], H200)
-    assert astuple(fitted) == pytest.approx(astuple(VERIFY_H200), rel=2e-3)
+def test_the_shipped_constants_predict_every_cycle_that_was_measured(monkeypatch):
+    monkeypatch.syspath_prepend(RESULTS.parent)
+    fit = runpy.run_path(str(RESULTS.parent / "fit_lossless.py"))
+    cycles = fit["measured"]()
+    assert len(cycles) >= 32 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
+    assert max(map(abs, fit["errors"](cycles))) < 0.05, "fit them again: python benchmarks/fit_lossless.py"
+    assert astuple(fit_cycles(cycles, H200)) == pytest.approx(astuple(CYCLE_H200), rel=0.1)
 
 
-def test_the_prototypes_drafts_and_speedups_are_predicted():
-    for row in PROTOTYPE["drafted"]:
-        schedule = SparsitySchedule.fixed(row["pages"], dense_layers=())
-        found = decode_step(SHAPES[row["shape"]], H200, [row["length"]] * row["batch"], schedule, ENGINE)
-        assert found.seconds * 1e3 == pytest.approx(row["ms"], rel=0.08)
-    for row in PROTOTYPE["speedups"]:
-        shape, lengths = SHAPES[row["shape"]], [row["length"]] * row["batch"]
-        drafting = drafts(row["drafts"], row["acceptance"], row["pages"])
-        dense = decode_step(shape, H200, lengths, None, ENGINE).seconds
-        found = dense / lossless_step(shape, H200, lengths, drafting, ENGINE).seconds
-        assert found == pytest.approx(row["tokens_per_s"] / row["stock_tokens_per_s"], rel=0.04)
+@pytest.mark.parametrize("shape", ["qwen3-1.7b", "qwen3-8b"])
+def test_the_measured_speedups_over_stock_are_predicted(shape):
+    stock, lossless = (
+        json.loads((RESULTS / f"lossless_{shape}{end}.json").read_text())["points"] for end in ("_stock", "")
+    )
+    dense = {(point["batch"], point["length"]): point["ms"] for point in stock}
+    compared = 0
+    for point in lossless:
+        if isinstance(point["drafts"], int) and point["drafts"] and (point["batch"], point["length"]) in dense:
+            measured = dense[point["batch"], point["length"]] * point["tokens_per_cycle"] / point["ms"]
+            lengths = [point["length"]] * point["batch"]
+            cycle = cycle_seconds({"shape": shape, **point}, H200, CYCLE_H200)
+            found = decode_step(SHAPES[shape], H200, lengths, None, ENGINE).seconds * point["tokens_per_cycle"] / cycle
+            assert found == pytest.approx(measured, rel=0.08)
+            compared += 1
+    assert compared >= 9
 
 
 def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget():
@@ -151,12 +152,12 @@ LONG = response_lengths(14_000, 32_768, 240)
 
 
 def test_rows_advise_by_what_pays():
-    table = dict(rows(*predicted("qwen3-1.7b", LONG)))
+    table = dict(rows(*predicted("qwen3-1.7b", LONG, 0.9)))
     assert list(table) == [
         "dense rollout", "lossy rollout", "lossless rollout", "lossy speed-up", "lossless speed-up", "drafts",
         "verdict",
     ]  # fmt: skip
-    assert table["drafts"].startswith("8 that read 1,024 tokens each; 7.1")
+    assert table["drafts"].startswith("8 that read 1,024 tokens each; 6.1")
     assert table["verdict"].startswith("Both pay (") and "lossy gains more" in table["verdict"]
     surer = dict(rows(*predicted("qwen3-1.7b", LONG, 0.99)))["verdict"]
     assert surer.startswith("Lossless rollouts pay most (") and "nothing to correct" in surer

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Train(TrainConfig, Command):
-    """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a TOML file."""
+    """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a TOML file; of
+    several files the later wins, and options beside them win over all."""
 
     # A Hugging Face causal language model, by name or path; "reasoner" is the small one that comes with Sparrow.
     model: str = "reasoner"

@@ -1,0 +1,53 @@
+"""Fit the constants of a lossless cycle to every point of ``benchmarks/lossless.py`` that is in ``benchmarks/results``.
+
+    python benchmarks/fit_lossless.py
+
+Prints what the fit gives, what ``sparrow.cost_lossless`` has, and the errors of the latter by shape.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from common import RESULTS, load, table
+
+from sparrow.cost import MACHINES
+from sparrow.cost_lossless import CYCLE_H200, cycle_seconds, fit_cycles
+
+H200 = MACHINES["h200"]
+
+
+def measured() -> list[dict[str, Any]]:
+    """Cycles on an H200 with a fixed number of drafts; their times do not depend on how many are accepted."""
+    found = []
+    for path in sorted(RESULTS.glob("lossless_*.json")):
+        result = load(path.stem)
+        if result.get("variant") == "lossless" and "H200" in result.get("device", ""):
+            points = [point for point in result["points"] if isinstance(point["drafts"], int) and point["drafts"]]
+            found += [{"shape": result["shape"], **point} for point in points]
+    return found
+
+
+def errors(cycles: list[dict[str, Any]]) -> list[float]:
+    """Relative errors of the shipped constants."""
+    return [cycle_seconds(cycle, H200, CYCLE_H200) / (cycle["ms"] / 1e3) - 1 for cycle in cycles]
+
+
+def fitted() -> str:
+    """Errors by shape, then those of a fit without it."""
+    rows = []
+    cycles = measured()
+    for shape in sorted({cycle["shape"] for cycle in cycles}):
+        own = [cycle for cycle in cycles if cycle["shape"] == shape]
+        others = fit_cycles([cycle for cycle in cycles if cycle["shape"] != shape], H200)
+        left_out = [cycle_seconds(cycle, H200, others) / (cycle["ms"] / 1e3) - 1 for cycle in own]
+        off = errors(own)
+        cells = [f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", f"{max(left_out, key=abs):+.1%}"]
+        rows.append([shape, len(own), *cells])
+    return table(["shape", "cycles", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
+
+
+if __name__ == "__main__":
+    print(fit_cycles(measured(), H200), CYCLE_H200, sep="\n")
+    print(fitted())

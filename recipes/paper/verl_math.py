@@ -1,0 +1,51 @@
+"""Math problems in verl's columns, and Sparrow's verifier as verl's reward, for verl.yaml.
+
+    python recipes/paper/verl_math.py --dataset polaris --out data/polaris.parquet
+    python recipes/paper/verl_math.py --dataset aime24 --out data/aime24.parquet
+
+``--dataset`` is as in ``sparrow train``: a known dataset, perhaps with path=FILE. verl applies the chat template.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from sparrow.loading import load_problems
+from sparrow.rewards import verify_math
+
+
+def score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """verl's reward function: 1.0 for a response whose final answer is right."""
+    return verify_math(solution_str, ground_truth)
+
+
+def rows(dataset: str) -> list[dict[str, Any]]:
+    """The problems of ``dataset`` in order, as verl's rows."""
+    task: Any = load_problems(None, (dataset,), None)
+    return [
+        {
+            "data_source": problem.source,
+            "prompt": [{"role": "user", "content": problem.prompt}],
+            "reward_model": {"style": "rule", "ground_truth": problem.verify.keywords["answer"]},
+        }
+        for problem in task
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dataset", default="polaris")
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    found = rows(arguments.dataset)
+    datasets.Dataset.from_list(found).to_parquet(arguments.out)
+    print(f"{len(found)} problems to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

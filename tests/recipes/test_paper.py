@@ -1,0 +1,157 @@
+"""The paper's runs: every command of docs/paper.md passes a dry run, and the shrunk one trains."""
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparrow import cluster
+from sparrow.cli import main, parse
+from sparrow.cost import MACHINES, SHAPES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
+BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
+DATA = {"polaris": "tests/data/polaris.jsonl", "taco": "tests/data/taco.jsonl"}
+MODELS = ("1.7B", "4B", "8B", "14B")
+
+
+def recipe(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / "paper" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands(start: str) -> list[list[str]]:
+    """The commands of the page that begin so, as arguments, with the shell's variables filled in."""
+    found, variables = [], {}
+    for line in "\n".join(BLOCKS).splitlines():
+        if assigned := re.fullmatch(r'([A-Z]+)="(.*)"', line):
+            variables[assigned[1]] = assigned[2]
+        elif line.startswith(start + " "):
+            filled = re.sub(r"\$([A-Z]+)", lambda name: variables[name[1]], line)
+            found.append(shlex.split(filled, comments=True)[len(start.split()) :])
+    return found
+
+
+def for_model(command: list[str], model: str) -> list[str]:
+    return [
+        re.sub("(?i)4b", model.lower(), arg) if "-4b-" in arg else arg.replace("-4B", f"-{model}") for arg in command
+    ]
+
+
+RUNS = [
+    for_model(command, model)
+    for command in commands("train")
+    for model in (MODELS if "Qwen/Qwen3-4B" in command else MODELS[:1])
+    if not (model == "14B" and "qwen3-4b-0.80" in command)  # there is no such table
+]
+
+
+@pytest.fixture
+def priced_at_once(monkeypatch):
+    """Whether a run fits is checked; how long it takes is not simulated, which takes seconds a command."""
+
+    def fit(shape, gpus, responses, schedule, prompt, max_batch, token_budget, colocated, **options):
+        options.pop("acceptance")
+        memory = cluster.fit(shape, gpus, prompt + int(responses.max()), token_budget, colocated, **options)
+        return cluster.Plan(memory, cluster.Step(1, 1, 1, 1, 1), None)
+
+    monkeypatch.setattr(cluster, "plan", fit)
+
+
+def test_the_page_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
+    assert len(RUNS) == 4 * len(MODELS) - 1 + 3
+    assert {run[run.index("--schedule") + 1] for run in RUNS if "--schedule" in run} == {
+        *(f"qwen3-{m.lower()}-0.86" for m in MODELS),
+        *(f"qwen3-{m.lower()}-0.80" for m in MODELS[:3]),
+    }
+    assert sum("lossless" in run for run in RUNS) == len(MODELS) + 1
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run[run.index("--run-dir") + 1] + run[run.index("--model") + 1])
+def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
+    monkeypatch.chdir(ROOT)
+    (name,) = parse(["train", *run]).dataset
+    own = ["--dataset", f"{name}:path={DATA[name]}", "--run-dir", str(tmp_path / "run")]
+    main(["train", *run, *own, "--dry-run", "h200:gpus=8"])
+    assert "engine, GiB a GPU" in capsys.readouterr().out
+
+
+def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_once, capsys):
+    monkeypatch.chdir(ROOT)
+    own = ["--dataset", f"polaris:path={DATA['polaris']}", "--run-dir", str(tmp_path / "run")]
+    with pytest.raises(SystemExit):
+        main(["train", *RUNS[3], *own, "--dry-run", "h100:gpus=4"])
+    assert "training Qwen3-14B on 4 H100 needs" in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_shrunk_run_trains_from_end_to_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (small,) = commands("sparrow train")
+    main(["train", *small, "--run-dir", str(tmp_path / "run")])
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2 and all(step["response"]["tokens"] > 0 for step in steps)
+    assert (tmp_path / "run" / "adapter").is_dir() and (tmp_path / "run" / "model" / "config.json").exists()
+
+
+@pytest.mark.parametrize("command", commands("sparrow calibrate") + commands("sparrow eval"), ids=lambda c: c[-1])
+def test_the_other_commands_are_understood(command):
+    name = "eval" if "--benchmark" in command else "calibrate"
+    assert parse([name, *command]).max_new_tokens in (16000, 36864)
+
+
+def test_verl_is_told_what_our_trainer_is(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
+    ours = parse(["train", "--config", "recipes/paper/math.toml"])
+    rollout, actor = verl["actor_rollout_ref"]["rollout"], verl["actor_rollout_ref"]["actor"]
+    assert verl["data"]["train_batch_size"] == ours.rollout.prompts and rollout["n"] == ours.rollout.samples
+    assert verl["data"]["max_response_length"] == ours.rollout.max_new_tokens
+    assert float(actor["optim"]["lr"]) == ours.optimizer.learning_rate
+    assert actor["optim"]["weight_decay"] == ours.optimizer.weight_decay
+    assert actor["ppo_max_token_len_per_gpu"] == ours.optimizer.token_budget
+    assert (actor["clip_ratio_low"], actor["clip_ratio_high"]) == (ours.loss.clip_low, ours.loss.clip_high)
+    assert verl["algorithm"]["rollout_correction"]["rollout_is_threshold"] == ours.correction.cap
+    gpus = cluster.Cluster(MACHINES["h200"], verl["trainer"]["nnodes"] * verl["trainer"]["n_gpus_per_node"])
+    memory = cluster.fit(SHAPES["qwen3-14b"], gpus, 40960, 40960, engine_share=rollout["gpu_memory_utilization"])
+    assert gpus.gpus == 32 and memory.full_responses >= 8
+
+
+def test_verl_s_rows_have_our_prompts_and_its_reward_is_our_verifier():
+    verl = recipe("verl_math")
+    rows = verl.rows(f"polaris:path={ROOT / DATA['polaris']}")
+    answer = rows[0]["reward_model"]["ground_truth"]
+    assert rows[0]["data_source"] == "polaris" and rows[0]["prompt"][0]["content"].endswith("within \\boxed{}.")
+    assert verl.score("polaris", f"so \\boxed{{{answer}}}", answer) == 1.0
+    assert verl.score("polaris", "so \\boxed{-17}", answer) == 0.0
+
+
+def test_predicted_hours_are_what_the_cost_model_says():
+    predicted = recipe("predicted")
+    published = json.loads((ROOT / "benchmarks" / "results" / "paper_runs.json").read_text())
+    assert [(run["run"], run["model"], run["gpus"]) for run in published] == predicted.RUNS
+    found = predicted.predicted(*predicted.RUNS[-1])
+    for part in ("hours", "step_s", "rollout_s", "training_gib", "full_responses", "mean_length"):
+        assert found[part] == pytest.approx(published[-1][part], rel=1e-6)
+    hours = next(run["hours"]["dense"] for run in published if run["gpus"] == 32)
+    assert 0.7 * 190 < hours < 1.3 * 190  # the published dense 14B epoch
+
+
+def test_table_2_times_every_mode_on_the_same_prompts(checkpoint, tmp_path, capsys):
+    out = tmp_path / "table2.json"
+    recipe("table2").main(
+        ["--model", checkpoint, "--schedule", "fixed:1", "--engine", "hf", "--precision", "fp32", "--samples", "2",
+         "--benchmark", f"aime24:path={ROOT / 'tests/data/aime24.jsonl'}", "--max-new-tokens", "24", "--out", str(out)]
+    )  # fmt: skip
+    printed = capsys.readouterr().out
+    result = json.loads(out.read_text())
+    assert result["responses"] == 6 and set(result["modes"]) == {"dense", "lossy", "lossless"}
+    assert all(mode["tokens"] > 0 and mode["seconds"] > 0 for mode in result["modes"].values())
+    recipe("table2").main(["--table", str(out)])
+    assert printed == capsys.readouterr().out and "| (fixed:1)" not in printed and "(fixed:1) |" in printed
