@@ -86,8 +86,9 @@ class Train(TrainConfig, Command):
         from sparrow.loading import load_engine
         from sparrow.train.ranks import asked_to_shard
 
-        # A distilled actor has weights of its own, and sharded ones need all processes; otherwise they are shared.
-        own = self.distill.enabled or asked_to_shard()
+        # A distilled actor has weights of its own, a LoRA's are merged for it, and sharded ones need all processes;
+        # otherwise they are shared.
+        own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = copy.deepcopy(model) if own and self.engine == "hf" else model
         return load_engine(self.engine, self.model, actor, tokenizer, decoding, self.optimizer.precision)
 

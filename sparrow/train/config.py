@@ -66,7 +66,11 @@ class LossConfig(Settings):
     clip_high: Positive = 0.28  # The ratio pi_theta / p_old is clipped from above at 1 + clip_high.
     # grpo: mean over each sequence's tokens, then over sequences. dapo: mean over all tokens of the batch. dr_grpo: sum
     # over tokens, divided by the number of sequences and the longest response allowed.
-    normalization: Normalization = "grpo"
+    normalization: Normalization = "dapo"
+    # Dual clip: where the advantage is negative, the ratio counts as at most this, 3 by custom; unset: no such bound.
+    clip_ratio_c: Annotated[Finite, Field(gt=1)] | None = None
+    # Weight of KL(pi_theta || reference), the reference being the model at the start of the run.
+    beta: NotNegative = 0.0
     max_log_ratio: Positive = 20.0  # Training stops if |log pi_theta - log p_old| of any token exceeds this.
 
 
@@ -152,8 +156,10 @@ class RewardConfig(Settings):
 class OptimizerConfig(Settings):
     """AdamW on the policy."""
 
-    learning_rate: Positive = 1e-6  # Peak learning rate, constant after the warm-up.
-    warmup_steps: CountOrZero = 0  # Steps over which the learning rate rises linearly.
+    learning_rate: Positive = 1e-6  # Peak learning rate.
+    # constant: as it is. linear, cosine: down to 0 at the last step, as transformers has them.
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: CountOrZero = 0  # Steps over which the learning rate rises linearly first.
     weight_decay: NotNegative = 0.0  # Decoupled weight decay.
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # Gradients are scaled down to this norm.
     minibatches: Count = 1  # Optimiser steps per rollout batch.
@@ -162,6 +168,16 @@ class OptimizerConfig(Settings):
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory.
     # bf16 runs forward passes under autocast; weights and optimiser stay float32.
     precision: Literal["fp32", "bf16"] = "fp32"
+
+
+@dataclass(frozen=True)
+class LoraConfig(Settings):
+    """A LoRA on the policy, which then is all that trains; the model that is saved has it merged."""
+
+    r: Count | None = None  # Its rank; unset: no LoRA, all weights train.
+    alpha: Count = 32  # Its scale, over the rank.
+    # Linear layers that get it, by the last part of their name.
+    target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS
 
 
 @dataclass(frozen=True)
@@ -225,6 +241,7 @@ class TrainConfig(Settings):
     optimizer: OptimizerConfig = OptimizerConfig()
     correction: CorrectionConfig = CorrectionConfig()
     loss: LossConfig = LossConfig()
+    lora: LoraConfig = LoraConfig()
     distill: DistillConfig = DistillConfig()
     guard: GuardConfig = GuardConfig()
 
@@ -233,6 +250,8 @@ class TrainConfig(Settings):
         lossless = self.rollout.mode == "lossless"
         apart = not (lossless and self.distill.enabled)
         require(self.distill, "enabled", apart, "off with lossless rollouts: the actor's adapter would verify too")
+        plain = not (self.lora.r and self.distill.enabled)
+        require(self.distill, "enabled", plain, "off with lora.r: the actor's adapter is made for a policy without one")
         moves = not (lossless and self.guard.action == "raise")
         require(self.guard, "action", moves, "warn or stop with lossless rollouts, which more pages do not change")
         rollout, window = self.rollout, self.reward.overlong_window

@@ -21,8 +21,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from accelerate import Accelerator
-from peft import LoraConfig, PeftConfig, get_peft_model_state_dict, inject_adapter_in_model, load_peft_weights
-from peft.tuners.lora import Linear
+from peft import PeftConfig, get_peft_model_state_dict, load_peft_weights
 from peft.utils import set_peft_model_state_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -37,63 +36,12 @@ from sparrow.model.scoring import TokenScorer
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DistillConfig, TrainConfig
 from sparrow.train.experience import Assessment, Experience, pad
+from sparrow.train.lora import base_weights, inject, layers, merged_weights
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 from sparrow.train.schedules import MIN_SEQUENCES
 
 BASE = "sparrow_base"  # metadata of a saved adapter: weights of its base
-
-
-class _TimesMerged(torch.autograd.Function):
-    """``x @ weight.T + bias``, weight being the base plus ``scale * B @ A``; with gradients of x, A and B only."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(x, weight, A.to(x.dtype), B.to(x.dtype))
-        ctx.scale = scale
-        return torch.nn.functional.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x, weight, A, B = ctx.saved_tensors
-        d_out = gradients[0]
-        d_x = d_out @ weight if ctx.needs_input_grad[0] else None
-        x, d_out = x.flatten(0, -2), d_out.flatten(0, -2)
-        d_A = ctx.scale * ((d_out @ B).T @ x)
-        d_B = ctx.scale * (d_out.T @ (x @ A.T))
-        return d_x, None, None, d_A, d_B, None
-
-
-class ActorLinear(Linear):
-    """A linear layer with a LoRA, which when worn multiplies once by what the engine gets: the merged weight.
-
-    PEFT's own forward pass computes and adds the LoRA's part at full width, a tenth of an update's time. It serves
-    where theta is at hand in less than float32, as shards are: there a delta below its last bit would be lost.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.disable_adapters or self.base_layer.weight.dtype != torch.float32:
-            return super().forward(x)
-        device, bias = x.device.type, self.base_layer.bias
-        if torch.is_autocast_enabled(device):
-            x = x.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            weight = self.worn_weight().to(x.dtype)
-            bias = bias if bias is None else bias.to(x.dtype)
-            return cast(Tensor, _TimesMerged.apply(x, weight, bias, *self._phi(), self.scaling["default"]))
-
-    @torch.no_grad()
-    def worn_weight(self) -> Tensor:
-        """theta + delta(phi), float32, a new tensor.
-
-        Merging in place and back would change bf16 weights by rounding.
-        """
-        A, B = self._phi()
-        theta = cast(Tensor, self.base_layer.weight)
-        return torch.addmm(theta.float(), B.float(), A.float(), alpha=self.scaling["default"])
-
-    def _phi(self) -> tuple[Tensor, Tensor]:
-        return cast(Tensor, self.lora_A["default"].weight), cast(Tensor, self.lora_B["default"].weight)
 
 
 class Adapter:
@@ -113,19 +61,7 @@ class Adapter:
         self.model = model
         self._trained = {name for name, p in model.named_parameters() if p.requires_grad}
         set_schedule(model, schedule)
-        linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-        if missing := [t for t in config.target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)]:
-            there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-            raise ConfigError(f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {there}")
-        self._lora = LoraConfig(
-            r=config.rank,
-            lora_alpha=2 * config.rank,
-            target_modules=list(config.target_modules),
-            task_type="CAUSAL_LM",
-            base_model_name_or_path=model.name_or_path,
-        )
-        self._lora._register_custom_module({torch.nn.Linear: ActorLinear})
-        inject_adapter_in_model(self._lora, model)
+        self._lora = inject(model, config.rank, 2 * config.rank, config.target_modules)
         self._base = self._sample()
         self._enable(False)
         self._train_policy(True)
@@ -159,17 +95,11 @@ class Adapter:
 
     def policy_weights(self) -> dict[str, Tensor]:
         """theta, by the names the model had without the adapter."""
-        return {
-            name.replace(".base_layer", ""): p.detach()
-            for name, p in self.model.named_parameters()
-            if "lora_" not in name
-        }
+        return base_weights(self.model)
 
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
         """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
-        worn = {f"{name}.weight": m for name, m in self.model.named_modules() if isinstance(m, ActorLinear)}
-        for name, weight in self.policy_weights().items():
-            yield name, worn[name].worn_weight().to(weight.dtype) if name in worn else weight
+        return merged_weights(self.model)
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """phi, by PEFT's names."""
@@ -210,7 +140,7 @@ class Adapter:
 
         Training turns them by a few degrees; those of an unrelated model are at right angles.
         """
-        weights = [cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in self._layers()]
+        weights = [cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in layers(self.model)]
         return torch.cat([w[:: max(1, len(w) // 16)][:16].float().cpu() for w in weights])
 
     def _train_policy(self, trains: bool) -> None:
@@ -219,11 +149,8 @@ class Adapter:
                 parameter.requires_grad_(trains)
 
     def _enable(self, enabled: bool) -> None:
-        for module in self._layers():
+        for module in layers(self.model):
             module.enable_adapters(enabled)
-
-    def _layers(self) -> list[ActorLinear]:
-        return [module for module in self.model.modules() if isinstance(module, ActorLinear)]
 
 
 def _saved_base(folder: Path) -> Tensor | None:
@@ -334,7 +261,7 @@ class Distiller:
                         advantages_B[some].to(top.device),
                         mask_BT,
                         torch.ones_like(old_BT),
-                        self.config.loss,
+                        replace(self.config.loss, beta=0.0),  # phi has no reference
                         normalizers,
                     )
                     loss = loss + policy

@@ -88,6 +88,7 @@ class Assessment:
     policy_top: list[np.ndarray]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
     acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
     obrs_z_BT: Tensor  # what Jackpot's correction needs, ``sum_v min(q, p / lambda)`` over the actor's top-n tokens
+    ref_logp_BT: Tensor | None = None  # float32 log-probs under the reference policy, if ``beta`` wants them
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:

@@ -6,6 +6,7 @@ Shapes: B responses, T response tokens (right-padded), M response tokens laid en
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sparrow.errors import ConfigError
 from sparrow.measure import TokenAcceptance, token_acceptance
 from sparrow.model.scoring import TokenScorer
 from sparrow.rollout import Rollout, derived_seed, split
@@ -31,6 +33,7 @@ from sparrow.train.ranks import Ranks, reshard, whole
 
 if TYPE_CHECKING:
     from sparrow.train.distill import Distiller
+    from sparrow.train.lora import PolicyLora
 
 Metrics = dict[str, Any]
 
@@ -53,8 +56,18 @@ class Learner:
     ) -> None:  # fmt: skip
         self.config, self.model, self.accelerator, self.ranks = config, model, accelerator, ranks
         self.distiller: Distiller | None = None
+        self.lora: PolicyLora | None = None
+        self._reference: TokenScorer | None = None
+        if config.loss.beta and not config.lora.r:
+            self._reference = TokenScorer(copy.deepcopy(model).requires_grad_(False))
+        if config.lora.r:
+            from sparrow.train.lora import PolicyLora  # PEFT takes a second to import
+
+            if ranks.is_sharded:
+                raise ConfigError("lora.r does not go with --use_fsdp; leave one of them out")
+            self.lora = PolicyLora(model, config.lora)
         if config.distill.enabled:
-            from sparrow.train.distill import Distiller  # PEFT takes a second to import
+            from sparrow.train.distill import Distiller
 
             self.distiller = Distiller(model, config, schedule)
         if config.optimizer.gradient_checkpointing:
@@ -81,11 +94,13 @@ class Learner:
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
         """What the engine samples with, by Hugging Face parameter name; every process must take part to the end."""
         reshard(self.model)
-        return whole(self.distiller.actor_weights() if self.distiller else self.model.named_parameters())
+        return whole(self.distiller.actor_weights()) if self.distiller else self.policy_weights()
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's own, as ``actor_weights`` gives the actor's."""
+        """The dense policy, a LoRA of its own merged; as ``actor_weights``."""
         reshard(self.model)
+        if self.lora:
+            return self.lora.weights()
         return whole(self.distiller.policy_weights().items() if self.distiller else self.model.named_parameters())
 
     def restore_settings(self) -> None:
@@ -110,6 +125,7 @@ class Learner:
             policy_top=list(tops),
             acceptances=list(acceptances),
             obrs_z_BT=pad(z),
+            ref_logp_BT=pad(self._reference_logps(experience)) if self.config.loss.beta else None,
         )
         return assessment, sum(entropies) / sum(map(len, rollouts))
 
@@ -135,6 +151,30 @@ class Learner:
         logps, tops, entropies, acceptances = zip(*scored, strict=True)
         return logps, tops, entropies, acceptances
 
+    def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
+        """By response: log-probs of its tokens under the policy of the run's start."""
+
+        def score(rows: list[int]) -> list[np.ndarray]:
+            batch = experience.batch(rows, self.accelerator.device)
+            with self.lora.taken_off() if self.lora else self.accelerator.autocast():
+                scores = (self._reference or self.plain_scorer)(batch, self.config.rollout.temperature)
+            return split(scores.logprobs.cpu().numpy(), [len(experience.rollouts[i]) for i in rows])
+
+        return self.ranks.batched("reference", experience.lengths, self.config.optimizer.token_budget, score)
+
+    def _learning_rate(self, step: int) -> float:
+        """Of training step ``step``; that of a warm-up's start, which would be 0, is left out."""
+        optimizer = self.config.optimizer
+        first = int(optimizer.warmup_steps > 0)
+        name = optimizer.lr_scheduler_type
+        curve = get_scheduler(
+            "constant_with_warmup" if name == "constant" else name,
+            torch.optim.SGD([torch.zeros(1)]),
+            optimizer.warmup_steps,
+            self.config.steps + first,
+        )
+        return optimizer.learning_rate * curve.lr_lambdas[0](step + first)
+
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
         """Correct, then take the optimiser steps of training step ``step``, from 0; then the adapter's, if there is
         one.
@@ -151,8 +191,7 @@ class Learner:
         if config.reward.overlong == "mask":
             advantages_B[torch.from_numpy(experience.truncated)] = 0.0
         correction = self._correct(assessment, step)
-        warm = min(1.0, (step + 1) / max(config.optimizer.warmup_steps, 1))
-        self.optimizer.param_groups[0]["lr"] = config.optimizer.learning_rate * warm
+        self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         steps = []
         plan = [
             (rows, self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget))
@@ -174,9 +213,11 @@ class Learner:
                         for x in (assessment.logp_BT, assessment.mask_BT, correction.weight_BT)
                     )
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
+                    ref_BT = assessment.ref_logp_BT
                     loss, metrics = policy_loss(
-                        logp_BT, old_BT, advantages_B[some].to(device), mask_BT, weight_BT, config.loss, normalizers
-                    )
+                        logp_BT, old_BT, advantages_B[some].to(device), mask_BT, weight_BT, config.loss, normalizers,
+                        None if ref_BT is None else ref_BT[some, :longest].to(device),
+                    )  # fmt: skip
                     # Data parallelism averages gradients over processes; the normalisers already count all of them.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
                 if counts:

@@ -46,29 +46,36 @@ def policy_loss(
     weight_BT: Tensor,
     config: LossConfig,
     normalizers: Normalizers,
+    ref_logp_BT: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Loss (scalar, differentiable in logp_BT only) and metrics of one micro-batch.
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): Sparrow,
-    arXiv 2606.08446, training objective; the two clip widths are DAPO's, arXiv 2503.14476, section 3.1. Summed over
-    tokens as config.normalization says:
+    arXiv 2606.08446, training objective; the two clip widths are DAPO's, arXiv 2503.14476, section 3.1. Where
+    A < 0 the loss is at most weight * clip_ratio_c * |A|, if that is set (dual clip, arXiv 1912.09729, equation 5).
+    Each token then adds beta * KL(pi_theta || reference), estimated as in DeepSeekMath, equation 4, and not weighted,
+    as TRL has it. Summed over tokens as config.normalization says:
       grpo     sum_b (1 / length_b) sum_t / sequences            DeepSeekMath, arXiv 2402.03300, section 4.1.1
       dapo     sum_b sum_t / tokens                              DAPO, section 3.3
       dr_grpo  sum_b sum_t / (sequences * max_length)            Dr. GRPO, arXiv 2503.20783, section 3.2
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under the dense policy at
     rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT. mask_BT bool [B, T]: the tokens that are
-    counted, normally all response tokens, those that the correction masked out (weight 0) included.
+    counted, normally all response tokens, those that the correction masked out (weight 0) included. ref_logp_BT [B, T]:
+    log-probs under the reference policy, which beta above 0 needs.
 
     Metrics, all means over normalizers.tokens, so those of micro-batches add up (`merge_metrics`), but for *_max:
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is active; ratio_mean of
-      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max.
-    Raises ValueError if shapes disagree.
+      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max. With dual clip
+      clip_c_fraction, tokens at which it is active; with a reference kl, to it.
+    Raises ValueError if shapes disagree, or beta has no reference.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
         shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
         raise ValueError(f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B].")
+    if (config.beta > 0) != (ref_logp_BT is not None):
+        raise ValueError(f"beta is {config.beta}; pass the reference's log-probs where it is above 0, and only there.")
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)
@@ -77,13 +84,23 @@ def policy_loss(
 
     ratio_BT = log_ratio_BT.exp()
     clipped_BT = ratio_BT.clamp(1 - config.clip_low, 1 + config.clip_high)
-    token_loss_BT = -weight_BT * torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
+    gain_BT = torch.minimum(ratio_BT * advantages_B1, clipped_BT * advantages_B1)
     totals = {
         "clip_low_fraction": ((ratio_BT < 1 - config.clip_low) & (advantages_B1 < 0) & mask_BT).sum(),
         "clip_high_fraction": ((ratio_BT > 1 + config.clip_high) & (advantages_B1 > 0) & mask_BT).sum(),
         "ratio_mean": ratio_BT.detach()[mask_BT].sum(),
         "approx_kl": (log_ratio_BT.expm1() - log_ratio_BT).detach().sum(),
     }
+    if config.clip_ratio_c is not None:
+        floor_B1 = torch.where(advantages_B1 < 0, config.clip_ratio_c * advantages_B1, -torch.inf)
+        totals["clip_c_fraction"] = ((gain_BT < floor_B1) & mask_BT).sum()
+        gain_BT = torch.maximum(gain_BT, floor_B1)
+    token_loss_BT = -weight_BT * gain_BT
+    if ref_logp_BT is not None:
+        log_away_BT = torch.where(mask_BT, ref_logp_BT.detach().to(dtype) - logp_BT.to(dtype), 0.0)
+        kl_BT = log_away_BT.expm1() - log_away_BT
+        totals["kl"] = kl_BT.detach().sum()
+        token_loss_BT = token_loss_BT + config.beta * kl_BT
 
     match config.normalization:
         case "grpo":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import signal
 import threading
 from collections.abc import Iterator
@@ -61,11 +62,13 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
 def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path) -> None:
     """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is one."""
     distiller, ranks = learner.distiller, learner.ranks
-    policy = distiller.policy_weights() if distiller else learner.model.state_dict()
     tied = learner.model.all_tied_weights_keys  # to others, which are written
+    parameters = dict(learner.model.named_parameters(remove_duplicate=False))
+    buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
+    adapter_weights = whole(distiller.adapter_weights().items()) if distiller else ()
     weights, phi = (
-        {name: weight.cpu() for name, weight in whole(part.items()) if ranks.is_main and name not in tied}
-        for part in (policy, distiller.adapter_weights() if distiller else {})
+        {name: weight.cpu() for name, weight in part if ranks.is_main and name not in tied}
+        for part in (itertools.chain(learner.policy_weights(), buffers), adapter_weights)
     )
     if ranks.is_main:
         learner.model.save_pretrained(model, state_dict=weights)

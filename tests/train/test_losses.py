@@ -92,6 +92,44 @@ def test_on_policy_gradient_is_reinforce():
     torch.testing.assert_close(logp.grad, torch.where(MASK, -ADVANTAGES.double()[:, None] / 5, 0.0))
 
 
+def test_dual_clip_by_hand():
+    # With c = 1.2 the second row's 1.5 counts as 1.2, its clipped 0.5 as 0.8 still; the first, of advantage 1, as ever.
+    config = LossConfig(clip_ratio_c=1.2)
+    logp = example()
+    loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS)
+    assert loss.item() == pytest.approx((-3.06 + 2.4 + 0.8) / 5) and metrics["clip_c_fraction"] == 1 / 5
+    loss.backward()
+    assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
+    with pytest.raises(ConfigError, match=r"loss.clip_ratio_c is 1.0, but must be greater than 1"):
+        LossConfig(clip_ratio_c=1.0)
+
+
+def test_kl_to_the_reference_by_hand():
+    # The reference has twice the policy's chance everywhere: 2 - 1 - log 2 a token, whatever the token's weight.
+    logp = example()
+    reference = torch.where(MASK, logp.detach() + math.log(2), math.inf)
+    plain, without = policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)
+    config = LossConfig(beta=0.1)
+    loss, metrics = policy_loss(logp, OLD, ADVANTAGES, MASK, WEIGHT, config, NORMALIZERS, reference)
+    assert metrics["kl"] == pytest.approx(1 - math.log(2)) and "kl" not in without
+    assert (loss - plain).item() == pytest.approx(0.1 * (1 - math.log(2)))
+    before = example()
+    policy_loss(before, OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(), NORMALIZERS)[0].backward()
+    loss.backward()
+    # d/dlogp of exp(r - logp) - (r - logp) - 1 is 1 - exp(r - logp) = -1, times beta over the tokens.
+    torch.testing.assert_close(logp.grad - before.grad, torch.where(MASK, -0.1 / 5, 0.0).double())
+
+
+def test_beta_and_the_reference_come_together():
+    for beta, reference in ((0.1, None), (0.0, OLD)):
+        with pytest.raises(ValueError, match=r"pass the reference's log-probs where it is above 0, and only there"):
+            policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(beta=beta), NORMALIZERS, reference)
+
+
+def test_the_mean_over_tokens_is_the_default():
+    assert LossConfig().normalization == "dapo"
+
+
 def test_gradient_flows_through_the_policy_alone():
     logp = example()
     others = [OLD.clone(), ADVANTAGES.clone(), WEIGHT.clone()]

@@ -1,0 +1,132 @@
+"""A LoRA on a model: layers that multiply by what an engine gets, and a policy that trains nothing else."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import peft
+import torch
+from peft.tuners.lora import Linear
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from sparrow.errors import ConfigError
+from sparrow.train.config import LoraConfig
+
+
+class _TimesMerged(torch.autograd.Function):
+    """``x @ weight.T + bias``, weight being the base plus ``scale * B @ A``; with gradients of x, A and B only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(x, weight, A.to(x.dtype), B.to(x.dtype))
+        ctx.scale = scale
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, A, B = ctx.saved_tensors
+        d_out = gradients[0]
+        d_x = d_out @ weight if ctx.needs_input_grad[0] else None
+        x, d_out = x.flatten(0, -2), d_out.flatten(0, -2)
+        d_A = ctx.scale * ((d_out @ B).T @ x)
+        d_B = ctx.scale * (d_out.T @ (x @ A.T))
+        return d_x, None, None, d_A, d_B, None
+
+
+class MergedLinear(Linear):
+    """A linear layer with a LoRA, which when worn multiplies once by what the engine gets: the merged weight.
+
+    PEFT's own forward pass computes and adds the LoRA's part at full width, a tenth of an update's time. It serves
+    where theta is at hand in less than float32, as shards are: there a delta below its last bit would be lost.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.disable_adapters or self.base_layer.weight.dtype != torch.float32:
+            return super().forward(x)
+        device, bias = x.device.type, self.base_layer.bias
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            weight = self.worn_weight().to(x.dtype)
+            bias = bias if bias is None else bias.to(x.dtype)
+            return cast(Tensor, _TimesMerged.apply(x, weight, bias, *self._phi(), self.scaling["default"]))
+
+    @torch.no_grad()
+    def worn_weight(self) -> Tensor:
+        """theta + delta(phi), float32, a new tensor.
+
+        Merging in place and back would change bf16 weights by rounding.
+        """
+        A, B = self._phi()
+        theta = cast(Tensor, self.base_layer.weight)
+        return torch.addmm(theta.float(), B.float(), A.float(), alpha=self.scaling["default"])
+
+    def _phi(self) -> tuple[Tensor, Tensor]:
+        return cast(Tensor, self.lora_A["default"].weight), cast(Tensor, self.lora_B["default"].weight)
+
+
+def inject(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str]) -> peft.LoraConfig:
+    """Put a LoRA of ``MergedLinear`` on these linear layers, worn and the only thing that trains.
+
+    Raises ConfigError: a name that no linear layer has.
+    """
+    head = model.get_output_embeddings()  # may be tied to the embeddings, which have no LoRA
+    linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
+    if missing := [t for t in target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)]:
+        there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ConfigError(f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {there}")
+    config = peft.LoraConfig(
+        r=rank, lora_alpha=alpha, target_modules=list(target_modules), task_type="CAUSAL_LM",
+        base_model_name_or_path=model.name_or_path,
+    )  # fmt: skip
+    config._register_custom_module({torch.nn.Linear: MergedLinear})
+    peft.inject_adapter_in_model(config, model)
+    return config
+
+
+def layers(model: PreTrainedModel) -> list[MergedLinear]:
+    """Those that have a LoRA."""
+    return [module for module in model.modules() if isinstance(module, MergedLinear)]
+
+
+def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
+    """theta, by the names the model had without the LoRA."""
+    named = model.named_parameters()
+    return {name.replace(".base_layer", ""): p.detach() for name, p in named if "lora_" not in name}
+
+
+def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
+    worn = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)}
+    for name, weight in base_weights(model).items():
+        yield name, worn[name].worn_weight().to(weight.dtype) if name in worn else weight
+
+
+class PolicyLora:
+    """A LoRA that the policy always wears, and that is all that trains of it.
+
+    Raises ConfigError: see ``inject``.
+    """
+
+    def __init__(self, model: PreTrainedModel, config: LoraConfig) -> None:
+        assert config.r is not None
+        self.model = model
+        inject(model, config.r, config.alpha, config.target_modules)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's, merged."""
+        return merged_weights(self.model)
+
+    @contextlib.contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """The model is what it was at the start of the run."""
+        for layer in layers(self.model):
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers(self.model):
+                layer.enable_adapters(True)
