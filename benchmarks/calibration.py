@@ -55,7 +55,8 @@ def table(arguments: argparse.Namespace) -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     layout = arguments.folder / "layout.json"
     layout.write_text(LAYOUT.to_json())
-    common = ["--task", f"trace:lines={LINES}", "--max-new-tokens", "480", "--count", str(arguments.count)]
+    common = ["--model", "reasoner", "--task", f"trace:lines={LINES}", "--max-new-tokens", "480"]
+    common += ["--count", str(arguments.count)]
     runs = []
     for target in arguments.targets:
         for seed in arguments.seeds:

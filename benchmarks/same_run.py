@@ -72,7 +72,7 @@ class Bench:
         port = ["--main_process_port", str(free_port())] if launcher else []
         command = [
             *(launcher or [sys.executable]), *port, "-m", "sparrow.cli", "train", "--run-dir", str(self.folder / name),
-            "--engine", ENGINE, "--save-every", "2", "--task", "trace:lines=24",
+            "--model", "reasoner", "--engine", ENGINE, "--save-every", "2", "--task", "trace:lines=24",
             "--schedule", str(self.folder / "schedule.json"), "--tau", "0.9", "--rollout.prompts", "24",
             "--rollout.samples", "8", "--rollout.max-new-tokens", "300", "--optimizer.learning-rate", "5e-4",
             "--optimizer.precision", "bf16", "--optimizer.token-budget", "65536", "--loss.normalization", "dapo",

@@ -55,8 +55,8 @@ def start(name: str, folder: Path, steps: int | None) -> subprocess.Popen[bytes]
         more = [*more, "--rollout.draft-schedule" if "lossless" in more else "--schedule", str(path)]
     command = [
         sys.executable, "-m", "sparrow.cli", "train", "--engine", ENGINE, "--run-dir", str(folder / name),
-        "--steps", str(steps or default_steps), "--save-every", "1000", "--task", "trace:lines=24",
-        "--rollout.prompts", "24", "--rollout.samples", "8",
+        "--model", "reasoner", "--steps", str(steps or default_steps), "--save-every", "1000",
+        "--task", "trace:lines=24", "--rollout.prompts", "24", "--rollout.samples", "8",
         "--rollout.max-new-tokens", "300", "--optimizer.learning-rate", "5e-4", "--optimizer.precision", "bf16",
         "--optimizer.token-budget", "131072", "--loss.normalization", "dapo", *more,
     ]  # fmt: skip

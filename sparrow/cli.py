@@ -71,6 +71,7 @@ def parse(argv: list[str]) -> Command:
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
         # What the command line leaves out is as it was.
         argv = ["train", *recorded(_run_dir(argv), Train), *argv[1:]]
+    _check_model(argv)
     try:
         return tyro.cli(
             COMMANDS,
@@ -82,6 +83,15 @@ def parse(argv: list[str]) -> Command:
         )
     except ConfigError as error:  # an option out of range
         _stop(error, code=2)
+
+
+def _check_model(argv: Sequence[str]) -> None:
+    """Raises ConfigError: a command that needs a model names none."""
+    flags = {argument.partition("=")[0] for argument in argv[1:]}
+    if argv[:1] and argv[0] in ("train", "measure", "calibrate", "eval") and not flags & {"--model", "-h", "--help"}:
+        raise ConfigError(
+            f"sparrow {argv[0]} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+        )
 
 
 def _run_dir(argv: Sequence[str]) -> Path:

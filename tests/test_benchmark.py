@@ -14,7 +14,19 @@ from tests.conftest import tiny_model
 
 def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "CHUNK", 2)
-    arguments = ["eval", "--benchmark", "trace:lines=4", "--k", "2", "--limit", "5", "--max-new-tokens", "80"]
+    arguments = [
+        "eval",
+        "--model",
+        "reasoner",
+        "--benchmark",
+        "trace:lines=4",
+        "--k",
+        "2",
+        "--limit",
+        "5",
+        "--max-new-tokens",
+        "80",
+    ]
     arguments += ["--schedule", "fixed:1"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     main([*arguments, "--out", str(whole)])
@@ -64,7 +76,19 @@ def engine_calls(monkeypatch) -> list[int]:
     return calls
 
 
-ARGUMENTS = ["eval", "--benchmark", "trace:lines=4", "--k", "2", "--max-new-tokens", "20", "--limit", "3"]
+ARGUMENTS = [
+    "eval",
+    "--model",
+    "reasoner",
+    "--benchmark",
+    "trace:lines=4",
+    "--k",
+    "2",
+    "--max-new-tokens",
+    "20",
+    "--limit",
+    "3",
+]
 
 
 def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_precision(tmp_path, engine_calls, capsys):
@@ -114,7 +138,19 @@ def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(tmp_path, 
     data = tmp_path / "rows.jsonl"
     rows = [{"question": f"{i} + {i} =", "answer": str(2 * i)} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["eval", "--benchmark", str(data), "--k", "2", "--max-new-tokens", "5", "--limit", "3"]
+    arguments = [
+        "eval",
+        "--model",
+        "reasoner",
+        "--benchmark",
+        str(data),
+        "--k",
+        "2",
+        "--max-new-tokens",
+        "5",
+        "--limit",
+        "3",
+    ]
     main([*arguments, "--out", str(tmp_path / "out")])
     data.write_text("".join(json.dumps(row) + "\n" for row in (rows[0], rows[2], rows[1])))
     main([*arguments, "--out", str(tmp_path / "out")])

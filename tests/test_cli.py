@@ -123,25 +123,28 @@ def test_bad_input_is_one_sentence(checkpoint, tmp_path, capsys):
     assert "does not fit the model's context of 1024" in fails(capsys, "train", *base, "--task", "trace:lines=200")
     config = tmp_path / "typo.toml"
     config.write_text("learning_rat = 1\n")
-    assert "--learning-rat" in fails(capsys, "train", "--config", str(config), code=2)
+    assert "--learning-rat" in fails(capsys, "train", "--model", "reasoner", "--config", str(config), code=2)
     config.write_text("dataset 7\n")
-    assert "is not valid TOML" in fails(capsys, "train", "--config", str(config))
+    assert "is not valid TOML" in fails(capsys, "train", "--model", "reasoner", "--config", str(config))
     assert "cannot read the configuration" in fails(capsys, "train", "--config", str(tmp_path))
     assert "--config needs a TOML file" in fails(capsys, "train", "--config")
     config.write_text("[correction]\ncap = -1\n")
-    refused = fails(capsys, "train", "--config", str(config), code=2)
+    refused = fails(capsys, "train", "--model", "reasoner", "--config", str(config), code=2)
     assert refused.endswith("correction.cap is -1.0, but must be greater than 0; change correction.cap.")
     config.write_text("[loss]\nnormalization = 'mean'\n")
-    assert "invalid choice 'mean'" in fails(capsys, "train", "--config", str(config), code=2)
+    assert "invalid choice 'mean'" in fails(capsys, "train", "--model", "reasoner", "--config", str(config), code=2)
     config.write_text(
         f'dataset = "qa:path={tmp_path}/none.jsonl"\nmodel = "{checkpoint}"\nrun_dir = "{tmp_path}/run"\n'
         "rollout.max_new_tokens = 8\n"
     )
-    assert "no dataset file" in fails(capsys, "train", "--config", str(config))
+    assert "no dataset file" in fails(capsys, "train", "--model", "reasoner", "--config", str(config))
     assert fails(capsys, "train", *base, *task, "--rollout.temperature", "-1", code=2) == (
         "sparrow: rollout.temperature is -1.0, but must be greater than 0; change rollout.temperature."
     )
-    assert "no such file" in fails(capsys, "measure", "--schedule", "dense", "--prompts", "/nowhere.txt").lower()
+    assert (
+        "no such file"
+        in fails(capsys, "measure", "--model", "reasoner", "--schedule", "dense", "--prompts", "/nowhere.txt").lower()
+    )
 
 
 def _schedule(folder: Path, **fields) -> str:
@@ -159,6 +162,13 @@ def test_help_is_quick_and_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "--rollout.temperature" in done.stdout and float(done.stderr) < 5
+
+
+@pytest.mark.parametrize("command", ["train", "measure", "calibrate", "eval"])
+def test_a_command_that_needs_a_model_says_so_in_a_sentence(command, capsys):
+    assert fails(capsys, command, "--seed", "1") == (
+        f"sparrow: sparrow {command} needs --model NAME or PATH; --model reasoner is the small one that comes along"
+    )
 
 
 def test_every_command_is_in_the_module_of_its_name():

@@ -48,5 +48,13 @@ class Demo(Command):
             ],
         }
         length = ["--seed", str(self.seed), "--steps", steps, "--save-every", steps]
-        arguments = [*from_toml(folder / "demo.toml"), *how[self.mode], *length, "--run-dir", self.run_dir]
+        arguments = [
+            *from_toml(folder / "demo.toml"),
+            *how[self.mode],
+            *length,
+            "--model",
+            "reasoner",
+            "--run-dir",
+            self.run_dir,
+        ]
         return tyro.cli(Train, args=arguments)

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 class Sampled(Command):
     """What measuring, calibrating and evaluating have in common: a model and responses sampled from it."""
 
-    model: str = "reasoner"  # A Hugging Face causal language model, by name or path.
+    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes with Sparrow.
+    model: str
     max_new_tokens: Count = 1024  # Responses are cut at this many tokens.
     precision: Literal["fp32", "bf16"] = "fp32"  # Weights are loaded, and forward passes run, in this precision.
     # What samples: hf, vllm, vllm with options (vllm:gpu_memory_utilization=0.5), or http://host:port.

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from sparrow.mode import Decoding
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train(TrainConfig, Command):
     """Train a model with GRPO on sparse rollouts. --config FILE takes any of these settings from a TOML file; of
     several files the later wins, and options beside them win over all."""
 
-    # A Hugging Face causal language model, by name or path; "reasoner" is the small one that comes with Sparrow.
-    model: str = "reasoner"
+    # A Hugging Face causal language model, by name or path; reasoner is the small one that comes with Sparrow.
+    model: str
     task: str | None = None  # A synthetic task with its options, such as trace:lines=24.
     # In place of a task: files of questions and answers, or known datasets with their options, such as
     # gsm8k:path=train.jsonl. Several are mixed, each drawn from as often as its option weight says (1).

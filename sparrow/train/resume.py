@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 from sparrow.errors import ConfigError
@@ -30,8 +30,11 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
 
     Raises ConfigError: a setting that cannot change, or any change to a run that is finished and stays so.
     """
-    now, default = (_flat(json.loads(json.dumps(asdict(c)))) for c in (config, type(config)()))
-    before = default | {name: value for name, value in _flat(recorded.train).items() if name in now}
+    now = _flat(json.loads(json.dumps(asdict(config))))
+    unset = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
+    before = _flat(json.loads(json.dumps(asdict(unset)))) | {
+        name: value for name, value in _flat(recorded.train).items() if name in now
+    }
     changes: Changes = {
         name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE
     }

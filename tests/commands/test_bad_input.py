@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from sparrow.cli import main
 from tests.conftest import fails
 
-PROMPTS = ["--task", "trace:lines=4"]
+MODEL = ["--model", "reasoner"]
+PROMPTS = ["--task", "trace:lines=4", *MODEL]
 MEASURE = ["measure", "--schedule", "fixed:1", *PROMPTS]
 CALIBRATE = ["calibrate", "--out", "schedule.json", *PROMPTS]
-EVAL = ["eval", "--out", "out", "--benchmark", "trace:lines=4"]
+EVAL = ["eval", "--out", "out", "--benchmark", "trace:lines=4", *MODEL]
 COST = ["cost", "--model", "qwen3-4b", "--schedule", "fixed:1"]
 TRAIN = ["train", *PROMPTS]
 
@@ -42,7 +43,7 @@ TRAIN = ["train", *PROMPTS]
         (CALIBRATE, "--budgets", "budgets is (), but must have at least 1 item"),
         (CALIBRATE, "--budgets -1", "budgets is (-1,), but must be greater than or equal to 0"),
         (CALIBRATE, "--refine -1", "refine is -1, but must be greater than or equal to 0"),
-        (["eval", "--out", "out"], "--benchmark", "benchmark is (), but must have at least 1 item"),
+        (["eval", "--out", "out", *MODEL], "--benchmark", "benchmark is (), but must have at least 1 item"),
         (EVAL, "--k 0", "k is 0, but must be greater than or equal to 1"),
         (EVAL, "--limit 0", "limit is 0, but must be greater than or equal to 1"),
         (EVAL, "--limit -3", "limit is -3, but must be greater than or equal to 1"),
@@ -76,7 +77,7 @@ def no_work(monkeypatch):
 WRITERS = [
     ([*MEASURE, "--out"], "file"),
     (["calibrate", *PROMPTS, "--out"], "file"),
-    (["eval", "--benchmark", "trace:lines=4", "--out"], "folder"),
+    (["eval", "--benchmark", "trace:lines=4", *MODEL, "--out"], "folder"),
     ([*TRAIN, "--run-dir"], "folder"),
     (["demo", "--run-dir"], "folder"),
 ]
@@ -214,7 +215,9 @@ def test_a_broken_config_for_cost(config, message, tmp_path, capsys):
 def test_prompts_that_cannot_be_read(name, content, message, tmp_path, capsys, no_work):
     path = tmp_path / name
     path.write_bytes(content)
-    assert message.format(path=path) in fails(capsys, "measure", "--schedule", "fixed:1", "--prompts", str(path))
+    assert message.format(path=path) in fails(
+        capsys, "measure", *MODEL, "--schedule", "fixed:1", "--prompts", str(path)
+    )
 
 
 def test_prompts_without_room_are_left_out_counted_and_named(checkpoint, tmp_path, capsys, caplog):

@@ -400,8 +400,8 @@ def test_auto_on_the_command_line(tmp_path):
 
     layout = tmp_path / "layout.json"
     layout.write_text(SparsitySchedule.dense(**LAYOUT).to_json())
-    common = ["train", "--task", "trace:lines=4", "--steps", "2", "--rollout.prompts", "4", "--rollout.samples", "2",
-              "--rollout.max-new-tokens", "50", "--tau", "0.9", "--run-dir"]  # fmt: skip
+    common = ["train", "--model", "reasoner", "--task", "trace:lines=4", "--steps", "2", "--rollout.prompts", "4",
+              "--rollout.samples", "2", "--rollout.max-new-tokens", "50", "--tau", "0.9", "--run-dir"]  # fmt: skip
     main([*common, str(tmp_path / "run"), "--schedule", f"auto:{layout}"])
     assert tables(tmp_path / "run")[0] == ["all"] and tables(tmp_path / "run")[1][-1] == "all"
     assert len(tables(tmp_path / "run")[1]) > 1

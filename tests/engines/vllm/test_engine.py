@@ -272,7 +272,8 @@ def test_the_environment_alone_is_enough(folder, monkeypatch):
 def test_the_trainer_runs_on_it_unchanged(tmp_path):
     options = "enforce_eager=true,kv_cache_memory_bytes=67108864,block_size=32,max_model_len=512"
     arguments = [
-        "train", "--run-dir", str(tmp_path), "--steps", "2", "--task", "trace:lines=12", "--schedule", "fixed:2",
+        "train", "--model", "reasoner", "--run-dir", str(tmp_path), "--steps", "2",
+        "--task", "trace:lines=12", "--schedule", "fixed:2",
         "--engine", f"vllm:{options}", "--rollout.prompts", "2", "--rollout.samples", "2",
         "--rollout.max-new-tokens", "96",
     ]  # fmt: skip
