@@ -106,6 +106,24 @@ def check_supported(vllm_config: Any) -> None:
             parallel.data_parallel_size > 1,
             "it does not run with vLLM's data parallelism; start an engine for each part",
         ),
+        (
+            vllm_config.lora_config is not None,
+            "its drafts would not follow the adapter of each request; drop enable_lora and load merged weights, or "
+            "use mode 'lossy'",
+        ),
     ):
         if is_wrong:
             raise ConfigError(f"mode 'lossless': {problem}")
+
+
+def check_request(sampling: Any) -> None:
+    """Refuse a request, vLLM's ``SamplingParams``, that drafting and verifying would not serve.
+
+    Raises ValueError, which vLLM's server answers with HTTP 400: such a request.
+    """
+    for name in ("structured_outputs", "min_p", "logit_bias"):
+        value = getattr(sampling, name)
+        if value:
+            raise ValueError(
+                f"mode 'lossless' does not serve {name}, got {value!r}; leave it out, or start vLLM without Sparrow"
+            )

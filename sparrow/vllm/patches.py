@@ -120,15 +120,12 @@ def _allowing_our_speculator(stock: Any) -> Any:
     return unsupported_features
 
 
-def _refusing_grammars(stock: Any) -> Any:
+def _refusing_by_name(stock: Any) -> Any:
     @wraps(stock)
     def _validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if lossless.is_ours(speculative_config):
+            lossless.check_request(self)
         stock(self, speculative_config)
-        if lossless.is_ours(speculative_config) and self.structured_outputs is not None:
-            raise ValueError(
-                "mode 'lossless' does not decode structured outputs: its drafts follow no grammar; leave "
-                "structured_outputs out, or start vLLM without Sparrow"
-            )
 
     return _validate_spec_decode
 
@@ -221,9 +218,9 @@ ALWAYS = (
         "has no speculator for draft models yet; in lossless mode it gets ours", _allowing_our_speculator,
     ),
     Patch(
-        "vllm.sampling_params:SamplingParams._validate_spec_decode", ">=0.26,<0.34", "refuse requests with a grammar "
-        "in lossless mode, where vLLM refuses what speculation does not serve",
-        _refusing_grammars, ("speculative_config",),
+        "vllm.sampling_params:SamplingParams._validate_spec_decode", ">=0.26,<0.34", "refuse requests that lossless "
+        "mode does not serve where vLLM refuses what speculation does not serve",
+        _refusing_by_name, ("speculative_config",),
     ),
 )  # fmt: skip
 """Made wherever the plugin is loaded; without effect for an engine that did not ask for Sparrow."""
