@@ -1,7 +1,9 @@
 """Runs Triton kernels on a CPU by numpy, over ten times as fast as Triton's interpreter, which also checks types.
 
 It knows what simple kernels need; a kernel that names anything else of the language is left to the interpreter. Values
-are numpy arrays, scalars those without axes; programs run one after another.
+are numpy arrays, scalars those without axes. All programs of a launch run at once, as rows of these arrays; where they
+part (an ``if``, the length of a loop), each side starts again by itself, for nothing is stored before the end. A kernel
+that reads what it wrote, or whose blocks have two axes, runs program by program.
 """
 
 import ast
@@ -20,11 +22,33 @@ TYPES = {getattr(torch, n): getattr(np, n) for n in ("int8", "uint8", "int16", "
 TYPES |= {torch.bool: np.bool_, torch.uint64: np.uint64}
 
 
+class Parted(Exception):
+    """Programs that run at once would go different ways; of each, which."""
+
+
+class OneByOne(Exception):
+    """Programs of this kernel cannot run at once."""
+
+
 class Value(np.ndarray):
     """A tensor of the language: no operation changes it."""
 
     def to(self, dtype, **_):
         return self.astype(dtype)
+
+    def _common(self):
+        """What all programs that run at once have."""
+        if self.size > 1 and (self != self.flat[0]).any():
+            raise Parted(np.broadcast_to(self, (language.programs, 1))[:, 0])
+        return self.flat[0]
+
+    def __bool__(self):
+        return bool(self._common())
+
+    def __int__(self):
+        return int(self._common())
+
+    __index__ = __int__
 
     for _name in ("add", "sub", "mul", "truediv", "xor", "or", "and", "lshift", "rshift"):
         locals()[f"__i{_name}__"] = getattr(np.ndarray, f"__{_name}__")
@@ -55,16 +79,37 @@ def _places(pointer, mask, *others):
     return whole[0].shape, [np.ascontiguousarray(np.atleast_1d(x)) for x in whole]
 
 
+def _span(address, mask, size):
+    used = address[mask.astype(bool)]
+    return (int(used.min()), int(used.max()) + size) if len(used) else (0, 0)
+
+
+def _axis(x, axis):
+    """The axis of a block: the first, after that of the programs."""
+    if axis not in (0, None):
+        raise OneByOne
+    return dict(axis=1, keepdims=True) if np.ndim(x) == 2 else dict(axis=axis)
+
+
+def _range(*bounds, **_):
+    """As ``range``, but programs that run at once part only where they repeat a loop differently often."""
+    begin, end, step = (0, *bounds, 1) if len(bounds) == 1 else (*bounds, 1)[:3]
+    for i in range(int(value(-(-(end - begin) // step)))):
+        yield begin + i * step
+
+
 class Language(types.SimpleNamespace):
     """What takes the place of ``triton.language``."""
 
     constexpr = tl.constexpr
     dtype = tl.dtype
-    program = (0, 0, 0)
+    program = (0, 0, 0)  # numbers, or columns of them for programs that run at once
+    programs = 1
     grid = (1, 1, 1)
+    later = None  # what programs that run at once will change, and where
     int1, uint8, int32, int64 = np.bool_, np.uint8, np.int32, np.int64
     uint32, uint64, float32, float64 = np.uint32, np.uint64, np.float32, np.float64
-    range = static_range = staticmethod(lambda *a, **_: range(*(int(x) for x in a)))
+    range = static_range = staticmethod(_range)
     arange = staticmethod(lambda a, b: np.arange(a, b, dtype=np.int32).view(Value))
     full = staticmethod(lambda shape, x, dtype: np.full(shape, x, dtype).view(Value))
     zeros = staticmethod(lambda shape, dtype: np.zeros(shape, dtype).view(Value))
@@ -73,10 +118,12 @@ class Language(types.SimpleNamespace):
     minimum = staticmethod(lambda a, b: value(np.minimum(a, b)))
     exp = staticmethod(lambda x: value(np.exp(x)))
     log = staticmethod(lambda x: value(np.log(x)))
-    min = staticmethod(lambda x, axis=None: value(np.min(x, axis)))
-    sum = staticmethod(lambda x, axis=None: value(np.sum(x, axis, dtype=x.dtype if x.dtype.kind == "f" else None)))
-    cumsum = staticmethod(lambda x, axis=0: value(np.cumsum(x, axis)))
-    argmax = staticmethod(lambda x, axis=None: value(np.argmax(x, axis), np.int32))
+    min = staticmethod(lambda x, axis=None: value(np.min(x, **_axis(x, axis))))
+    sum = staticmethod(
+        lambda x, axis=None: value(np.sum(x, **_axis(x, axis), dtype=x.dtype if x.dtype.kind == "f" else None))
+    )
+    cumsum = staticmethod(lambda x, axis=0: value(np.cumsum(x, _axis(x, axis)["axis"])))
+    argmax = staticmethod(lambda x, axis=None: value(np.argmax(x, **_axis(x, axis)), np.int32))
     div_rn = staticmethod(lambda a, b: a / b)
     cdiv = staticmethod(triton.cdiv)
     debug_barrier = staticmethod(lambda: None)
@@ -90,7 +137,8 @@ class Language(types.SimpleNamespace):
         return value(self.grid[axis], np.int32)
 
     def max(self, x, axis=None, return_indices=False):
-        return (value(np.max(x, axis)), self.argmax(x, axis)) if return_indices else value(np.max(x, axis))
+        largest = value(np.max(x, **_axis(x, axis)))
+        return (largest, self.argmax(x, axis)) if return_indices else largest
 
     def cast(self, x, dtype):
         return Pointer(np.asarray(x, np.int64), dtype[1]) if isinstance(dtype, tuple) else x.astype(dtype)
@@ -98,26 +146,37 @@ class Language(types.SimpleNamespace):
     def load(self, pointer, mask=None, other=0, **_):
         shape, (address, mask, other) = _places(pointer, mask, other if other is not None else 0)
         dtype = pointer.element
+        if self.later:
+            begin, end = _span(address, mask, dtype.itemsize)
+            if any(begin < there_end and there_begin < end for there_begin, there_end, _ in self.later):
+                raise OneByOne
         return memory.load(address, mask, other.astype(dtype), dtype).reshape(shape).view(Value)
 
     def store(self, pointer, x, mask=None, **_):
-        _, (address, mask, x) = _places(pointer, mask, x)
-        memory.store(address, x.astype(pointer.element), mask)
+        self._change(memory.store, pointer, x, mask)
 
     def atomic_add(self, pointer, x, mask=None):
-        self._change(memory.RMW_OP.ADD, pointer, x, mask)
+        self._change(self._atomically, pointer, x, mask, memory.RMW_OP.ADD)
 
     def atomic_or(self, pointer, x, mask=None):
-        self._change(memory.RMW_OP.OR, pointer, x, mask)
+        self._change(self._atomically, pointer, x, mask, memory.RMW_OP.OR)
 
-    def _change(self, operation, pointer, x, mask):
+    @staticmethod
+    def _atomically(address, x, mask, operation):
+        memory.atomic_rmw(operation, address, x, mask, memory.MEM_SEMANTIC.RELAXED)
+
+    def _change(self, change, pointer, x, mask, *more):
         _, (address, mask, x) = _places(pointer, mask, x)
-        memory.atomic_rmw(operation, address, x.astype(pointer.element), mask, memory.MEM_SEMANTIC.RELAXED)
+        x = x.astype(pointer.element)
+        if self.later is None:
+            change(address, x, mask, *more)
+        else:
+            self.later.append((*_span(address, mask, x.itemsize), lambda: change(address, x, mask, *more)))
 
     def rand(self, seed, offset):
         """Uniform in [0, 1) by Philox 4x32-10, as Triton's ``rand``."""
-        low = np.uint64(0xFFFFFFFF)
-        key = [np.uint64(int(seed) & 0xFFFFFFFF), np.uint64(int(seed) >> 32 & 0xFFFFFFFF)]
+        low, seed = np.uint64(0xFFFFFFFF), np.asarray(seed).astype(np.int64).astype(np.uint64)
+        key = [seed & low, seed >> np.uint64(32)]
         zero = np.zeros_like(np.asarray(offset), np.uint64)
         c = [np.asarray(offset).astype(np.uint32).astype(np.uint64), zero, zero, zero]
         for _ in range(10):
@@ -142,7 +201,9 @@ def _is_known(kernel, seen):
     if kernel in seen or kernel.fn.__module__.endswith(".watermark"):  # called only where somebody asks for watermarks
         return True
     seen.add(kernel)
-    nodes = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kernel.fn))))
+    nodes = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kernel.fn)))))
+    if any(isinstance(n, ast.Subscript) for n in nodes):
+        _one_by_one.add(kernel)
     used = {
         n.attr for n in nodes if isinstance(n, ast.Attribute) and isinstance(n.value, ast.Name) and n.value.id == "tl"
     }
@@ -157,7 +218,7 @@ def _function(kernel):
     """A kernel's function, with this language in place of Triton's."""
     theirs = kernel.fn.__globals__
     if id(theirs) not in _globals:
-        ours = _globals[id(theirs)] = {}
+        ours = _globals[id(theirs)] = {"range": language.range}
         for name, x in theirs.items():
             if x is tl:
                 ours[name] = language
@@ -200,11 +261,16 @@ def _argument(x):
 
 _interpreted = interpreter.InterpretedFunction.run
 _ready = {}
+_one_by_one = set()
+AT_ONCE = 64  # programs: blocks of more leave the processor's cache
 
 
 def run(self, *args, grid, warmup, **kwargs):
     if self not in _ready:
-        _ready[self] = (_function(self), inspect.signature(self.fn)) if _is_known(self, set()) else None
+        called = set()
+        _ready[self] = (_function(self), inspect.signature(self.fn)) if _is_known(self, called) else None
+        if called & _one_by_one:
+            _one_by_one.add(self)
     if _ready[self] is None:
         return _interpreted(self, *args, grid=grid, warmup=warmup, **kwargs)
     fn, signature = _ready[self]
@@ -217,12 +283,33 @@ def run(self, *args, grid, warmup, **kwargs):
         return _interpreted(self, *args, grid=grid, warmup=warmup, **kwargs)
     grid = grid(bound.arguments) if callable(grid) else grid
     language.grid = (*grid, 1, 1)[:3]
+    programs = np.indices(language.grid).reshape(3, -1)
     with np.errstate(all="ignore"):
-        for x in range(language.grid[0]):
-            for y in range(language.grid[1]):
-                for z in range(language.grid[2]):
-                    language.program = (x, y, z)
-                    fn(**given)
+        if programs.shape[1] > 1 and self not in _one_by_one:
+            try:
+                parts = np.array_split(programs, -(-programs.shape[1] // AT_ONCE), axis=1)
+                changes = [each for part in parts for each in _at_once(fn, given, part)]
+            except OneByOne:
+                _one_by_one.add(self)
+            else:
+                for _, _, change in changes:
+                    change()
+                return
+        for language.program in programs.T:
+            fn(**given)
+
+
+def _at_once(fn, given, programs):
+    """What these programs change, in order of each program's own changes."""
+    language.program, language.programs, language.later = programs[:, :, None], programs.shape[1], []
+    try:
+        fn(**given)
+        return language.later
+    except Parted as parted:
+        ways = parted.args[0]
+    finally:
+        language.later = None
+    return [each for way in np.unique(ways) for each in _at_once(fn, given, programs[:, ways == way])]
 
 
 def install():

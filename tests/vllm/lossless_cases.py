@@ -142,6 +142,7 @@ def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
         scores = compute_token_logprobs(logits, drawn[0][:, None])
         return [*drawn, scores, overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num()]
 
+    monkeypatch.setattr(kernels_in_numpy, "AT_ONCE", 5)
     ours = run()
     monkeypatch.setattr(kernels_in_numpy.interpreter.InterpretedFunction, "run", kernels_in_numpy._interpreted)
     theirs = run()
