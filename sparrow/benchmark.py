@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,7 +30,8 @@ CHUNK = 32  # problems sampled between writes
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Scores of one benchmark under one schedule; ``tokens`` is the mean response length."""
+    """Scores of one benchmark under one schedule; ``tokens`` is the mean response length, ``speed`` tokens a second of
+    sampling, nan if samples of an older Sparrow are among them, which timed nothing."""
 
     benchmark: str
     schedule: str
@@ -38,6 +41,7 @@ class BenchmarkResult:
     passed: Score
     majority: Score
     tokens: float
+    speed: float
 
 
 def run_benchmark(
@@ -78,10 +82,12 @@ def run_benchmark(
         asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
         prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
         seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
+        began = time.perf_counter()
         try:
             rollouts = engine.generate(prompts, replace(sampling, seeds=seeds))
         except PromptError as error:
             raise ConfigError(f"problem {problems[asked[error.index][0]].id!r} {error.reason}") from error
+        seconds = (time.perf_counter() - began) / len(asked)
         texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
         rewards = verify_all([problems[i] for i, _ in asked], texts)
         new = []
@@ -97,6 +103,7 @@ def run_benchmark(
                     "answer": extract_answer(text, last_number=True),
                     "tokens": len(rollout),
                     "finish_reason": rollout.finish_reason,
+                    "seconds": seconds,
                 }
             )
         with open(path, "a", encoding="utf-8") as file:
@@ -108,8 +115,9 @@ def run_benchmark(
     rewards_Nk = [[row["reward"] for row in group] for group in groups]
     majority = majority_at_k(rewards_Nk, [[row["answer"] for row in group] for group in groups])
     scores = mean_at_k(rewards_Nk), pass_at_k(rewards_Nk, k), majority
-    tokens = [row["tokens"] for group in groups for row in group]
-    return BenchmarkResult(benchmark, schedule, len(groups), k, *scores, sum(tokens) / len(tokens))
+    tokens = sum(row["tokens"] for group in groups for row in group)
+    seconds = sum(row.get("seconds", math.nan) for group in groups for row in group)
+    return BenchmarkResult(benchmark, schedule, len(groups), k, *scores, tokens / (len(groups) * k), tokens / seconds)
 
 
 @torch.no_grad()
@@ -131,11 +139,12 @@ def weights_digest(model: nn.Module) -> str:
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:
     """One row per benchmark and schedule, with 95 % intervals over problems."""
     lines = [
-        "| benchmark | schedule | problems | mean@k | pass@k | majority@k | k | tokens |",
-        "|---|---|---|---|---|---|---|---|",
+        "| benchmark | schedule | problems | mean@k | pass@k | majority@k | k | tokens | tokens/s |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         cells = [r.benchmark, r.schedule, r.problems, r.mean, r.passed, r.majority, r.k, f"{r.tokens:.0f}"]
+        cells.append("n/a" if math.isnan(r.speed) else f"{r.speed:,.0f}")
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines) + "\n"
 

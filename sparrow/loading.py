@@ -164,11 +164,16 @@ def load_problems(
 
 
 def load_benchmark(
-    spec: str, limit: int, tokenizer: PreTrainedTokenizerBase, room: int | None = None, reward: str | None = None
+    spec: str, limit: int | None, tokenizer: PreTrainedTokenizerBase, room: int | None = None, reward: str | None = None
 ) -> list[Problem]:
-    """The first ``limit`` problems: of a task's held-out stream, or of a dataset in the order of its rows."""
+    """The first ``limit`` problems, all if None: of a task's held-out stream, or of a dataset in the order of its rows.
+
+    Raises ConfigError: a task without a limit, and as ``load_problems``.
+    """
     if _is_task(spec):
         task = load_task_spec(spec)
+        if limit is None:
+            raise ConfigError(f"the task {spec} has no end; say how many problems to take, as in --limit 64")
         return [draw(task, i, HELD_OUT) for i in range(limit)]
     dataset: Any = load_problems(None, (spec,), tokenizer, room, reward)
     return list(islice(dataset, limit))

@@ -9,7 +9,7 @@ import torch
 from sparrow import benchmark
 from sparrow.cli import main
 from sparrow.tasks import build_tokenizer
-from tests.conftest import tiny_model
+from tests.conftest import fails, tiny_model
 
 
 def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monkeypatch):
@@ -50,14 +50,19 @@ def test_interrupted_evaluation_ends_with_the_same_table(tmp_path, capsys, monke
     assert len(samples.read_text().splitlines()) == 4
     samples.write_text(samples.read_text() + '{"problem": "half')
     main([*arguments, "--out", str(parts)])
-    assert (parts / "results.md").read_text() == table
+    again = (parts / "results.md").read_text()
+    assert [line.rsplit("|", 2)[0] for line in again.splitlines()] == [
+        line.rsplit("|", 2)[0] for line in table.splitlines()
+    ]
     rows = [json.loads(line) for line in next(Path(whole).glob("*dense*.jsonl")).read_text().splitlines()]
     assert len(rows) == 10 and len({row["problem"] for row in rows}) == 5
     assert {row["reward"] for row in rows} <= {0.0, 1.0} and all(row["tokens"] > 5 for row in rows)
+    speed = sum(row["tokens"] for row in rows) / sum(row["seconds"] for row in rows)
+    assert f"| {speed:,.0f} |" in next(line for line in table.splitlines() if "| dense |" in line)
     before = samples.stat().st_mtime_ns
     monkeypatch.setattr(HFEngine, "generate", None)  # nothing is left to sample
     main([*arguments, "--out", str(parts)])
-    assert samples.stat().st_mtime_ns >= before and (parts / "results.md").read_text() == table
+    assert samples.stat().st_mtime_ns >= before and (parts / "results.md").read_text() == again
 
 
 @pytest.fixture
@@ -132,6 +137,18 @@ def test_a_smaller_limit_or_k_takes_of_what_is_there_and_a_larger_one_adds(tmp_p
     main([*arguments, "--limit", "4"])
     assert engine_calls == [6, 2] and samples.read_text().startswith(before)
     capsys.readouterr()
+
+
+def test_without_a_limit_all_rows_are_sampled_and_a_task_is_refused(tmp_path, engine_calls, capsys):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"question": f"{i} =", "answer": "7"}) + "\n" for i in range(70)))
+    arguments = ["eval", "--model", "reasoner", "--k", "1", "--max-new-tokens", "1", "--out", str(tmp_path / "out")]
+    main([*arguments, "--benchmark", str(data)])
+    assert sum(engine_calls) == 70 and "| 70 |" in (tmp_path / "out" / "results.md").read_text()
+    capsys.readouterr()
+    assert fails(capsys, *arguments, "--benchmark", "trace:lines=4") == (
+        "sparrow: the task trace:lines=4 has no end; say how many problems to take, as in --limit 64"
+    )
 
 
 def test_a_benchmark_whose_rows_moved_is_sampled_again_where_they_did(tmp_path, engine_calls, capsys):

@@ -27,7 +27,8 @@ class Eval(DecodingOptions, Sampled):
     schedule: str | None = None
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
     k: Count = 16  # Responses per problem.
-    limit: Count = 64  # Problems per benchmark; a task has as many as are asked for.
+    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a limit.
+    limit: Count | None = None
 
     def run(self) -> None:
         from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
