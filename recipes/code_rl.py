@@ -43,38 +43,17 @@ INPUTS = (0, 7, -12)
 class Options:
     """What to run."""
 
-    folder: Path = Path("runs/code_rl")
-    """Where the model, the problems and the run go."""
-
-    out: Path = Path("benchmarks/results/code_rl.json")
-    """The JSON file of results."""
-
-    steps: int = 20
-    """Training steps."""
-
-    prompts: int = 8
-    """Prompts a step."""
-
-    samples: int = 8
-    """Programs per prompt."""
-
-    learning_rate: float = 5e-4
-    """Of the reinforcement learning."""
-
-    lengths: tuple[int, int] = (2, 4)
-    """Fewest and most operations of a program."""
-
-    mistakes: float = 0.25
-    """Chance that an operation in a demonstration is the wrong one."""
-
-    pretraining: int = 500
-    """Batches of demonstrations."""
-
-    held_out: int = 24
-    """Problems to evaluate on, before and after, 4 programs each."""
-
-    seed: int = 0
-    """Seeds everything."""
+    folder: Path = Path("runs/code_rl")  # Where the model, the problems and the run go.
+    out: Path = Path("benchmarks/results/code_rl.json")  # The JSON file of results.
+    steps: int = 20  # Training steps.
+    prompts: int = 8  # Prompts a step.
+    samples: int = 8  # Programs per prompt.
+    learning_rate: float = 5e-4  # Of the reinforcement learning.
+    lengths: tuple[int, int] = (2, 4)  # Fewest and most operations of a program.
+    mistakes: float = 0.25  # Chance that an operation in a demonstration is the wrong one.
+    pretraining: int = 500  # Batches of demonstrations.
+    held_out: int = 24  # Problems to evaluate on, before and after, 4 programs each.
+    seed: int = 0  # Seeds everything.
 
 
 def question(rng: random.Random, options: Options) -> tuple[str, str, list[str]]:

@@ -25,14 +25,9 @@ PROBLEMS, SAMPLES = 48, 8
 class Options:
     """What to run."""
 
-    folder: Path = Path("runs/seeds")
-    """Where the runs go."""
-
-    out: Path = Path("benchmarks/results/demo.json")
-    """The JSON file of results."""
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of the demo."""
+    folder: Path = Path("runs/seeds")  # Where the runs go.
+    out: Path = Path("benchmarks/results/demo.json")  # The JSON file of results.
+    seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of the demo.
 
 
 def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]:

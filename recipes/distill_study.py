@@ -58,41 +58,20 @@ CHEAP, DEAR = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7
 class Options:
     """What to run."""
 
-    folder: Path = Path("runs/distill")
-    """Where the runs go; those that are finished are used as they are."""
-
-    out: Path = Path("benchmarks/results/distill.json")
-    """The JSON file of results."""
-
+    folder: Path = Path("runs/distill")  # Where the runs go; those that are finished are used as they are.
+    out: Path = Path("benchmarks/results/distill.json")  # The JSON file of results.
+    # Which runs, of none, full, kl, worst, half, quarter, switch.
     arms: tuple[str, ...] = ("none", "full", "kl", "worst", "half", "switch")
-    """Which runs, of none, full, kl, worst, half, quarter, switch."""
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of each run."""
-
-    steps: int = 45
-    """GRPO steps at most."""
-
+    seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each run.
+    steps: int = 45  # GRPO steps at most.
+    # No training step begins later than this after the start; the last measurements are taken then.
     seconds: float = 3600
-    """No training step begins later than this after the start; the last measurements are taken then."""
-
-    prompts: int = 32
-    """Prompts a step, 8 samples each."""
-
-    learning_rate: float = 1e-3
-    """Of the adapter."""
-
-    policy_learning_rate: float = 1e-4
-    """Of the policy."""
-
-    held_out: int = 256
-    """Problems to measure on."""
-
-    lines: int = 24
-    """Length of the programs."""
-
-    processes: int = 8
-    """Runs at a time; 0 only gathers results."""
+    prompts: int = 32  # Prompts a step, 8 samples each.
+    learning_rate: float = 1e-3  # Of the adapter.
+    policy_learning_rate: float = 1e-4  # Of the policy.
+    held_out: int = 256  # Problems to measure on.
+    lines: int = 24  # Length of the programs.
+    processes: int = 8  # Runs at a time; 0 only gathers results.
 
 
 class HeldOut:

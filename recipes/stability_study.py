@@ -90,53 +90,23 @@ def arms() -> dict[str, Arm]:
 class Options:
     """What to run, where, and for how long."""
 
-    out: Path = Path("runs/stability")
-    """Results; runs that are already there are left out."""
-
-    runs: tuple[str, ...] = ()
-    """Runs by name, ARM-SEED, in this order; every arm with every seed if none is named."""
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of each arm."""
-
-    steps: int = 40
-    """Steps of a run."""
-
+    out: Path = Path("runs/stability")  # Results; runs that are already there are left out.
+    runs: tuple[str, ...] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
+    seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each arm.
+    steps: int = 40  # Steps of a run.
+    # No step begins later than this after the start, and no run that would not come far enough by then.
     seconds: float = 3600
-    """No step begins later than this after the start, and no run that would not come far enough by then."""
-
-    slots: tuple[int, ...] = (12,)
-    """Runs at a time on each GPU; without one, on the CPU."""
-
-    model: Path | None = None
-    """Checkpoint to start from; the bundled reasoner without one."""
-
-    adapter: Path | None = None
-    """Adapter that the actor wears from the start, and that is distilled on."""
-
-    task: Literal["trace", "chase"] = "trace"
-    """What it is trained on."""
-
-    learning_rate: float = 5e-4
-    """Of AdamW."""
-
-    prompts: int = 24
-    """Prompts a step."""
-
-    lines: int = 24
-    """Length of the problems trained on, in lines or steps."""
-
-    held_out_lines: int = 32
-    """Length of the held-out problems."""
-
-    held_out: int = 256
-    """How many there are."""
-
-    held_out_every: int = 10
-    """Steps between evaluations; the start and the end are always evaluated."""
-
-    calibration: int = 128
-    """Responses that schedules are calibrated on."""
+    slots: tuple[int, ...] = (12,)  # Runs at a time on each GPU; without one, on the CPU.
+    model: Path | None = None  # Checkpoint to start from; the bundled reasoner without one.
+    adapter: Path | None = None  # Adapter that the actor wears from the start, and that is distilled on.
+    task: Literal["trace", "chase"] = "trace"  # What it is trained on.
+    learning_rate: float = 5e-4  # Of AdamW.
+    prompts: int = 24  # Prompts a step.
+    lines: int = 24  # Length of the problems trained on, in lines or steps.
+    held_out_lines: int = 32  # Length of the held-out problems.
+    held_out: int = 256  # How many there are.
+    held_out_every: int = 10  # Steps between evaluations; the start and the end are always evaluated.
+    calibration: int = 128  # Responses that schedules are calibrated on.
 
 
 def main(options: Options) -> None:

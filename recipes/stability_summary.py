@@ -71,11 +71,8 @@ Study = dict[str, list[Run]]
 class Options:
     """What joins which file; without runs, only what follows from the files is written."""
 
-    runs: tuple[Path, ...] = ()
-    """Folders with logs of runs."""
-
-    into: str = "study"
-    """The JSON file that they join: study, or deep or deep_again for runs on another model."""
+    runs: tuple[Path, ...] = ()  # Folders with logs of runs.
+    into: str = "study"  # The JSON file that they join: study, or deep or deep_again for runs on another model.
 
 
 def main(options: Options) -> None:
