@@ -1,7 +1,6 @@
-"""Sparrow in vLLM on a GPU: equalities in low precision, and activation by environment.
+"""Sparrow in vLLM on a GPU: equalities in low precision.
 
     python benchmarks/vllm_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
-    python benchmarks/vllm_check.py environment [--dtype bfloat16] --out environment.json
 
 Models are random, written to a temporary folder: nothing is downloaded.
 
@@ -188,41 +187,16 @@ def equal(arguments: argparse.Namespace) -> None:
             llm.llm_engine.engine_core.shutdown()  # else its workers are waited for
 
 
-def environment(arguments: argparse.Namespace) -> None:
-    """An engine that is told nothing, with a schedule in the environment, against one that is given it."""
-    os.environ["SPARROW_SCHEDULE"] = SMALL.to_json()
-    options: dict[str, Any] = {
-        "dtype": arguments.dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
-        "gpu_memory_utilization": 0.2, "compilation_config": GRAPHS,
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        random_model(Path(name), arguments.dtype)
-        llm = LLM(name, skip_tokenizer_init=True, logprobs_mode="processed_logprobs", max_logprobs=-1, **options)
-        backend = llm.collective_rpc("sparrow_describe")[0]["backend"]
-        slot = llm.llm_engine.vllm_config.attention_config.backend
-        engine = VLLMEngine(name, SMALL, enable_sleep_mode=False, **options)
-        given = engine.generate(prompts(), SAMPLED)
-        engine.llm = llm
-        found = {
-            "device": torch.cuda.get_device_name(), "dtype": arguments.dtype, "backend": backend,
-            "attention_backend given to the engine": str(slot),
-            "environment from additional_config": gap(given, engine.generate(prompts(), SAMPLED)),
-            "counters": llm.collective_rpc("sparrow_counters")[0],
-        }  # fmt: skip
-    print(found, flush=True)
-    Path(arguments.out).write_text(json.dumps(found, indent=1))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "environment"])
+    parser.add_argument("what", choices=["equal"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--against", help="an .npz that another 'equal' left beside its --out, to compare with")
     parser.add_argument("--out", required=True)
     arguments = parser.parse_args()
     Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
-    {"equal": equal, "environment": environment}[arguments.what](arguments)
+    equal(arguments)
 
 
 if __name__ == "__main__":
