@@ -130,7 +130,7 @@ def uneven_attention() -> str:
 def shapes() -> str:
     """The decode kernels alone: other head dims, dtypes and page sizes."""
     cells: dict[str, Column] = {
-        "head dim": "{D}", "cache": lambda case: case["dtype"].removeprefix("torch."), "tokens a page": "{P}",
+        "head dim": "{D}", "tokens a page": "{P}",
         "read limit, us": "{limit_us:.0f}", "sparse, us": "{step[us]:.0f}",
         "of limit": lambda case: f"{case['limit_us'] / case['step']['us']:.0%}",
         "dense, of its limit": lambda case: f"{case['dense_limit_us'] / case['dense']['us']:.0%}",

@@ -66,8 +66,6 @@ def paged_decode(
     layout: PageLayout,
     implementation: Implementation,
     scale: float | None = None,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     reuse_plan: bool = False,
@@ -90,11 +88,10 @@ def paged_decode(
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size and always-kept pages.
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
-            cache in the same dtype or float8_e4m3fn; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
+            cache in the same dtype; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
             dims 64 and 128, groups up to 8, one 16-bit dtype; needs ``workspace``, and compiles itself at its first
             call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
-        k_scale, v_scale: what a stored key, landmark or value is to be multiplied by.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: the workspace's last call had the same lengths, budgets and implementation, as in a layer before
@@ -109,7 +106,6 @@ def paged_decode(
     batch = DecodeBatch(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B,
         torch.empty_like(q_BHD) if out is None else out, layout, q_BHD.shape[-1] ** -0.5 if scale is None else scale,
-        k_scale, v_scale,
     )  # fmt: skip
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
@@ -267,9 +263,9 @@ def teacher_forced(
         return triton.teacher_forced(*arguments, kept=kept)
 
 
-def _check_heads(q: Tensor, k: Tensor, v: Tensor, batched: bool = True) -> None:
+def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     H, K = q.shape[1], k.shape[1]
-    if H % K or k.shape != v.shape or (batched and q.shape[0] != k.shape[0]) or q.shape[-1] != k.shape[-1]:
+    if H % K or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}"

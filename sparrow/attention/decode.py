@@ -39,8 +39,6 @@ class DecodeBatch:
     out_BHD: Tensor
     layout: PageLayout
     scale: float
-    k_scale: float = 1.0
-    v_scale: float = 1.0
 
     @property
     def kv_heads(self) -> int:
@@ -158,8 +156,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
         raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
     if D not in HEAD_DIMS:
         raise ValueError(f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'")
-    if k_cache.dtype not in (*QUERY_DTYPES, torch.float8_e4m3fn):
-        raise ValueError(f"caches must be float16, bfloat16 or float8_e4m3fn, got {k_cache.dtype}")
+    if k_cache.dtype not in QUERY_DTYPES:
+        raise ValueError(f"caches must be float16 or bfloat16, got {k_cache.dtype}")
     if landmark_cache.shape != (blocks, block_tokens // P, K, D) or landmark_cache.dtype != k_cache.dtype:
         raise ValueError(
             f"landmarks must be {(blocks, block_tokens // P, K, D)} in {k_cache.dtype}, got "
@@ -175,15 +173,13 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
     B, K, G, D = len(batch.q_BHD), batch.kv_heads, batch.group, batch.head_dim
     q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
-    if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, torch.float8_e4m3fn) or v.dtype != k.dtype:
+    if q.dtype not in QUERY_DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            "queries must be float16 or bfloat16, as is the cache unless it is float8, got queries in "
-            f"{q.dtype}, keys in {k.dtype} and values in {v.dtype}"
+            f"queries must be float16 or bfloat16, as is the cache, got queries in {q.dtype}, keys in {k.dtype} and "
+            f"values in {v.dtype}"
         )
     if v.stride() != k.stride():
         raise ValueError(f"keys and values must be strided alike, got {k.stride()} and {v.stride()}")
-    if v.dtype == torch.float8_e4m3fn and any(stride % 2 for stride in v.stride()[:3]):
-        raise ValueError(f"float8 values are read in pairs and need even strides, got {v.stride()}")
     if not q.stride(2) == v.stride(3) == out.stride(2) == 1:
         raise ValueError("q, v and out must be contiguous along the head dim")
     rows = dict(block_table_BM=batch.block_table_BM, length_B=batch.length_B, top_k_B=batch.top_k_B)

@@ -74,7 +74,7 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
-        marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2).float() * batch.k_scale
+        marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2)
         scores = page_scores(q_BHD[:, :, None], marks_BKND)
         keep_BKN = select_pages(scores, length_B[:, None], batch.top_k_B.long()[:, None], layout)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
@@ -82,8 +82,8 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
     out = F.scaled_dot_product_attention(
         q_BHD.view(B, K, H // K, D),
-        (k_cache[at].to(q_BHD.dtype) * batch.k_scale).masked_fill(~seen_BKT[..., None], 0.0),
-        (batch.v_cache[at].to(q_BHD.dtype) * batch.v_scale).masked_fill(~seen_BKT[..., None], 0.0),
+        k_cache[at].to(q_BHD.dtype).masked_fill(~seen_BKT[..., None], 0.0),
+        batch.v_cache[at].to(q_BHD.dtype).masked_fill(~seen_BKT[..., None], 0.0),
         attn_mask=seen_BKT[:, :, None],
         scale=batch.scale,
     )

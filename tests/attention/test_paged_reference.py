@@ -52,19 +52,19 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, se
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_scales_length_zero_and_out():
+def test_length_zero_and_out():
     layout = PageLayout(2)
-    k = torch.ones(1, 1, 4, 8).to(torch.float8_e4m3fn)
-    v = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous().to(torch.float8_e4m3fn)
-    marks = torch.ones(1, 2, 1, 8).to(torch.float8_e4m3fn)
+    k = torch.ones(1, 1, 4, 8)
+    v = torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 8).contiguous()
+    marks = torch.ones(1, 2, 1, 8)
     q, out = torch.ones(2, 1, 8), torch.full((2, 1, 8), float("nan"))
     result = paged_decode(
         q, k, v, marks, torch.zeros(2, 1, dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32),
         torch.full((2,), ALL_PAGES, dtype=torch.int32), layout=layout, implementation="reference",
-        k_scale=0.25, v_scale=3.0, out=out,
+        out=out,
     )  # fmt: skip
     assert result is out
-    assert out[0].eq(3.0).all()  # equal keys: the mean of 0, 1 and 2, times the scale
+    assert out[0].eq(1.0).all()  # equal keys: the mean of 0, 1 and 2
     assert out[1].eq(0.0).all()
 
 

@@ -261,7 +261,7 @@ DEVICE void attend_pages(
 }
 
 DEVICE void store(const Program& p, int i, float acc, float sum) {
-  const float result = acc * __fdividef(p.a.v_scale, sum > 0.f ? sum : 1.f);  // a row without tokens returns zeros
+  const float result = acc * __fdividef(1.f, sum > 0.f ? sum : 1.f);  // a row without tokens returns zeros
   p.a.out[p.b * p.a.out_row + (p.head * G + i / D) * p.a.out_head + i % D] = (u16)pack(result, 0.f);
 }
 

@@ -133,7 +133,7 @@ class _Arguments(ctypes.Structure):
             "q_row", "q_head", "block", "head", "token", "landmark_block", "landmark_page", "landmark_head",
             "table_row", "out_row", "out_head", "rows_row",
         )),
-        ("scale_log2", ctypes.c_float), ("v_scale", ctypes.c_float),
+        ("scale_log2", ctypes.c_float),
         ("count", ctypes.c_int), ("rank_before_wait", ctypes.c_int), ("capacity", ctypes.c_int),
     )  # fmt: skip
 
@@ -170,7 +170,7 @@ class Launches:
             *b.out_BHD.stride()[:2], w.rows.stride(0),
         )  # fmt: skip
         arguments = _Arguments(
-            *(x.data_ptr() for x in tensors), *strides, b.scale * b.k_scale * math.log2(math.e), b.v_scale,
+            *(x.data_ptr() for x in tensors), *strides, b.scale * math.log2(math.e),
             len(b.q_BHD), int(rank_before_wait), self.capacity,
         )  # fmt: skip
         kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)

@@ -21,7 +21,7 @@ struct Args {
   const int4 *plan;
   i64 q_row, q_head, block, head, token, landmark_block, landmark_page, landmark_head, table_row, out_row, out_head;
   i64 rows_row;
-  float scale_log2, v_scale;
+  float scale_log2;
   int count, rank_before_wait, capacity;
 };
 

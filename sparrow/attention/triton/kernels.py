@@ -180,24 +180,14 @@ def _group_queries(q, stride_head, G: tl.constexpr, GP: tl.constexpr, D: tl.cons
 def _attend(
     q_GD, ids, k, v, begin, end, listed, stride_block, stride_token, scale_log2,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
-    FP8: tl.constexpr,
 ):  # fmt: skip
     """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head.
 
     ``ids`` are the pages of a list, or the blocks of the block table where all are kept; ``begin`` starts a page.
-    Float8 values are loaded as pairs of neighbours, and even and odd columns multiplied apart: only 16-bit words can
-    be transposed on their way from shared memory to the tensor cores.
     """
-    DV: tl.constexpr = D // 2 if FP8 else D
-    DVP: tl.constexpr = DP // 2 if FP8 else DP
-    WORD: tl.constexpr = 2 if FP8 else 1
-    if FP8:
-        q_GD = q_GD.to(tl.float16)  # holds every float8 exactly, and converts at twice the speed of bfloat16
-        v = v.to(tl.pointer_type(tl.uint16), bitcast=True)
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
-    acc = tl.zeros((GP, DVP), tl.float32)
-    odd = tl.zeros((GP, DVP if FP8 else 1), tl.float32)
+    acc = tl.zeros((GP, DP), tl.float32)
     r = tl.arange(0, TILE)
     for first in range(begin, end, TILE):
         inside = first + r < end  # what lies beyond a sequence may be NaN, and 0 * NaN is NaN
@@ -215,36 +205,24 @@ def _attend(
             block = page // PER_BLOCK
             token += (page % PER_BLOCK) * P
         k_TD = _load_block_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
-        logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
+        logit = tl.dot(q_GD, tl.trans(k_TD)) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
-        v_TD = _load_block_rows(
-            v + token[:, None] * (stride_token // WORD), block, inside, stride_block // WORD, DV, DVP
-        )
-        if FP8:
-            even_TD = v_TD.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            odd_TD = (v_TD >> 8).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
-            acc = acc * shrink[:, None] + tl.dot(weight.to(tl.float16), even_TD)
-            odd = odd * shrink[:, None] + tl.dot(weight.to(tl.float16), odd_TD)
-        else:
-            acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD)
+        v_TD = _load_block_rows(v + token[:, None] * stride_token, block, inside, stride_block, D, DP)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v_TD.dtype), v_TD)
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
-    if FP8:
-        acc = tl.interleave(acc, odd)
     return acc, total, maximum
 
 
 @triton.jit
-def _store_output(
-    out, stride_head, acc, total, v_scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
-):
+def _store_output(out, stride_head, acc, total, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     total = tl.where(total > 0.0, total, 1.0)  # a row without tokens returns zeros
-    result = acc * (v_scale / total)[:, None]
+    result = acc * (1.0 / total)[:, None]
     mask = (g < G)[:, None] & (d < D)[None, :]
     tl.store(out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -303,10 +281,9 @@ def rank_kernel(
 def attend_kernel(
     q, k_cache, v_cache, table, out, rows, partial, stats, counters, plan, count,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_table, stride_out_row,
-    stride_out_head, stride_rows, scale_log2, v_scale,
+    stride_out_head, stride_rows, scale_log2,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
-    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
-    PDL: tl.constexpr,
+    PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Each program attends to one part of an item's kept tokens.
 
@@ -336,11 +313,11 @@ def attend_kernel(
         acc, total, maximum = _attend(
             q_GD, tl.where(listed, ids, table), k_cache, v_cache + head * stride_head,
             begin, tl.minimum(begin + size, tokens), listed, stride_block, stride_token, scale_log2,
-            GP, D, DP, P, PER_BLOCK, TILE, FP8,
+            GP, D, DP, P, PER_BLOCK, TILE,
         )  # fmt: skip
         out += at * stride_out_row + head * G * stride_out_head
         if parts == 1:
-            _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
+            _store_output(out, stride_out_head, acc, total, G, GP, D, DP)
         else:
             g = tl.arange(0, GP)
             d = tl.arange(0, DP)
@@ -364,4 +341,4 @@ def attend_kernel(
                     theirs = tl.load(partial + other * G * D + cell, mask=mask, other=0.0)
                     acc = acc * shrink[:, None] + weight[:, None] * theirs
                     maximum = highest
-                _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
+                _store_output(out, stride_out_head, acc, total, G, GP, D, DP)

@@ -84,8 +84,8 @@ class Launches:
         kernels.attend_kernel[(b.items + c.extra_programs,)](
             b.q_BHD, b.k_cache, b.v_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats, w.counters[1],
             w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], b.block_table_BM.stride(0),
-            *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * b.k_scale * math.log2(math.e), b.v_scale,
-            TILE=c.attend_tokens, FP8=b.k_cache.dtype == torch.float8_e4m3fn, **self.constants, **self.options,
+            *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * math.log2(math.e),
+            TILE=c.attend_tokens, **self.constants, **self.options,
             num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
             maxnreg=c.registers,
         )  # fmt: skip
@@ -126,8 +126,6 @@ def _can_overlap(x: Tensor) -> bool:
 
 
 def _check_device(k_cache: Tensor) -> None:
-    if k_cache.device.type == "cpu":
-        if isinstance(kernels.attend_kernel, triton.JITFunction):  # not Triton's interpreter
-            raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
-    elif k_cache.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(k_cache.device) < (8, 9):
-        raise ValueError("float8 caches need a GPU of compute capability 8.9 or later; store them in bfloat16")
+    interpreted = not isinstance(kernels.attend_kernel, triton.JITFunction)
+    if k_cache.device.type == "cpu" and not interpreted:
+        raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")

@@ -42,7 +42,6 @@ from sparrow.attention.pages import select_pages  # noqa: E402
 from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
-FP8 = torch.float8_e4m3fn
 ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
@@ -65,8 +64,6 @@ class Case:
     length: torch.Tensor
     top_k: torch.Tensor
     layout: PageLayout
-    k_scale: float = 1.0
-    v_scale: float = 1.0
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return (
@@ -76,7 +73,7 @@ class Case:
 
     def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
         out = torch.empty_like(self.q) if out is None else out
-        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.k_scale, self.v_scale)
+        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5)
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """The reference with queries in ``dtype``, on the CPU."""
@@ -115,7 +112,6 @@ def make_case(
     layout: PageLayout = PageLayout(),  # noqa: B008
     pages_per_block: int = 1,
     dtype: torch.dtype = torch.float16,
-    cache_dtype: torch.dtype | None = None,
     kind: str = "HN2D",
     extra_blocks: int = 3,
     seed: int = 0,
@@ -123,10 +119,9 @@ def make_case(
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
     block_tokens = P * pages_per_block
-    cache_dtype = cache_dtype or dtype
     needed = [-(-length // block_tokens) for length in lengths]
     blocks = sum(needed) + extra_blocks
-    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, P, cache_dtype)
+    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, P, dtype)
     order = torch.randperm(blocks, generator=rng)
     table = torch.full((B, max(1, *needed) + 1), 2**30, dtype=torch.int32)
     used = 0
@@ -137,17 +132,16 @@ def make_case(
             used += 1
             tokens = min(block_tokens, length - i * block_tokens)
             for cache in (k, v):
-                cache[block, :, :tokens] = torch.randn(K, tokens, D, generator=rng).to(DEVICE, cache_dtype)
+                cache[block, :, :tokens] = torch.randn(K, tokens, D, generator=rng).to(DEVICE, dtype)
             full = tokens // P
-            marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, cache_dtype)
+            marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, dtype)
     q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
     q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
     qkv = torch.full((B, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
     qkv[:, : K * G] = q_BKGD.flatten(1, 2).to(DEVICE, dtype)
-    scales = (0.5, 2.0) if cache_dtype == FP8 else (1.0, 1.0)
     return Case(
         qkv[:, : K * G], k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, *scales,
+        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout,
     )  # fmt: skip
 
 
@@ -212,33 +206,33 @@ def test_rows_of_a_batch_have_their_own_length_and_budget(config):
     check(make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2), config)
 
 
-# G, D, P, pages per block, query dtype, cache dtype, cache layout, config
+# G, D, P, pages per block, dtype, cache layout, config
 SHAPES = [
-    (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", ONE),
-    (2, 128, 16, 1, torch.bfloat16, torch.bfloat16, "2NHD", ONE),
-    (2, 128, 16, 4, torch.bfloat16, FP8, "HN2D", THREE),
-    (3, 96, 8, 2, torch.float16, torch.float16, "2NHD", THREE),
-    (4, 80, 32, 1, torch.float16, torch.float16, "NH2D", ONE),
-    (5, 64, 64, 1, torch.bfloat16, torch.bfloat16, "HN2D", THREE),
-    (7, 128, 8, 3, torch.float16, FP8, "NH2D", ONE),
-    (8, 256, 16, 2, torch.bfloat16, torch.bfloat16, "HN2D", ONE),
-    (16, 64, 32, 2, torch.float16, torch.float16, "2NHD", THREE),
-    (16, 80, 16, 1, torch.bfloat16, FP8, "2NHD", ONE),
-    (1, 256, 64, 2, torch.float16, torch.float16, "NH2D", THREE),
+    (1, 64, 16, 1, torch.float16, "HN2D", ONE),
+    (2, 128, 16, 1, torch.bfloat16, "2NHD", ONE),
+    (2, 128, 16, 4, torch.bfloat16, "HN2D", THREE),
+    (3, 96, 8, 2, torch.float16, "2NHD", THREE),
+    (4, 80, 32, 1, torch.float16, "NH2D", ONE),
+    (5, 64, 64, 1, torch.bfloat16, "HN2D", THREE),
+    (7, 128, 8, 3, torch.float16, "NH2D", ONE),
+    (8, 256, 16, 2, torch.bfloat16, "HN2D", ONE),
+    (16, 64, 32, 2, torch.float16, "2NHD", THREE),
+    (16, 80, 16, 1, torch.bfloat16, "2NHD", ONE),
+    (1, 256, 64, 2, torch.float16, "NH2D", THREE),
     *(() if INTERPRETED else (
-        (1, 64, 16, 1, torch.float16, torch.float16, "HN2D", CUDA),
-        (3, 128, 16, 4, torch.float16, torch.float16, "2NHD", CUDA),
-        (5, 64, 16, 2, torch.bfloat16, torch.bfloat16, "NH2D", CUDA),
-        (8, 128, 16, 1, torch.bfloat16, torch.bfloat16, "HN2D", CUDA),
+        (1, 64, 16, 1, torch.float16, "HN2D", CUDA),
+        (3, 128, 16, 4, torch.float16, "2NHD", CUDA),
+        (5, 64, 16, 2, torch.bfloat16, "NH2D", CUDA),
+        (8, 128, 16, 1, torch.bfloat16, "HN2D", CUDA),
     )),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("G, D, P, per_block, dtype, cache_dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, cache_dtype, kind, config):
+@pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
+def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config):
     case = make_case(
         [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=PageLayout(P), pages_per_block=per_block,
-        dtype=dtype, cache_dtype=cache_dtype, kind=kind,
+        dtype=dtype, kind=kind,
     )  # fmt: skip
     check(case, config)
 
@@ -379,15 +373,12 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
 
 @pytest.mark.parametrize(
     "config, dtype",
-    [
-        *((config, dtype) for config in (ONE, THREE) for dtype in (torch.float16, torch.bfloat16, FP8)),
-        *((config, dtype) for config in CUDA_CONFIGS for dtype in (torch.float16, torch.bfloat16)),
-    ],
+    [(config, dtype) for config in (ONE, THREE, *CUDA_CONFIGS) for dtype in (torch.float16, torch.bfloat16)],
 )
 def test_decoding_completes_landmarks(config, dtype):
     case = make_case(
         [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
-        dtype=torch.bfloat16 if dtype == FP8 else dtype, cache_dtype=dtype,
+        dtype=dtype,
     )  # fmt: skip
     expected = case.landmark_cache.clone()
     slots = torch.tensor([case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE)
@@ -402,7 +393,7 @@ def test_decoding_completes_landmarks(config, dtype):
 
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, FP8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
     P, per_block, K, D = 8, 2, 2, 80
     k, _, marks = make_caches(kind, 5, K, P * per_block, D, P, dtype)
@@ -512,7 +503,7 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     for reuse_plan in (False, True):
         workspace.plan.fill_(-1)
         assert out is paged_decode(
-            *case.inputs(), implementation="cuda", layout=case.layout, scale=0.125, k_scale=2.0, v_scale=3.0, out=out,
+            *case.inputs(), implementation="cuda", layout=case.layout, scale=0.125, out=out,
             workspace=workspace, reuse_plan=reuse_plan,
         )  # fmt: skip
         assert bool((workspace.plan[:20, 0] >= 0).all()) is not reuse_plan
@@ -535,7 +526,7 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
         landmark_head=64,
         table_row=case.table.stride(0), out_row=8 * 64, out_head=64, rows_row=workspace.rows.stride(0),
     )  # fmt: skip
-    scalars = dict(scale_log2=pytest.approx(0.25 * 1.442695), v_scale=3.0, count=20, rank_before_wait=0, capacity=32)
+    scalars = dict(scale_log2=pytest.approx(0.125 * 1.442695), count=20, rank_before_wait=0, capacity=32)
     assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
     assert again == fields | {"rank_before_wait": 1}
 

@@ -1,6 +1,6 @@
 """Repairs Triton 3.6's interpreter when imported; without effect on anything else.
 
-It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 and float8 wrongly, and cannot use a scalar as
+It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a scalar as
 a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or store outside the storages of the
 tensors that a kernel was given is an ``IndexError``.
 """
@@ -13,15 +13,13 @@ from triton import language as tl
 _upcast, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 _load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
 _patch_tensor, _arguments = interpreter._patch_lang_tensor, interpreter.GridExecutor._init_args_hst
-_TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
 
 def _convert_float(data, source, target, rounding):
-    if source != tl.float32 or target not in _TORCH:
+    if (source, target) != (tl.float32, tl.bfloat16):
         return _upcast(data, source, target, rounding)
-    bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1)).to(_TORCH[target])
-    raw = torch.uint16 if target == tl.bfloat16 else torch.uint8
-    return bits.view(raw).numpy().reshape(data.shape)
+    bits = torch.from_numpy(np.ascontiguousarray(data).reshape(-1)).bfloat16()
+    return bits.view(torch.uint16).numpy().reshape(data.shape)
 
 
 def _create_dot(self, a, b, d, precision, imprecise):
