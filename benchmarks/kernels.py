@@ -244,25 +244,18 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         step = case.step(None, 0)
         row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(step.config))
         row["step"] = case.time(None, "step")
-        if isinstance(step, by_triton.Launches):
-            row["rank"], row["attend"] = case.time(None, "rank"), case.time(None, "attend")
         row["all_pages"] = case.time(None, "step", everything)
         dense = [case.time(c, "step", everything) for c in dense_configs()]
         row["dense"] = min([row["all_pages"], *dense], key=lambda t: t["us"])
-        some = case.top_k.clone()
-        some[B // 2] = ALL_PAGES
-        row["one_dense_row"] = case.time(None, "step", some)
         row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
         row["dense_limit_us"] = case.bytes(everything) / limit * 1e6
-        row["one_dense_row_limit_us"] = case.bytes(some) / limit * 1e6
         row["speedup"] = row["dense"]["us"] / row["step"]["us"]
         rows.append(row)
         t = row["step"]
         print(
             f"{B:3} {L:6} {G:2} {k:4} | {row['limit_us']:8.1f} {t['us']:8.1f} ({t['p10']:.1f} .. {t['p90']:.1f}) "
             f"{row['limit_us'] / t['us']:9.0%} | {row['dense']['us']:8.1f} "
-            f"{row['dense_limit_us'] / row['dense']['us']:9.0%} | {row['speedup']:.2f}x; one dense row "
-            f"{row['one_dense_row']['us']:.1f} us, limit {row['one_dense_row_limit_us']:.1f}; every row dense "
+            f"{row['dense_limit_us'] / row['dense']['us']:9.0%} | {row['speedup']:.2f}x; every row dense "
             f"{row['all_pages']['us']:.1f} us",
             flush=True,
         )
@@ -276,14 +269,6 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         flash = f"{row['flash']['us']:.1f} us" if row["flash"] else "not installed"
         print(f"all of {B} x {L}: {row['ours']['us']:.1f} us, limit {row['limit_us']:.1f}, FlashAttention {flash}")
     batches = ragged(pool, limit)
-    landmarks, P, blocks = {}, pool.layout.page_size, pool.k[0].shape[0]
-    for name, slots in {
-        "64 pages completed": torch.randperm(blocks, device="cuda")[:64] * P + P - 1,
-        "64 slots, none completed": torch.randperm(blocks, device="cuda")[:64] * P,
-        "prefill of 16,384 tokens": torch.arange(16_384, device="cuda"),
-    }.items():
-        landmarks[name] = timed([partial(pool.update_landmarks, layer, slots) for layer in range(LAYERS)])
-        print(f"landmarks, {name}: {landmarks[name]['us']:.1f} us")
     del pool, case
     B, L, G, k = CASES[3]
     shapes = []
@@ -302,7 +287,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         )
         del case
     return dict(
-        triton=triton.__version__, read_limit=limit, cases=rows, dense=dense_rows, ragged=batches, landmarks=landmarks,
+        triton=triton.__version__, read_limit=limit, cases=rows, dense=dense_rows, ragged=batches,
         shapes=shapes,
     )  # fmt: skip
 
