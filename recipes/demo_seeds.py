@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
 import tyro
 
 from sparrow.cli import main as sparrow
+from sparrow.evaluate import mean_at_k
 
 PROBLEMS, SAMPLES = 48, 8
 
@@ -41,9 +42,7 @@ def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]
     for name in ("dense", "sparse"):
         (path,) = (p for p in folder.glob("*.jsonl") if ("-dense-" in p.name) == (name == "dense"))
         rewards = [json.loads(line)["reward"] for line in path.read_text(encoding="utf-8").splitlines()]
-        problems = np.reshape(rewards, (PROBLEMS, SAMPLES)).mean(1)
-        means = problems[np.random.default_rng(0).integers(0, PROBLEMS, (1000, PROBLEMS))].mean(1)
-        scores[name] = [float(problems.mean()), *np.percentile(means, [2.5, 97.5]).tolist()]
+        scores[name] = list(astuple(mean_at_k(np.reshape(rewards, (PROBLEMS, SAMPLES)))))
     return scores
 
 

@@ -26,12 +26,12 @@ class Score:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def mean_at_k(rewards_Nk: ArrayLike, seed: int = 0) -> Score:
+def mean_at_k(rewards_Nk: ArrayLike) -> Score:
     """Mean reward of all responses, averaged over problems."""
-    return _over_problems(_rewards(rewards_Nk).mean(1), seed)
+    return _over_problems(_rewards(rewards_Nk).mean(1))
 
 
-def pass_at_k(rewards_Nk: ArrayLike, k: int, seed: int = 0) -> Score:
+def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
     """Chance that at least one of ``k`` responses is right, estimated without bias from more of them.
 
     1 - C(n - c, k) / C(n, k) with c of n right (a reward of at least 1): Chen et al., arXiv 2107.03374, equation 1.
@@ -43,10 +43,10 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int, seed: int = 0) -> Score:
     if not 1 <= k <= n:
         raise ValueError(f"pass@k needs 1 <= k <= {n} responses per problem, got k={k}")
     right = (rewards >= 1).sum(1)
-    return _over_problems(np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()]), seed)
+    return _over_problems(np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.tolist()]))
 
 
-def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]], seed: int = 0) -> Score:
+def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
     """Reward of the most frequent answer; None never wins, and a tie is shared.
 
     Raises ValueError: answers that do not match the rewards in number.
@@ -62,7 +62,7 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         # Equal answers may still be judged apart (a wrong format): take the mean reward of those who gave one.
         means = [np.mean([r for r, a in zip(reward, given, strict=True) if a == winner]) for winner in winners]
         won.append(float(np.mean(means)) if means else 0.0)
-    return _over_problems(np.array(won), seed)
+    return _over_problems(np.array(won))
 
 
 def _rewards(rewards_Nk: ArrayLike) -> np.ndarray:
@@ -72,8 +72,8 @@ def _rewards(rewards_Nk: ArrayLike) -> np.ndarray:
     return rewards
 
 
-def _over_problems(values: np.ndarray, seed: int) -> Score:
-    rng = np.random.default_rng(seed)
+def _over_problems(values: np.ndarray) -> Score:
+    rng = np.random.default_rng(0)
     means = values[rng.integers(0, len(values), (1000, len(values)))].mean(1)
     low, high = np.percentile(means, [2.5, 97.5])
     return Score(float(values.mean()), float(low), float(high))
