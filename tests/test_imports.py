@@ -50,7 +50,7 @@ ALLOWED = {
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "rollout", "tasks"],
-    "run": ["mismatch", "schedule"],
+    "run": ["files", "mismatch", "schedule"],
     "report": ["mismatch", "run", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
     "train": [

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sparrow.errors import CheckpointError, ConfigError
+from sparrow.files import write_text
 from sparrow.schedule import SparsitySchedule
 
 CONFIG, METRICS, ROLLOUTS, STATE, LOCK = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json", "lock"
@@ -42,7 +43,7 @@ class RunConfig:
 
     def save(self, run_dir: Path) -> None:
         plain = {"train": self.train, "schedule": self.schedule.to_dict(), "resumed": list(self.resumed)}
-        _write_atomically(run_dir / CONFIG, json.dumps(plain, indent=1))
+        write_text(run_dir / CONFIG, json.dumps(plain, indent=1))
 
     @classmethod
     def load(cls, run_dir: Path) -> RunConfig:
@@ -178,7 +179,7 @@ class RunDir:
             if path.exists():
                 # What is damaged, and may not even be text, counts as logged later.
                 kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
-                _write_atomically(path, "".join(line.decode() + "\n" for line in kept))
+                write_text(path, "".join(line.decode() + "\n" for line in kept))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
@@ -266,12 +267,3 @@ def _step_of(line: bytes) -> float:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, RecursionError):
         return float("inf")
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
