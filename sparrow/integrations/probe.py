@@ -11,13 +11,11 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import numpy as np
 
 from sparrow.errors import ConfigError
@@ -46,7 +44,7 @@ def probe(
 
     Raises ConfigError: a server that does not answer, or not with what was asked for.
     """
-    served = {url: json.loads(_request(f"{url}/v1/models"))["data"][0]["id"] for url in dict.fromkeys(urls)}
+    served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 
     def one(i: int) -> TokenAcceptance:
         url, prompt = urls[i % len(urls)], [int(token) for token in prompts[i]]
@@ -81,16 +79,14 @@ def _token(text: str) -> int:
 
 
 def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(_request(f"{url}/v1/completions", body))["choices"][0]
+    return _request(f"{url}/v1/completions", body)["choices"][0]
 
 
-def _request(url: str, body: dict[str, Any] | None = None) -> bytes:
-    data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+def _request(url: str, body: dict[str, Any] | None = None) -> Any:
     try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.read()
-    except urllib.error.HTTPError as error:
-        raise ConfigError(f"the vLLM server refused {url}: {error.code} {error.read().decode()[:300]}") from error
-    except urllib.error.URLError as error:
-        raise ConfigError(f"no vLLM server answers at {url}: {error.reason}") from error
+        answer = httpx.request("POST" if body else "GET", url, json=body, timeout=None, trust_env=False)
+    except httpx.HTTPError as error:
+        raise ConfigError(f"no vLLM server answers at {url}: {error}") from error
+    if answer.is_error:
+        raise ConfigError(f"the vLLM server refused {url}: {answer.status_code} {answer.text[:300]}")
+    return answer.json()
