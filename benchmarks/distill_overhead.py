@@ -68,7 +68,7 @@ def experience(tokens: int, responses: int, run: int) -> Experience:
     ]
     problem = Problem("random", "", lambda text: 0.0)
     parts = [{"correct": float(i % 2)} for i in range(responses)]
-    groups = [Group(problem, rollouts, parts, None)]
+    groups = [Group(problem, rollouts, parts)]
     return Experience.join(groups, groups, 1)
 
 

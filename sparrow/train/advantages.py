@@ -14,25 +14,20 @@ from sparrow.train.config import AdvantageKind
 EPS = 1e-6  # added to standard deviations
 
 
-def compute_advantages(
-    kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor, baseline_B: Tensor | None = None
-) -> tuple[Tensor, dict[str, float]]:
+def compute_advantages(kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor) -> tuple[Tensor, dict[str, float]]:
     """Advantages, float32 [B] without a gradient, and the metric zero_variance_fraction: groups of equal rewards.
 
     With the mean and the (sample) standard deviation of the group's rewards r:
       grpo     (r - mean) / (std + EPS)                      DeepSeekMath, arXiv 2402.03300, section 4.1.2
       dr_grpo  r - mean                                      Dr. GRPO, arXiv 2503.20783, section 3.2
       rloo     r - mean of the other responses               Back to Basics, arXiv 2402.14740
-      remax    r - reward of the prompt's greedy response    ReMax, arXiv 2310.10505, Algorithm 1
-    The first three are 0 in a group whose rewards are all equal. Such a group keeps its advantage under remax: the
-    greedy response may have done better or worse.
+    All are 0 in a group whose rewards are all equal.
 
     Args:
         rewards_B: of any real dtype.
         groups_B: integer group ids.
-        baseline_B: what remax alone needs: the greedy reward, repeated for each row of its prompt.
 
-    Raises ValueError: shapes disagree, the batch is empty, a reward is not finite, or remax has no baseline.
+    Raises ValueError: shapes disagree, the batch is empty, or a reward is not finite.
     """
     if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape or not len(rewards_B):
         raise ValueError(
@@ -45,8 +40,6 @@ def compute_advantages(
     if not r_B.isfinite().all():
         row = int((~r_B.isfinite()).nonzero()[0])
         raise ValueError(f"reward {row} is {r_B[row].item()}; every reward must be a finite number, fix its verifier.")
-    if kind == "remax" and (baseline_B is None or baseline_B.shape != r_B.shape):
-        raise ValueError("remax needs baseline_B, each prompt's greedy reward repeated for all its responses.")
 
     _, group_B, size = groups_B.unique(return_inverse=True, return_counts=True)
     zero = r_B.new_zeros(len(size))
@@ -66,9 +59,6 @@ def compute_advantages(
             advantage_B = deviation_B
         case "rloo":  # r - (n mean - r) / (n - 1)
             advantage_B = deviation_B * (size / others)[group_B]
-        case "remax":
-            assert baseline_B is not None
-            advantage_B = r_B - baseline_B.detach().double()
         case _:
             assert_never(kind)
     return advantage_B.float(), metrics

@@ -86,29 +86,20 @@ class Collector:
         problems = [draw(self.task, i, config.seed) for i in indices]
         prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
 
-        def respond(rows: Sequence[int], each: int, sampling: Sampling) -> list[tuple[Rollout, dict[str, float]]]:
+        def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
-            asked = [problems[row // each] for row in rows]
-            rollouts = self._generate(asked, [prompts[row // each] for row in rows], sampling)
-            self.ranks.tell("verify", 0, len(rows))
-            parts = self._verify(asked, rollouts)
-            return list(zip(rollouts, parts, strict=True))
-
-        def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
             # A seed belongs to its response, wherever and beside whatever it is sampled.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
-            return respond(rows, n, Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds))
+            sampling = Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds)
+            asked = [problems[row // n] for row in rows]
+            rollouts = self._generate(asked, [prompts[row // n] for row in rows], sampling)
+            self.ranks.tell("verify", 0, len(rows))
+            return list(zip(rollouts, self._verify(asked, rollouts), strict=True))
 
-        def greedy(rows: Sequence[int]) -> list[float]:
-            return [sum(parts.values()) for _, parts in respond(rows, 1, Sampling(limit, 0.0, 0))]
-
-        baselines: list[float | None] = [None] * len(problems)
-        if config.advantage == "remax":
-            baselines = [*self.ranks.spread("rollout", len(prompts), greedy)]
         responses = self.ranks.spread("rollout", n * len(prompts), sample)
         return [
-            Group(problem, list(rollouts), list(parts), baselines[i])
+            Group(problem, list(rollouts), list(parts))
             for i, problem in enumerate(problems)
             for rollouts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
         ]

@@ -27,7 +27,7 @@ from sparrow.settings import (
     require,
 )  # fmt: skip
 
-AdvantageKind = Literal["grpo", "dr_grpo", "rloo", "remax"]
+AdvantageKind = Literal["grpo", "dr_grpo", "rloo"]
 CorrectionKind = Literal["none", "token_tis", "sequence_tis", "geometric_tis", "icepop", "sparse_rl", "obrs", "m2po"]
 Normalization = Literal["grpo", "dapo", "dr_grpo"]
 OverlongKind = Literal["keep", "mask", "penalty"]
@@ -233,7 +233,7 @@ class TrainConfig(Settings):
     bin_tokens: Count | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # Also log to these through accelerate.
-    # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others. remax: reward of the greedy response.
+    # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others.
     advantage: AdvantageKind = "grpo"
 
     rollout: RolloutConfig = RolloutConfig()
@@ -257,11 +257,7 @@ class TrainConfig(Settings):
         rollout, window = self.rollout, self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
         require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")
-        learns = not (rollout.resample and self.advantage == "remax")
-        require(rollout, "resample", learns, "0 with remax, which learns from equal rewards too")
         batch = rollout.prompts * rollout.samples
-        compares = rollout.samples > 1 or self.advantage == "remax"
-        alone = f"at least 2 with {self.advantage}, which compares the responses to a prompt (remax takes 1)"
-        require(rollout, "samples", compares, alone)
+        require(rollout, "samples", rollout.samples > 1, "at least 2: the responses to a prompt are compared")
         enough = self.optimizer.minibatches <= batch
         require(self.optimizer, "minibatches", enough, f"at most the {batch} responses of a step")

@@ -25,7 +25,6 @@ class Group:
     problem: Problem  # what was asked
     rollouts: list[Rollout]
     parts: list[dict[str, float]]  # of each response's reward, by name
-    baseline: float | None  # reward of the greedy response, or None
 
     @property
     def rewards(self) -> list[float]:
@@ -34,13 +33,12 @@ class Group:
 
 @dataclass
 class Experience:
-    """What one step is trained on; the rows of the fields up to ``baseline`` belong together."""
+    """What one step is trained on; the rows of the fields up to ``groups`` belong together."""
 
     problems: list[Problem]  # per response
     rollouts: list[Rollout]  # per response
     rewards: np.ndarray  # float64 [B]
     groups: np.ndarray  # int64 [B], equal for responses to one prompt
-    baseline: np.ndarray | None  # float64 [B], reward of the greedy response to the prompt, or None
     drawn: list[Group]  # the groups that were sampled, those that were replaced included
     cursor: int  # index of the first problem that no process has drawn yet
 
@@ -53,7 +51,6 @@ class Experience:
             rollouts=[r for group in groups for r in group.rollouts],
             rewards=np.array([reward for group in groups for reward in group.rewards]),
             groups=np.repeat(np.arange(len(groups)), sizes),
-            baseline=None if groups[0].baseline is None else np.repeat([group.baseline for group in groups], sizes),
             drawn=drawn,
             cursor=cursor,
         )

@@ -183,10 +183,7 @@ class Learner:
         """
         config, device = self.config, self.accelerator.device
         advantages_B, advantage_metrics = compute_advantages(
-            config.advantage,
-            torch.from_numpy(experience.rewards),
-            torch.from_numpy(experience.groups),
-            torch.from_numpy(experience.baseline) if experience.baseline is not None else None,
+            config.advantage, torch.from_numpy(experience.rewards), torch.from_numpy(experience.groups)
         )
         if config.reward.overlong == "mask":
             advantages_B[torch.from_numpy(experience.truncated)] = 0.0

@@ -27,7 +27,7 @@ TRAIN = ["train", *PROMPTS]
 @pytest.mark.parametrize(
     ("command", "option", "message"),
     [
-        (TRAIN, "--rollout.samples 1", "rollout.samples is 1, but must be at least 2 with grpo"),
+        (TRAIN, "--rollout.samples 1", "rollout.samples is 1, but must be at least 2: the responses"),
         (TRAIN, "--bin-tokens 0", "bin_tokens is 0, but must be greater than or equal to 1"),
         (TRAIN, "--seed -1", "seed is -1, but must be greater than or equal to 0"),
         (["demo"], "--seed -1", "seed is -1, but must be greater than or equal to 0"),

@@ -33,14 +33,6 @@ def test_by_hand(kind, expected):
     assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)  # of the groups
 
 
-def test_remax_by_hand():
-    baseline = torch.tensor([0.5, 0.0, 0.5, 0.0, 0.5, 0.5, 0.0, 1.0])
-    advantages, metrics = compute_advantages("remax", REWARDS, GROUPS, baseline)
-    # Group 3 beat its greedy response by 0.1 each time: equal rewards, and yet an advantage.
-    assert advantages.tolist() == pytest.approx([0.5, 0.1, -0.5, 0.1, -0.5, -0.5, 0.1, 0.0])
-    assert metrics["zero_variance_fraction"] == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
 def test_equal_rewards_give_exactly_zero(kind):
     # 3 * 0.1 / 3 rounds to something other than 0.1, which a division by std + eps would blow up.
@@ -79,8 +71,8 @@ def test_invariants(batch, random):
 
 def test_no_gradient_reaches_the_rewards():
     rewards = REWARDS.clone().requires_grad_()
-    for kind in ("grpo", "rloo", "remax"):
-        assert not compute_advantages(kind, rewards, GROUPS, REWARDS)[0].requires_grad
+    for kind in ("grpo", "rloo"):
+        assert not compute_advantages(kind, rewards, GROUPS)[0].requires_grad
 
 
 @pytest.mark.parametrize(
@@ -90,8 +82,6 @@ def test_no_gradient_reaches_the_rewards():
         (lambda: compute_advantages("grpo", REWARDS[:0], GROUPS[:0]), "same, non-zero length"),
         (lambda: compute_advantages("grpo", REWARDS, GROUPS.float()), "integer group ids"),
         (lambda: compute_advantages("rloo", REWARDS.where(GROUPS != 5, torch.nan), GROUPS), "reward 7 is nan"),
-        (lambda: compute_advantages("remax", REWARDS, GROUPS), "remax needs baseline_B"),
-        (lambda: compute_advantages("remax", REWARDS, GROUPS, REWARDS[:2]), "greedy reward repeated"),
     ],
 )
 def test_errors(call, message):

@@ -57,7 +57,6 @@ def test_bad_settings_are_refused():
     for make, message in (
         (lambda: RewardConfig(format=-1), "reward.format is -1"),
         (lambda: TrainConfig(reward=RewardConfig(overlong_window=2000)), "overlong_window is 2000.*at most.*1024"),
-        (lambda: TrainConfig(advantage="remax", rollout=RolloutConfig(resample=1)), "resample is 1.*remax"),
     ):
         with pytest.raises(ConfigError, match=message):
             make()
