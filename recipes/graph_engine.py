@@ -83,7 +83,9 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(schedule.pages(np.arange(self.max_length + 1))))
 
     @torch.no_grad()
-    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
+    def _decode(
+        self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int], watch: Any
+    ) -> list[Rollout]:  # nobody is told how far it is: the device would be waited for
         count, steps, device = len(prompts), sampling.max_new_tokens, self._keys.device
         filled = [*prompts, *[prompts[-1]] * (self.batch_size - count)]
         lengths = torch.tensor([len(p) for p in filled], device=device)

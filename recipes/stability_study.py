@@ -260,27 +260,25 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
             return
         step = metrics["step"]
         evaluate = step % options.held_out_every == 0 or step == options.steps
-        write(path, condensed(metrics) | ({"held_out": held_out()} if evaluate else {}))
+        write(path, condensed(metrics, tail) | ({"held_out": held_out()} if evaluate else {}))
         if arm.actor in (f"halved:{step}", f"unworn:{step}"):
             fail(trainer, arm.actor.partition(":")[0])
         if time.time() > deadline:
             raise TimeoutError
 
-    class Study(Trainer):
-        """A trainer that also records other percentiles."""
+    tail: dict[str, Any] = {}
 
-        def _assess(self, experience: Any) -> Any:
-            assessed = super()._assess(experience)
-            lower = np.concatenate([a.lower for a in assessed[0].acceptances])
-            # As in ``token_acceptance``: the length that the schedule looked at.
-            cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
-            position = self.schedule.page_end(np.concatenate(cached))
-            bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, LAYOUT["bin_tokens"])]
-            assessed[-1]["tail"] = {
-                "all": np.percentile(lower, PERCENTILES).tolist(),
-                "bins": [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins],
-            }
-            return assessed
+    def recorded(experience: Any, schedule: SparsitySchedule) -> Any:
+        """What the learner finds; other percentiles are noted on the way."""
+        found = assess(experience, schedule)
+        lower = np.concatenate([a.lower for a in found[0].acceptances])
+        # As in ``token_acceptance``: the length that the schedule looked at.
+        cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
+        position = schedule.page_end(np.concatenate(cached))
+        bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, LAYOUT["bin_tokens"])]
+        tail["all"] = np.percentile(lower, PERCENTILES).tolist()
+        tail["bins"] = [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins]
+        return found
 
     kind, _, tau = arm.schedule.partition(":")
     distill = DistillConfig(
@@ -295,7 +293,8 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         correction=CorrectionConfig(arm.correction),
         loss=LossConfig(normalization=arm.normalization), distill=distill,
     )  # fmt: skip
-    trainer = Study(config, model, tokenizer, task, engine, schedule, listener, kind == "auto")
+    trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener, kind == "auto")
+    assess, trainer.learner.assess = trainer.learner.assess, recorded
     start = {"arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate}
     start["top_k"] = schedule.to_dict()["top_k"]
     write(path, start | {"options": json.loads(json.dumps(asdict(options), default=str))})
@@ -365,8 +364,8 @@ def quantized(weight: Any, bits: int) -> Any:
     return (weight / scale).round() * scale
 
 
-def condensed(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What the study needs of a step's metrics."""
+def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
+    """What the study needs of a step's metrics, and its other percentiles."""
     return {
         "step": metrics["step"],
         "reward": metrics["reward"]["mean"],
@@ -374,8 +373,8 @@ def condensed(metrics: dict[str, Any]) -> dict[str, Any]:
         "ended": metrics["response"]["ended_fraction"],
         "entropy": metrics["entropy"],
         "mean": metrics["mismatch"]["mean"],
-        "tail": _rounded(metrics["tail"]["all"]),
-        "bins": _rounded(metrics["tail"]["bins"]),
+        "tail": _rounded(tail["all"]),
+        "bins": _rounded(tail["bins"]),
         "p5_interval": _rounded(
             [[b["bin"], b["lower_bound"], b["interval_low"], b["interval_high"]] for b in metrics["mismatch"]["bins"]]
         ),

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.train.test_distill import ON, SCHEDULE, run
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from graph_engine import GraphEngine
 from stability_statistics import against_dense, arrival, last_reward, outcome, tau, threshold
-from stability_study import Arm, fail, find_schedule, quantized
+from stability_study import Arm, Options, fail, find_schedule, quantized, train
 from stability_summary import PAGE, load, render, tables
 
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
@@ -130,6 +131,18 @@ def test_faults_reach_the_actor_and_stay(tmp_path):
     assert torch.equal(trainer.engine.model(input_ids=ids).logits, policy)
     fail(trainer, "halved")
     assert trainer.schedule.top_k == trainer.engine.schedule.top_k == (3,)
+
+
+def test_a_step_of_a_run_is_recorded(tmp_path):
+    path = tmp_path / "dense-0.jsonl"
+    options = Options(
+        out=tmp_path, steps=1, prompts=2, lines=2, held_out_lines=2, held_out=2, held_out_every=1, calibration=2
+    )
+    train(options, "dense-0", torch.device("cpu"), float("inf"), path)
+    start, before, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    assert start["arm"] == "dense" and before["step"] == 0 and step["step"] == 1
+    assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, "actor and policy are one"
+    assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
 
 
 @pytest.mark.parametrize("recipe", ["train_reasoner", "stability_study", "distill_study"])
