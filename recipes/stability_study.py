@@ -23,7 +23,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import tyro
@@ -99,7 +99,6 @@ class Options:
     slots: tuple[int, ...] = (12,)  # Runs at a time on each GPU; without one, on the CPU.
     model: Path | None = None  # Checkpoint to start from; the bundled reasoner without one.
     adapter: Path | None = None  # Adapter that the actor wears from the start, and that is distilled on.
-    task: Literal["trace", "chase"] = "trace"  # What it is trained on.
     learning_rate: float = 5e-4  # Of AdamW.
     prompts: int = 24  # Prompts a step.
     lines: int = 24  # Length of the problems trained on, in lines or steps.
@@ -157,14 +156,14 @@ def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
     return load_model(str(checkpoint or Path(sparrow.__file__).parent / "reasoner"), "fp32", device)
 
 
-def response(lines: int, task: str = "trace") -> int:
-    """Tokens after which a response is cut: a tenth more than so many lines or steps take, and a little."""
-    return {"trace": 11, "chase": 16}[task] * lines + 16
+def response(lines: int) -> int:
+    """Tokens after which a response is cut: a tenth more than so many lines take, and a little."""
+    return 11 * lines + 16
 
 
-def longest(lines: int, task: str = "trace") -> int:
+def longest(lines: int) -> int:
     """Tokens of a prompt and a response at most."""
-    return 6 * lines + 16 + response(lines, task)
+    return 6 * lines + 16 + response(lines)
 
 
 def calibrate(options: Options, out: Path) -> None:
@@ -176,19 +175,19 @@ def calibrate(options: Options, out: Path) -> None:
     from sparrow.measure import calibrate_engine
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks.base import TASKS
+    from sparrow.tasks import Trace
 
     model, tokenizer = load(device, options.model)
     layout = SparsitySchedule.dense(**LAYOUT)
     lines = options.lines + 4
-    engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines, options.task))
-    task = TASKS[options.task](lines)  # longer than those trained on, so that every bin is measured
+    engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines))
+    task = Trace(lines)  # longer than those trained on, so that every bin is measured
     prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for target in TARGETS:
             schedule = calibrate_engine(
-                engine, engine, prompts, Sampling(response(lines, options.task)), Path(folder), target=target,
+                engine, engine, prompts, Sampling(response(lines)), Path(folder), target=target,
                 layout=layout, budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
             ).schedule  # fmt: skip
             # Longer than measured is what only a failing response becomes: read as much as in the last bin.
@@ -226,7 +225,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     from sparrow.mismatch import split_by_bin
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
-    from sparrow.tasks.base import TASKS
+    from sparrow.tasks import Trace
     from sparrow.train.config import (
         CorrectionConfig,
         DistillConfig,
@@ -242,13 +241,13 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     model, tokenizer = load(device, options.model)
     schedule = find_schedule(arm, options.out / "schedules.json")
     eos, batch_size = eos_ids(model, tokenizer), options.prompts * arm.samples
-    engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines, options.task))
+    engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines))
     dense = SparsitySchedule.dense(**LAYOUT)
-    policy = GraphEngine(model, dense, eos, options.held_out, longest(options.held_out_lines, options.task))
-    task, longer = (TASKS[options.task](lines) for lines in (options.lines, options.held_out_lines))
+    policy = GraphEngine(model, dense, eos, options.held_out, longest(options.held_out_lines))
+    task, longer = (Trace(lines) for lines in (options.lines, options.held_out_lines))
     problems = [longer.problem(i, HELD_OUT + 1) for i in range(options.held_out)]
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
-    sampling = Sampling(response(options.held_out_lines, options.task), 1.0, 0)
+    sampling = Sampling(response(options.held_out_lines), 1.0, 0)
 
     def held_out() -> dict[str, float]:
         texts = tokenizer.batch_decode([r.response_ids for r in policy.generate(prompts, sampling)])
@@ -288,7 +287,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     config = TrainConfig(
         run_dir=str(path.with_suffix("")), steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
         advantage=arm.advantage, tau=float(f"0.{tau.split(':')[0]}") if kind == "auto" else 0.86,
-        rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines, options.task)),
+        rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines)),
         optimizer=OptimizerConfig(options.learning_rate, token_budget=16_384),
         correction=CorrectionConfig(arm.correction),
         loss=LossConfig(normalization=arm.normalization), distill=distill,

@@ -1,7 +1,7 @@
 """Train the small reasoner that Sparrow's demo and tests use, from nothing, in minutes on one GPU.
 
 A Qwen3-architecture model of under a million parameters learns to trace short programs
-(``sparrow.tasks.Trace``), or to chase pointers, from demonstrations in which some results are miscalculated. Sampled at
+(``sparrow.tasks.Trace``) from demonstrations in which some results are miscalculated. Sampled at
 temperature 1 it makes such slips too, which leaves reinforcement learning something to improve; greedily
 decoded it makes none. What it writes depends on values it wrote far back, so attention that reads too few
 pages breaks it.
@@ -23,7 +23,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,8 +35,7 @@ from sparrow.engines.hf import HFEngine, teacher_forced
 from sparrow.model.scoring import Batch
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
-from sparrow.tasks import build_tokenizer
-from sparrow.tasks.base import TASKS
+from sparrow.tasks import Trace, build_tokenizer
 
 log = logging.getLogger("train_reasoner")
 
@@ -50,7 +49,6 @@ class Config:
 
     Attributes:
         out: folder for the checkpoint and the report.
-        task: what it learns; the lines of a chase are its steps.
         shortest, longest: program lengths to train on, in lines.
         examples: programs per length; sampled with replacement.
         slip: chance of a miscalculated line in the demonstrations.
@@ -67,7 +65,6 @@ class Config:
     """
 
     out: Path
-    task: Literal["trace", "chase"] = "trace"
     shortest: int = 4
     longest: int = 36
     examples: int = 5000
@@ -150,7 +147,7 @@ def make_data(config: Config, device: torch.device) -> dict[int, tuple[Tensor, T
 
 def _encode(job: tuple[Config, int]) -> tuple[np.ndarray, np.ndarray]:
     config, lines = job
-    task, tokenizer = TASKS[config.task](lines, config.slip), build_tokenizer()
+    task, tokenizer = Trace(lines, config.slip), build_tokenizer()
     problems = [task.problem(i, TRAIN_SEED) for i in range(config.examples)]
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     solutions = tokenizer([f"{p.solution}{tokenizer.eos_token}" for p in problems])["input_ids"]
@@ -245,10 +242,7 @@ def solve(
     engine: HFEngine, tokenizer: PreTrainedTokenizerFast, config: Config, lengths: tuple[int, ...], temperature: float
 ) -> tuple[list[Rollout], dict[int, np.ndarray]]:
     """One response to each test program, all lengths together; rewards by length."""
-    problems = {
-        lines: [TASKS[config.task](lines).problem(i, TEST_SEED) for i in range(config.test_programs)]
-        for lines in lengths
-    }
+    problems = {lines: [Trace(lines).problem(i, TEST_SEED) for i in range(config.test_programs)] for lines in lengths}
     prompts = tokenizer([p.prompt for group in problems.values() for p in group])["input_ids"]
     sampling = Sampling(max_new_tokens=18 * max(lengths), temperature=temperature, top_n=0)
     rollouts = engine.generate(prompts, sampling)
@@ -284,7 +278,7 @@ def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[
 def model_card(report: dict[str, Any]) -> str:
     """The checkpoint's README: what it is, how it was made, what it can do."""
     config = report["config"]
-    example = TASKS[config["task"]](4).problem(0, TEST_SEED)
+    example = Trace(4).problem(0, TEST_SEED)
     lengths = "".join(
         f"| {lines} | {sampled:.3f} | {report['accuracy_greedy'][lines]:.3f} |\n"
         for lines, sampled in report["accuracy_sampled"].items()
@@ -301,7 +295,7 @@ pipeline_tag: text-generation
 # Sparrow's small reasoner
 
 A Qwen3 of {report["parameters"]:,} parameters ({config["layers"]} layers, width {config["hidden"]},
-{heads}) for the task `{config["task"]}` of
+{heads}) for the task `trace` of
 `sparrow.tasks`. It exists to show and test sparse rollouts on a laptop: a vocabulary of {report["vocabulary"]}
 words is all it knows.
 

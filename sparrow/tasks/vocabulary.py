@@ -1,4 +1,4 @@
-"""The words of the synthetic tasks, their tokenizer (one token per word, fewer than 200), and how answers are read.
+"""The words of the synthetic task, its tokenizer (one token per word, fewer than 200), and how answers are read.
 
 A word carries its leading space, as in most subword vocabularies, so decoding token by token and joining
 gives the text back.
@@ -17,20 +17,21 @@ if TYPE_CHECKING:
 
 _NUCLEI = ("a", "e", "i", "o", "u", "ai", "oi", "ou")
 NAMES = tuple(onset + nucleus for onset in "bdfghjklmnprstvz" for nucleus in _NUCLEI)
-"""128 pronounceable names for variables and nodes."""
+"""128 pronounceable names for variables."""
 
 LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
 """Words between the parts of a line; none is a name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+# No task says map, ask, walk or -> any more; the bundled checkpoint has them in its vocabulary.
 _PLAIN = ("\n", ":", ",", "program", "trace", "map", "ask", "walk", "answer")
 _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The word-level tokenizer of the synthetic tasks, in Hugging Face format.
+    """The word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    It adds no special tokens of its own. Any text the tasks produce survives encoding and decoding
+    It adds no special tokens of its own. Any text the task produces survives encoding and decoding
     unchanged; a word outside the vocabulary becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

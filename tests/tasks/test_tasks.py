@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import sparrow
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
-from sparrow.tasks import Chase, Problem, Trace, build_tokenizer, load_task, register_task
+from sparrow.tasks import Problem, Trace, build_tokenizer, load_task, register_task
 from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer
 
 REASONER = Path(sparrow.__file__).parent / "reasoner"
@@ -40,20 +40,6 @@ def run_program(prompt: str) -> int:
     return last
 
 
-def walk_map(prompt: str, steps: int) -> int:
-    """An independent walker: the sum of the two totals that are asked for."""
-    edges = dict(re.findall(r"^ (\w+) -> (\w+ \+ \w+)$", prompt, re.M))
-    asked = re.search(r"^ask: (\w+) (\w+)$", prompt, re.M)
-    start = re.search(r"^walk: (\w+)$", prompt, re.M)
-    assert asked and start
-    here, total = start[1], {start[1]: 0}
-    for _ in range(steps):
-        there, extra = edges[here].split(" + ")
-        total[there] = (total[here] + (total[extra] if extra in total else int(extra))) % 10
-        here = there
-    return (total[asked[1]] + total[asked[2]]) % 10
-
-
 @given(st.integers(2, 40), indices, seeds)
 def test_trace_solution_is_what_the_program_computes(lines: int, index: int, seed: int) -> None:
     problem = Trace(lines).problem(index, seed)
@@ -65,18 +51,8 @@ def test_trace_solution_is_what_the_program_computes(lines: int, index: int, see
     assert problem.prompt.count("\n") == lines + 2
 
 
-@given(st.integers(2, 40), indices, seeds)
-def test_chase_solution_is_what_the_map_says(steps: int, index: int, seed: int) -> None:
-    problem = Chase(steps).problem(index, seed)
-    assert problem.solution is not None
-    assert problem.solution.endswith(f"answer: {walk_map(problem.prompt, steps)}")
-    assert problem.verify(problem.solution) == 1.0
-    assert problem.solution.count("->") == steps
-
-
-@pytest.mark.parametrize("task", [Trace(300), Chase(300)], ids=["trace", "chase"])
-def test_difficulty_reaches_thousands_of_tokens(task: Trace | Chase) -> None:
-    problem = task.problem(0)
+def test_difficulty_reaches_thousands_of_tokens() -> None:
+    problem = Trace(300).problem(0)
     assert problem.solution is not None
     assert len(build_tokenizer()(problem.solution)["input_ids"]) > 2500
     assert problem.verify(problem.solution) == 1.0
@@ -89,14 +65,8 @@ def test_long_programs_reuse_names_only_once_read() -> None:
         assert problem.solution.endswith(f"answer: {run_program(problem.prompt)}")
 
 
-def test_long_walks_go_around_a_ring() -> None:
-    for index in range(20):
-        problem = Chase(300).problem(index)
-        assert problem.verify(f"answer: {walk_map(problem.prompt, 300)}") == 1.0
-
-
-@pytest.mark.parametrize("task", [Trace(12), Chase(12)], ids=["trace", "chase"])
-def test_problems_are_a_pure_function_of_index_and_seed(task: Trace | Chase) -> None:
+def test_problems_are_a_pure_function_of_index_and_seed() -> None:
+    task = Trace(12)
     problems = [task.problem(i, seed) for seed in range(5) for i in range(40)]
     again = [task.problem(i, seed) for seed in range(5) for i in range(40)]
     assert [(p.id, p.prompt, p.solution) for p in again] == [(p.id, p.prompt, p.solution) for p in problems]
@@ -110,8 +80,6 @@ def test_problems_are_the_published_ones() -> None:
     assert problem.solution == (
         " 8 hence gi 8\n 3 next je 3\n je - 1 well je 3, next se 2\n gi - se hence gi 8, se 2, well pa 6\nanswer: 6"
     )
-    prompt = Chase(3).problem(0).prompt
-    assert prompt == "map:\n nai -> kou + 3\n du -> nai + 3\n kou -> zo + 9\nask: nai kou\nwalk: du\n"
 
 
 def test_problems_travel_to_other_processes() -> None:
@@ -132,22 +100,6 @@ def test_slip_miscalculates_the_stated_share_of_results() -> None:
     assert results > 3000
     assert wrong / results == pytest.approx(0.25, abs=0.03)
     assert unsolved > 300
-
-
-def test_a_chase_slips_as_often_as_stated() -> None:
-    step = re.compile(r" \w+ -> \w+ \+ (\w+): \w+ (\d)(?:, \w+ (\d))?, \w+ (\d)")
-    wrong, results, unsolved = 0, 0, 0
-    for index in range(400):
-        problem = Chase(12, slip=0.25).problem(index)
-        assert problem.solution is not None
-        for added, left, right, result in step.findall(problem.solution):
-            results += 1
-            wrong += (int(left) + int(right or added)) % 10 != int(result)
-        assert problem.verify(f"answer: {walk_map(problem.prompt, 12)}") == 1.0
-        unsolved += problem.verify(problem.solution) == 0.0
-    assert results == 4800
-    assert wrong / results == pytest.approx(0.25, abs=0.03)
-    assert unsolved > 250
 
 
 def test_links_are_drawn_from_an_urn() -> None:
@@ -181,8 +133,8 @@ def test_only_a_final_answer_counts(response: str, reward: float) -> None:
 
 
 @settings(max_examples=30)
-@given(st.sampled_from([Trace(5), Trace(5, slip=0.5), Chase(5), Trace(140), Chase(140)]), indices)
-def test_tokenizer_gives_the_text_back(task: Trace | Chase, index: int) -> None:
+@given(st.sampled_from([Trace(5), Trace(5, slip=0.5), Trace(140)]), indices)
+def test_tokenizer_gives_the_text_back(task: Trace, index: int) -> None:
     tokenizer = build_tokenizer()
     problem = task.problem(index)
     text = f"{problem.prompt}{problem.solution}"
@@ -214,8 +166,7 @@ def test_names_are_words_of_their_own() -> None:
 
 def test_tasks_load_by_name() -> None:
     assert load_task("trace", lines=7, slip=0.1) == Trace(7, slip=0.1)
-    assert load_task("chase") == Chase()
-    with pytest.raises(ConfigError, match="no task 'maze'; known ones: chase, trace"):
+    with pytest.raises(ConfigError, match="no task 'maze'; known ones: trace;"):
         load_task("maze")
     with pytest.raises(ConfigError, match="'steps'"):
         load_task("trace", steps=3)
@@ -283,8 +234,6 @@ def test_reasoner_needs_far_pages_by_degrees(reasoner: Any) -> None:
     [
         (lambda: Trace(1), "lines is 1, but must be greater than or equal to 2"),
         (lambda: Trace(8, slip=1.0), "slip is 1.0, but must be less than 1"),
-        (lambda: Chase(1), "steps is 1, but must be greater than or equal to 2"),
-        (lambda: Chase(8, slip=1.0), "slip is 1.0, but must be less than 1"),
     ],
 )
 def test_impossible_tasks_are_refused(make: Callable[[], object], message: str) -> None:
