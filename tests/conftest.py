@@ -1,4 +1,7 @@
-"""Tiny random models that the whole suite shares."""
+"""Tiny random models that the whole suite shares, and ``--fast``: the tests that one runs at every save."""
+
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+FAST_S = 10.0
+"""Seconds of processor time that a test without the mark ``slow`` may take under ``--fast``; the slow take over two."""
+
+ROOT = Path(__file__).parents[1]
 VOCAB = 97
 SMALL = dict(
     vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
@@ -25,6 +32,28 @@ ARCHITECTURES = {
     "qwen2-gqa": (Qwen2ForCausalLM, Qwen2Config, dict(num_key_value_heads=2)),
     "mistral-mqa": (MistralForCausalLM, MistralConfig, dict(num_key_value_heads=1, sliding_window=None)),
 }
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help=f"no slow tests; fail others over {FAST_S:.0f} s")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("fast"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in set(slow)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Processor time, of child processes too, does not depend on how busy the machine is."""
+    before = sum(os.times()[:4])
+    result = yield
+    used = sum(os.times()[:4]) - before
+    if item.config.getoption("fast") and used > FAST_S:
+        pytest.fail(f"took {used:.0f} s of processor time: make it faster, or mark it slow", pytrace=False)
+    return result
 
 
 def tiny_model(name: str = "qwen3-gqa", seed: int = 0, **changes) -> PreTrainedModel:

@@ -1,0 +1,116 @@
+"""What outsiders rely on: one version, CI that runs README's own command, tests that are found by their path."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+import sparrow
+from tests.conftest import ROOT
+
+LARGE = 50
+"""Lines over which a module has a test of its path or stands in ``ELSEWHERE``."""
+ELSEWHERE = {
+    "attention/cuda/launch.py": "attention/cuda/test_compile.py",
+    "attention/decode.py": "attention/test_reference.py",
+    "attention/division.py": "attention/triton/test_tuning.py",
+    "attention/triton/cache.py": "attention/triton/test_kernels.py",
+    "attention/triton/forced_kernels.py": "attention/triton/test_forced.py",
+    "attention/triton/forced_select.py": "attention/triton/test_forced.py",
+    "attention/triton/launch.py": "attention/triton/test_kernels.py",
+    "commands/": "test_cli.py",
+    "engines/base.py": "engines/test_hf.py",
+    "engines/vllm/client.py": "engines/vllm/test_engine.py",
+    "errors.py": "commands/test_bad_input.py",
+    "files.py": "test_fuzz.py",
+    "integrations/probe.py": "integrations/test_verl.py",
+    "loading.py": "commands/test_bad_input.py",
+    "measure.py": "test_calibrate.py",
+    "model/actor.py": "model/test_generation.py",
+    "model/state.py": "model/test_generation.py",
+    "report/": "report/test_report.py",
+    "rewards/math_worker.py": "rewards/test_math.py",
+    "rewards/sandbox/": "rewards/sandbox/test_sandbox.py",
+    "rewards/sandbox/inside/assertions.py": "rewards/test_assertions.py",
+    "rewards/sandbox/inside/programs.py": "rewards/test_code.py",
+    "rewards/sandbox/inside/watch.py": "rewards/sandbox/test_watch.py",
+    "rewards/sandbox/inside/wire.py": "rewards/sandbox/test_replies.py",
+    "rollout.py": "train/test_collect.py",
+    "run/": "run/test_run.py",
+    "tasks/": "tasks/test_tasks.py",
+    "tasks/formats.py": "tasks/test_dataset.py",
+    "train/config.py": "test_settings.py",
+    "train/experience.py": "train/test_trainer.py",
+    "train/lora.py": "train/test_distill.py",
+    "train/resume.py": "run/test_run.py",
+    "train/saving.py": "train/test_trainer.py",
+    "vllm/": "vllm/test_plugin.py",
+    "vllm/backend.py": "engines/vllm/test_engine.py",
+    "vllm/meter.py": "vllm/test_lossless_parts.py",
+    "vllm/scheduler.py": "vllm/test_lossless.py",
+    "vllm/speculator.py": "vllm/test_lossless.py",
+}
+"""Where a module is tested that has no test of its path: by module or by folder, from ``sparrow/`` and ``tests/``."""
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def untested(package: Path, tests: Path, elsewhere: dict[str, str]) -> list[str]:
+    """Modules over ``LARGE`` lines without a test of their path, where neither they nor a folder is listed."""
+    missing = []
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package)
+        listed = {str(module), *(f"{folder}/" for folder in module.parents)} & set(elsewhere)
+        large = path.name != "__init__.py" and len(path.read_text(encoding="utf-8").splitlines()) > LARGE
+        if large and not listed and not (tests / module.parent / f"test_{path.name}").exists():
+            missing.append(str(module))
+    return missing
+
+
+def test_a_module_is_tested_where_its_path_says_or_where_it_is_listed():
+    package, tests = ROOT / "sparrow", ROOT / "tests"
+    assert untested(package, tests, ELSEWHERE) == []
+    for module, test in ELSEWHERE.items():
+        assert (package / module).exists() and (tests / test).exists(), f"{module}: {test}"
+        mirrored = tests / Path(module).parent / f"test_{Path(module).name}"
+        assert module.endswith("/") or not mirrored.exists(), f"{module} has {mirrored.name} and need not be listed"
+
+
+def test_a_large_module_without_a_test_is_named(tmp_path):
+    for name, lines in {"a/new.py": LARGE + 1, "a/small.py": LARGE, "a/b/listed.py": 99, "mirrored.py": 99}.items():
+        path = tmp_path / "package" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("pass\n" * lines)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_mirrored.py").touch()
+    assert untested(tmp_path / "package", tmp_path / "tests", {"a/b/": "test_mirrored.py"}) == ["a/new.py"]
+
+
+def test_the_changelog_and_the_citation_name_the_version():
+    released = re.findall(r"^## \[(\d[^]]*)\] - (\d{4}-\d\d-\d\d)$", read("CHANGELOG.md"), flags=re.MULTILINE)
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert released[0] == (sparrow.__version__, str(citation["date-released"]))
+    assert citation["version"] == sparrow.__version__
+
+
+@pytest.mark.parametrize("script", [".github/workflows/test.yml", ".ci/run"])
+def test_ci_runs_the_test_command_of_the_readme(script):
+    if not (ROOT / script).exists():
+        pytest.skip("not in the source distribution")
+    (line,) = re.findall(r"^\s*\w+=\$\(grep -m1 '(.*)' README.md\)$", read(script), flags=re.MULTILINE)
+    (command,) = re.findall(f"{line}.*", read("README.md"), flags=re.MULTILINE)
+    assert command.endswith(".venv/bin/pytest")
+
+
+def test_workflows_call_what_exists():
+    workflows = {path.stem: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+    assert set(workflows) == {"test", "gpu", "release"}
+    steps = [step for w in workflows.values() for job in w["jobs"].values() for step in job["steps"]]
+    ran = "\n".join(step.get("run", "") for step in steps)
+    for target in re.findall(r"make ([a-z ]+)", ran):
+        assert all(re.search(rf"^{name}:", read("Makefile"), flags=re.MULTILINE) for name in target.split())
+    scripts = re.findall(r"\bbenchmarks/\w+\.py", ran)
+    assert scripts and all((ROOT / script).exists() for script in scripts)
