@@ -237,7 +237,8 @@ class Trajectories:
         folder.mkdir(parents=True, exist_ok=True)
         self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
         prompts = [list(map(int, prompt)) for prompt in prompts]
-        self._name = _digest(prompts, asdict(sampling), behaviour.to_dict() | {"provenance": None})
+        sampled = {name: value for name, value in asdict(sampling).items() if name != "watch"}  # what changes no token
+        self._name = _digest(prompts, sampled, behaviour.to_dict() | {"provenance": None})
         path = folder / f"rollouts-{self._name}.npz"
         if not path.exists():
             _save_rollouts(path, _sample(engine, prompts, sampling, behaviour))
