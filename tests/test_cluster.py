@@ -98,6 +98,7 @@ def test_what_does_not_fit_is_named():
         plan(TINY, Cluster(GPU, 4), [5, 5], SparsitySchedule.dense())
 
 
+@pytest.mark.slow
 def test_the_published_run_lies_within_what_its_unknown_batch_and_lengths_allow():
     """32 H200s, dense, 53,000 examples in about 190 hours: neither prompts a step nor lengths are published."""
     schedule = SparsitySchedule.preset("qwen3-14b")
@@ -111,6 +112,7 @@ def test_the_published_run_lies_within_what_its_unknown_batch_and_lengths_allow(
     assert found[128, 8_000] < found[64, 8_000] < found[32, 8_000] < 190 < found[32, 14_000] < found[16, 8_000]
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_cluster(capsys):
     main(["cost", "--model", "qwen3-14b", "--schedule", "qwen3-14b-0.86", "--gpus", "32", "--examples", "53000"])
     printed = " ".join(capsys.readouterr().out.split())

@@ -21,6 +21,8 @@ import sparrow.benchmark
 import sparrow.run.directory
 from sparrow import cli, files
 
+pytestmark = pytest.mark.slow
+
 SEED = 2611
 COUNTS = {"settings": 80, "schedules": 90, "files": 36, "writes": 8}  # cases of each kind
 assert sum(COUNTS.values()) >= 200

@@ -31,6 +31,7 @@ def compare(tmp_path, old: dict[int, float], new: dict[int, float]) -> tuple[int
     return done.returncode, done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_rows_that_got_slower_than_they_may_are_named(tmp_path):
     code, lines = compare(tmp_path, {128: 100.0, 80: 100.0}, {128: 103.0, 80: 124.0})
     assert code == 1

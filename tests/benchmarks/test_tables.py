@@ -23,6 +23,7 @@ def trace():
         yield importlib.import_module("rollout_trace")
 
 
+@pytest.mark.slow
 def test_the_pages_have_every_table_as_the_files_have_it(tables):
     pages = [page.read_text(encoding="utf-8") for page in tables.PAGES]
     assert [tables.render(page, tables.TABLES) == page for page in pages] == [True] * len(pages), (

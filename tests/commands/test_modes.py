@@ -145,7 +145,7 @@ def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
 
     told = []
     monkeypatch.setattr(vllm, "VLLMEngine", lambda model, decoding, **options: told.append(decoding))
-    monkeypatch.setattr(vllm, "VLLMServer", lambda url, decoding, leads: told.append(decoding))
+    monkeypatch.setattr(vllm, "VLLMServer", lambda url, decoding, controls: told.append(decoding))
     for spec in ("vllm", "http://localhost:1"):
         loading.load_engine(spec, checkpoint, None, None, Decoding.lossless(draft_tokens=4), "fp32")
     assert told == [Decoding.lossless(draft_tokens=4)] * 2

@@ -12,6 +12,8 @@ from sparrow.loading import load_problems, load_task_spec, parse_spec
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Mixture, Trace, build_tokenizer
 
+pytestmark = pytest.mark.slow
+
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(p.name for p in DOCS.glob("*.md") if "```python" in p.read_text(encoding="utf-8"))
 

@@ -20,6 +20,8 @@ from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import tiny_model
 
+pytestmark = pytest.mark.slow
+
 trl = pytest.importorskip("trl")
 adapter = pytest.importorskip("sparrow.integrations.trl")
 ROOT = Path(__file__).parents[2]

@@ -97,6 +97,7 @@ def test_mean_interval_has_the_width_of_theory():
     assert interval.upper - interval.lower == pytest.approx(2 * 1.96 * error, rel=0.05)
 
 
+@pytest.mark.slow
 def test_coverage_on_clustered_tokens():
     """The 95 % interval of the 5th percentile, whose true value is 0.05, over 300 data sets of 60 sequences.
 

@@ -132,6 +132,7 @@ def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model,
 # --- compiled models ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
 def test_a_compiled_model_is_teacher_forced_and_dense_again_after(model, how):
     ids, answers = tokens(1, 30), tokens(1, STEPS, seed=4)
@@ -172,6 +173,7 @@ def test_a_pass_that_was_not_teacher_forced_is_noticed_at_the_end(model):
         twin(input_ids=tokens(1, 20))
 
 
+@pytest.mark.slow
 def test_generation_with_a_static_cache_compiles_once_and_counts_its_steps(model):
     """Compiling is asked for on a CPU too; its backend only counts."""
     graphs, seen = [], []

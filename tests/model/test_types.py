@@ -19,6 +19,8 @@ from sparrow.errors import UnsupportedModel
 from sparrow.model.actor import set_schedule, teacher_forced
 from sparrow.schedule import SparsitySchedule
 
+pytestmark = pytest.mark.slow
+
 T, PROMPT = 34, 22
 LARGEST = 2_000_000  # parameters: what stays larger under the settings below takes too long
 

@@ -21,6 +21,8 @@ from stability_statistics import against_dense, arrival, last_reward, outcome, t
 from stability_study import Arm, Options, fail, find_schedule, quantized, train
 from stability_summary import PAGE, load, render, tables
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = dict(bin_tokens=16, page_size=4, dense_layers=(0,))
 
 

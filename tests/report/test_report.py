@@ -303,6 +303,7 @@ def test_names():
 # The page
 
 
+@pytest.mark.slow
 def test_every_figure_is_shown(parsed, report):
     assert list(parsed.figures) == FIGURES
     for name, found in parsed.figures.items():
@@ -358,6 +359,7 @@ def test_every_token_is_shown_with_its_acceptance(parsed):
     assert "lowest 0.000" in parsed.text and "10 tokens" in parsed.text
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
 def test_any_text_survives(tokens):
     texts, rates = zip(*tokens, strict=True)
@@ -511,6 +513,7 @@ def test_a_figure_is_the_same_each_time():
 # Edges
 
 
+@pytest.mark.slow
 def test_one_step_with_nothing_to_resample(tmp_path):
     bins = bins_only(bin_row(0, 0.4, n_sequences=1), bin_row(1, None, n_sequences=1))
     row = step_row(7, reward={"mean": nan}, mismatch=bins | {"beta_tail": None})

@@ -189,6 +189,7 @@ def test_a_long_answer_is_wrong_unless_identical(verifier):
     assert verifier.lost == 0
 
 
+@pytest.mark.slow
 def test_a_comparison_that_hangs_is_cut_off_and_the_next_is_served(caplog, born):
     with MathVerifier(workers=1, limit_s=1) as verifier:
         assert verifier.equal(r"\frac{2}{4}", r"\frac12")
@@ -224,6 +225,7 @@ def test_a_hanging_worker_ends_itself_when_its_parent_is_gone():
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_answers_that_hang_leave_the_others_alone():
     responses = [rf"\boxed{{{a}}}" for a in (HANGS, "x+y", HANGS, "2y", "x+x", "7")]
     with MathVerifier(workers=2, limit_s=1) as verifier, ThreadPoolExecutor(6) as threads:
@@ -232,6 +234,7 @@ def test_answers_that_hang_leave_the_others_alone():
         assert rewards == [0, 1, 0, 0, 1, 0] and verifier.lost == 2
 
 
+@pytest.mark.slow
 def test_as_many_answers_as_workers_can_hang_and_nobody_waits(born):
     with MathVerifier(workers=2, limit_s=3) as verifier, ThreadPoolExecutor(4) as threads:
         list(threads.map(verifier.equal, ["x+x"] * 2, ["2x"] * 2))
@@ -270,6 +273,7 @@ def test_the_limit_is_of_processor_time(monkeypatch):
         assert 1.5 <= time.monotonic() - start < 4 and verifier.lost == 1
 
 
+@pytest.mark.slow
 def test_threads_share_one_worker_without_mixing_answers(born):
     wrong = []
     with MathVerifier(workers=1, limit_s=20) as verifier:
@@ -288,6 +292,7 @@ def test_threads_share_one_worker_without_mixing_answers(born):
         assert not wrong and len(born()) == 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
     with MathVerifier(workers=1, limit_s=20) as verifier:
         assert verifier.equal("x+x", "2x")
@@ -300,6 +305,7 @@ def test_an_interrupted_request_leaves_no_stale_reply(monkeypatch):
         assert not verifier.equal("x+x", "3x")
 
 
+@pytest.mark.slow
 def test_a_worker_is_replaced_after_its_share_of_requests(born, monkeypatch):
     monkeypatch.setattr("sparrow.rewards.math.RECYCLE", 2)
     with MathVerifier(1, 20) as verifier:
@@ -338,6 +344,7 @@ def test_the_verifier_pickles_and_works_in_a_forked_process():
     assert verify(r"\boxed{x+x}") == 1.0
 
 
+@pytest.mark.slow
 def test_neither_trainer_nor_worker_pays_for_the_other_s_imports():
     """Importing rewards loads no sympy; a worker does not load torch though the script that started it does."""
     program = """

@@ -15,6 +15,8 @@ from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 CONTEXT, PAGES = 512, 16
 

@@ -89,6 +89,7 @@ def test_weights_are_whole_numbers_one_for_each_task(weights):
         Mixture([Named("a"), Named("b")], weights)
 
 
+@pytest.mark.slow
 def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
     tokenizer = build_tokenizer()
     tiny_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
@@ -245,6 +246,7 @@ class Sparse(EarlyWords):
         return problem if index % 2 else Problem(problem.id, problem.prompt, lambda text: 0.0)
 
 
+@pytest.mark.slow
 def test_resampled_run_is_resumed_exactly(tmp_path):
     # No penalty would make the unsolvable problems level.
     changes = {**RESAMPLED, "reward": RewardConfig(overlong="mask")}

@@ -18,6 +18,8 @@ from sparrow.train.ranks import Ranks, divide
 from tests.train.ranks_worker import DISTILLED, PLAIN, trainer
 from tests.train.test_trainer import metrics_of
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=30)
 
 

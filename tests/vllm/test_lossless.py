@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("vllm.version")
 CASES = Path(__file__).with_name("lossless_cases.py")
 PARTS = ("distribution", "64_ragged", "greedy_tokens_are")

@@ -20,6 +20,8 @@ from sparrow.rollout import Sampling
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap, prompts, same_tokens
 
+pytestmark = pytest.mark.slow
+
 RAGGED = prompts(300, 17, 150, 511, 64, 33)
 TIGHT = dict(num_gpu_blocks_override=36, max_model_len=576, enable_prefix_caching=False)
 GREEDY = Sampling(max_new_tokens=48, temperature=0.0, top_n=5)

@@ -19,6 +19,8 @@ from tests.train.test_ranks import assert_same_run, environments
 from tests.train.test_trainer import EarlyWords
 from tests.vllm import tiny_vllm as tiny
 
+pytestmark = pytest.mark.slow
+
 SCHEDULE = tiny.SMALL.replace(bin_tokens=32)
 
 

@@ -22,6 +22,8 @@ from sparrow.rollout import Sampling
 from tests.conftest import VOCAB
 from tests.vllm.tiny_vllm import OPTIONS, SMALL, checkpoint, discoverable, logprob_gap, prompts, same_tokens, tiny_model
 
+pytestmark = pytest.mark.slow
+
 RAGGED = prompts(300, 17, 150, 511)
 SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 

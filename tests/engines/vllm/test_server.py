@@ -126,9 +126,18 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
         VLLMServer(url, Decoding.lossless(SCHEDULE))
 
 
-def test_of_several_clients_one_leads(pretender):
+def test_the_old_name_of_controls_warns_with_the_new_one(pretender):
     url, state = pretender
-    led, leader = VLLMServer(url, SCHEDULE, leads=False), VLLMServer(url, SCHEDULE)
+    with pytest.warns(FutureWarning, match=r"controls=\.\.\."):
+        led = VLLMServer(url, SCHEDULE, leads=False)
+    state["calls"].clear()
+    led.sleep()
+    assert state["calls"] == []
+
+
+def test_of_several_clients_one_controls(pretender):
+    url, state = pretender
+    led, leader = VLLMServer(url, SCHEDULE, controls=False), VLLMServer(url, SCHEDULE)
     state["calls"].clear()
     handed: list[str] = []
 

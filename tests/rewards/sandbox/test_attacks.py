@@ -4,6 +4,8 @@ import pytest
 from attacks import ATTACKS
 from harness import Rig, require
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=["bwrap", "session"])
 def rig(request):

@@ -15,6 +15,8 @@ from sparrow.rewards import code as code_module
 from sparrow.rewards.sandbox import Child, ChildEndedError, pack, unpack
 from sparrow.rewards.sandbox.inside.wire import parse
 
+pytestmark = pytest.mark.slow
+
 PRIME = 2**61 - 1  # integers that differ by it have the same hash
 
 

@@ -33,6 +33,8 @@ from sparrow.rewards.sandbox import (
 from sparrow.rewards.sandbox.inside import programs, watch
 from sparrow.rewards.sandbox.seccomp import program_filter
 
+pytestmark = pytest.mark.slow
+
 LIMITS = Limits(cpu_s=1, wall_s=1.0, program_s=20, memory_bytes=256 << 20, output_bytes=1 << 20, files_bytes=8 << 20)
 DOUBLE = {"inputs": ["21\n", "4\n"], "outputs": ["42\n", "8\n"]}
 GOOD = "print(int(input()) * 2)"

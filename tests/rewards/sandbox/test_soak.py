@@ -12,6 +12,8 @@ import pytest
 
 from sparrow.rewards import Judgement
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 
 
