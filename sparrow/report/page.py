@@ -1,89 +1,111 @@
-"""The report of a run: figures as PNG files, and one HTML page that needs no other file and no network."""
+"""The report of a run, or of two side by side: one HTML page that needs no other file, no script and no network."""
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Mapping
-from itertools import groupby
-from math import isfinite, nan
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import isfinite
 from pathlib import Path
 
 import jinja2
-import numpy as np
+from markupsafe import Markup
 
+from sparrow.errors import ConfigError
 from sparrow.mismatch import BinMismatch
 from sparrow.report import theme
-from sparrow.report.figures import plots, render
-from sparrow.report.summary import bin_name, number, result_rows, setup_rows
-from sparrow.run.directory import LoggedResponse
-from sparrow.run.log import RunLog, nan_mean
+from sparrow.report.figures import RUNS, Figure, bin_count, figures
+from sparrow.report.responses import Shown, show, steps_to_show
+from sparrow.report.summary import MEANINGS, bin_name, headlines, meaning, number, result_rows, setup_rows
+from sparrow.run.log import RunLog
 
-MOST_TOKENS = 40_000  # more tokens than this make a page slow to open; longer responses then lose their middle
-
-Span = tuple[str, str, str]  # style class, title and text of one token
+COLUMNS = ("p5", "verdict", "95 % interval", "upper bound", "ceiling", "tokens", "responses")  # of a tail's table
 
 
-def write_report(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Write the figures (PNG) and the page of a run, finished or not, to ``out`` or ``run_dir/report``.
+def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()) -> Path:
+    """Write the page of one run, or of two, finished or not.
+
+    Args:
+        run_dirs: of the runs.
+        out: folder of the page; ``report`` in the first run's directory if left out.
+        steps: whose responses are shown; up to 40, from the first to the last, if left out.
 
     Returns:
-        The page, ``out/index.html``.
+        The page: ``index.html``, or ``against-NAME.html`` with the name of the second run.
 
-    Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
+    Raises ConfigError: not a run directory, a run without a finished step, a damaged file, two runs whose length bins
+    differ, or a step that is not there.
     """
-    log = RunLog.load(run_dir)
-    folder = Path(out) if out is not None else log.run_dir / "report"
+    logs = [RunLog.load(run_dir) for run_dir in run_dirs]
+    widths = {log.bin_tokens: log for log in logs}
+    if len(widths) > 1:
+        found = " and ".join(f"{log.run_dir} has {width} tokens" for width, log in widths.items())
+        raise ConfigError(f"length bins differ ({found}), so p5 cannot be compared; draw each run alone")
+    responses = show(logs, steps_to_show(logs, steps), list(RUNS[: len(logs)]) if len(logs) > 1 else [""])
+    folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
-    figures = {name: render(name, log) for name in plots(log)}
-    for name, png in figures.items():
-        (folder / f"{name}.png").write_bytes(png)
-    page = folder / "index.html"
+    page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
     # A tokenizer may decode half a character to what UTF-8 cannot hold.
-    page.write_text(html_page(log, figures), encoding="utf-8", errors="replace")
+    page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
 
-def html_page(log: RunLog, figures: Mapping[str, bytes]) -> str:
-    """The whole page, with these figures (PNG by name) in it."""
-    loader = jinja2.PackageLoader("sparrow.report", ".")
-    pages = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined)
-    most = max(MOST_TOKENS // max(len(log.rollouts), 1), 2)
-    by_step = groupby(log.rollouts, key=lambda response: response.step)
-    return pages.get_template("page.html").render(
+def html_page(
+    logs: Sequence[RunLog], drawn: Mapping[str, Sequence[Figure]], responses: Mapping[int, Sequence[Shown]]
+) -> str:
+    """The whole page, with these figures by heading and these responses by step."""
+    palette = theme.palette(bin_count(logs))
+    colors = {light: f"var(--{name})" for name, (light, _) in reversed(palette.items())}
+    rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
+    names = dict.fromkeys(name for row in rows for name in row)
+    has_ceiling = any(isfinite(ceiling) for log in logs for _, ceiling in _bins(log))
+    return _template().render(
         theme=theme,
-        name=log.run_dir.resolve().name,
-        run=[*setup_rows(log), *result_rows(log)],
-        last=log.steps[-1],
-        tau=f"{log.tau:g}",
-        tail=[_tail_row(b, log.tau) for b in log.bins()],
-        figures={name: b64encode(png).decode() for name, png in figures.items()},
-        steps=[(step, [_response(row, most) for row in rows]) for step, rows in by_step],
+        palette=palette,
+        colors=colors,
+        runs=list(zip(RUNS, map(_name, logs), strict=False)),
+        headlines=[(name, meaning(name), values) for name, values in headlines(logs)],
+        table=[(name, meaning(name), [row.get(name, "n/a") for row in rows]) for name in names],
+        tails=[
+            (log.steps[-1], f"{log.tau:g}", [_tail_row(b, best, log.tau) for b, best in _bins(log)]) for log in logs
+        ],
+        columns=[name for name in COLUMNS if name != "ceiling" or has_ceiling],
+        meanings=MEANINGS,
+        figures={heading: [(figure, Markup(figure.svg(colors))) for figure in some] for heading, some in drawn.items()},
+        responses=responses,
+        last=max(responses, default=0),
     )
 
 
-def _tail_row(b: BinMismatch, tau: float) -> tuple[str, ...]:
-    interval = f"[{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else "one response"
-    counts = f"{b.n_tokens:,}", f"{b.n_sequences:,}"
-    return bin_name(b.start, b.end), *counts, number(b.lower_bound), interval, number(b.upper_bound), b.verdict(tau)
+@cache
+def _template() -> jinja2.Template:
+    loader = jinja2.PackageLoader("sparrow.report", ".")
+    pages = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+    )
+    return pages.get_template("page.html")
 
 
-def _response(row: LoggedResponse, most: int) -> tuple[str, list[str], str, list[Span]]:
-    """Problem, facts, prompt and tokens of one response."""
-    accepted = np.array(row.acceptance, dtype=float)
-    lowest = min(accepted[np.isfinite(accepted)], default=nan)
-    spans = [_span(text, rate) for text, rate in zip(row.tokens, accepted, strict=True)]
-    left_out = len(spans) - most
-    if left_out > 0:
-        spans[most // 2 : most // 2 + left_out] = [("gap", "", f"{left_out:,} tokens are not shown")]
-    facts = [
-        f"reward {row.reward:.3g}", f"{len(accepted):,} tokens", f"ended by {row.finish_reason}",
-        f"mean acceptance {number(nan_mean(accepted))}", f"lowest {number(lowest)}",
-    ]  # fmt: skip
-    return row.problem, facts, row.prompt, spans
+def _name(log: RunLog) -> str:
+    return log.run_dir.resolve().name
 
 
-def _span(text: str, rate: float) -> Span:
-    if not isfinite(rate):
-        return "none", "not measured", text
-    level = next((i for i, low in enumerate(theme.LEVELS) if rate >= low), len(theme.LEVELS) - 1)
-    return f"a{level} n" if "\n" in text else f"a{level}", f"{rate:.4f}", text
+def _bins(log: RunLog) -> list[tuple[BinMismatch, float]]:
+    """The bins of the last step, and the ceiling of each."""
+    ceiling = log.ceiling()
+    return [(b, float(ceiling[b.bin, 0])) for b in log.bins()]
+
+
+def _tail_row(b: BinMismatch, ceiling: float, tau: float) -> dict[str, str]:
+    """By column; ``bin`` names the bin's colour."""
+    known = isfinite(b.interval_low)
+    return {
+        "bin": f"bin-{b.bin}",
+        "length": bin_name(b.start, b.end),
+        "p5": number(b.lower_bound),
+        "verdict": b.verdict(tau),
+        "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_high)}]" if known else "one response",
+        "upper bound": number(b.upper_bound),
+        "ceiling": number(ceiling),
+        "tokens": f"{b.n_tokens:,}",
+        "responses": f"{b.n_sequences:,}",
+    }

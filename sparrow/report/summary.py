@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -10,6 +12,36 @@ from sparrow.run.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]
+
+MEANINGS = {
+    "steps": "Finished training steps, of those asked for.",
+    "reward": "Mean reward of a step's responses.",
+    "response tokens": "Tokens sampled in all steps.",
+    "tokens kept": "Share of the response tokens that the importance correction left in the loss.",
+    "KV read": "Share of the cached tokens that decoding read; dense decoding reads all.",
+    "entropy": "Mean entropy of the policy's next-token distribution, nats per token.",
+    "tokens/s": "Response tokens per second of the rollout phase.",
+    "lowest p5": "Least p5 at the last step of any length that half as many responses reach as the shortest.",
+    "drafts per token": "Tokens drafted for each token sampled.",
+    "tokens per cycle": "Tokens that one verification of a sequence yields.",
+    "drafts accepted": "Exact acceptance rate of the drafts that verification looked at, at the last step.",
+    "guard": "Steps at which the acceptance rate was judged too low to train on.",
+    "mode": "How rollouts are decoded: lossless samples are exactly the dense policy's.",
+    "schedule": "What decode steps of sparse layers read.",
+    "drafts read": "What the sparse steps that draft read.",
+    "p5": "5th percentile of the acceptance rate over the tokens sampled at a length; what is known is a lower bound.",
+    "95 % interval": "Of p5, from drawing the responses anew with replacement.",
+    "upper bound": "The same percentile of the upper bound on acceptance; the truth lies between.",
+    "ceiling": "p5 of dense rollouts with the same pair of engines: the noise floor, which no schedule exceeds.",
+    "verdict": "holds: the whole interval reaches τ; below: neither it nor the upper bound does; else undecided.",
+}
+"""By name: one line on each statistic of the tables."""
+
+
+def meaning(name: str) -> str:
+    """One line on the statistic of a row, whose name may go on with a dataset or a length; empty for settings."""
+    known = next((known for known in MEANINGS if re.fullmatch(rf"{re.escape(known)}((,| at) .*)?", name)), None)
+    return MEANINGS[known] if known else ""
 
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
@@ -20,6 +52,26 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
     log = RunLog.load(run_dir)
     tail = [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
     return [*result_rows(log), *tail]
+
+
+def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
+    """The few numbers that stand first, as (name, (value, remark) of each run)."""
+    found: dict[str, list[NamedValue]] = {}
+    for log in logs:
+        for name, values, unit in (
+            ("reward", log.series("reward", "mean"), "{:.3f}"),
+            ("entropy", log.series("entropy"), "{:.3f}"),
+            ("tokens/s", log.throughput(), "{:,.0f}"),
+        ):
+            first, last, _ = log.first_and_last(values)
+            value = (unit.format(last), f"from {unit.format(first)}") if isfinite(last) else ("n/a", "")
+            found.setdefault(name, []).append(value)
+        reached = [b for b in log.bins() if 2 * b.n_sequences >= log.bins()[0].n_sequences]
+        least = min(reached, key=lambda b: b.lower_bound if isfinite(b.lower_bound) else 2)
+        found.setdefault("lowest p5", []).append((number(least.lower_bound), f"{least.verdict(log.tau)} τ {log.tau:g}"))
+        found.setdefault("KV read", []).append((percent(log.kv_read()), "of the cache"))
+    order = ("reward", "lowest p5", "tokens/s", "KV read", "entropy")
+    return [(name, found[name]) for name in order if any(value != "n/a" for value, _ in found[name])]
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:

@@ -68,14 +68,15 @@ class LoggedResponse:
     acceptance: Sequence[float | None]  # lower bound on the acceptance rate of each token
     reward: float
     finish_reason: str
+    answer: str | None = None  # what was expected, where it is text
 
     @classmethod
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
         """Raises ConfigError: a field is missing."""
         names = [field.name for field in fields(cls)]
-        if missing := [name for name in names if name not in row]:
+        if missing := [name for name in names if name not in row and name != "answer"]:  # older runs have none
             raise ConfigError(f"{where} has no {missing[0]!r}; restore the line from a copy or remove it")
-        return cls(**{name: row[name] for name in names})
+        return cls(**{name: row[name] for name in names if name in row})
 
 
 @dataclass(frozen=True)

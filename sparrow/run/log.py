@@ -8,8 +8,8 @@ Shapes: S steps, N length bins, counted from length 0 (a bin that no response of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ class RunLog:
     run_dir: Path  # where it was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
-    rollouts: tuple[LoggedResponse, ...]  # the sampled responses of the first and of the last step that logged any
     schedules: tuple[SparsitySchedule, ...]  # what the rollouts of each step were decoded under, [S]
 
     @classmethod
@@ -62,8 +61,15 @@ class RunLog:
         tables = (SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics)
         # A table that did not move keeps the name it started with.
         schedules = tuple(start if table == start else table.replace(provenance={}) for table in tables)
-        responses = (LoggedResponse.from_row(*found) for found in read_rows(path / ROLLOUTS))
-        return cls(path, config.train, metrics, _first_and_last(responses), schedules)
+        return cls(path, config.train, metrics, schedules)
+
+    def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
+        """The responses that were logged of these steps; those of all may be many gigabytes.
+
+        Raises ConfigError: a damaged file.
+        """
+        found = read_rows(self.run_dir / ROLLOUTS)
+        return [LoggedResponse.from_row(row, where) for row, where in found if row["step"] in steps]
 
     @property
     def tau(self) -> float:
@@ -97,8 +103,24 @@ class RunLog:
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
         """Mismatch by length bin at one step, by rising length; ``index`` into the recorded steps."""
         rows = self.metrics[index]["mismatch"]["bins"]
-        numbers: list[dict[str, Any]] = [{name: nan if x is None else x for name, x in row.items()} for row in rows]
-        return tuple(BinMismatch(**found) for found in numbers)
+        known = [field.name for field in fields(BinMismatch)]
+        return tuple(BinMismatch(**{name: _number(row[name]) for name in known if name in row}) for row in rows)
+
+    def ceiling(self) -> FloatArray:
+        """p5 of dense rollouts by length bin and the ends of its interval, at the last step, float64 [N, 3].
+
+        It is what this pair of engines has at best, the noise floor; nan where it was not measured.
+        """
+        rows = self.metrics[-1]["mismatch"]["bins"]
+        found_N3 = np.full((max((row["bin"] + 1 for row in rows), default=0), 3), nan)
+        for row in rows:
+            found_N3[row["bin"]] = [_number(row.get(name)) for name in ("ceiling", "ceiling_low", "ceiling_high")]
+        return found_N3
+
+    def throughput(self) -> FloatArray:
+        """Response tokens per second of the rollout phase at each step, float64 [S]."""
+        seconds = self.series("seconds", "rollout")
+        return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
         """p5 of acceptance (lower bound) by step and length bin, float64 [S, N]."""
@@ -151,14 +173,8 @@ def nan_mean(values: FloatArray) -> float:
     return float(finite.mean()) if finite.size else nan
 
 
-def _first_and_last(responses: Iterable[LoggedResponse]) -> tuple[LoggedResponse, ...]:
-    """Those of the first and of the last step; the rest may be many gigabytes and is dropped while reading."""
-    kept: dict[int, list[LoggedResponse]] = {}
-    for response in responses:
-        if response.step not in kept and len(kept) == 2:
-            kept.popitem()
-        kept.setdefault(response.step, []).append(response)
-    return tuple(response for some in kept.values() for response in some)
+def _number(value: Any) -> Any:
+    return nan if value is None else value
 
 
 def _get(row: Any, keys: tuple[str, ...]) -> Any:

@@ -22,6 +22,7 @@ class Problem:
     extract: Callable[[str], str | None] | None = None
     source: str = ""  # the task or dataset it comes from, by which rewards are reported
     solution: str | None = None  # a reference response where one is known
+    answer: str | None = None  # what is expected, for people to read; ``verify`` decides
 
 
 class Task(Protocol):

@@ -145,6 +145,7 @@ class DatasetTask:
             extract=self._extract,
             source=self.name,
             solution=question.solution,
+            answer=question.answer if isinstance(question.answer, str) else None,
         )
 
     def _prompt(self, question: Question) -> str:

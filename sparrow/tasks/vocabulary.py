@@ -69,4 +69,4 @@ def check_answer(response: str, expected: int) -> float:
 def answered(id: str, prompt: str, solution: str, answer: int) -> Problem:
     """A problem judged by its final digit."""
     verify = partial(check_answer, expected=answer)
-    return Problem(id, prompt, verify, stated_answer, id.split("-")[0], solution)
+    return Problem(id, prompt, verify, stated_answer, id.split("-")[0], solution, str(answer))

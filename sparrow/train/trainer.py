@@ -280,6 +280,7 @@ class Trainer:
                 acceptance=np.round(assessment.acceptances[i].lower, 4).tolist(),
                 reward=float(experience.rewards[i]),
                 finish_reason=experience.rollouts[i].finish_reason,
+                answer=experience.problems[i].answer,
             )
             for i in order[: self.config.logged_rollouts]
         ]

@@ -3,8 +3,8 @@
 Shapes: S steps, N length bins.
 """
 
-import base64
 import json
+import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -12,25 +12,30 @@ from itertools import pairwise
 from math import inf, isnan, nan
 from pathlib import Path
 
-import matplotlib.image
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 
+from sparrow.cli import main
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, mismatch_report
-from sparrow.report import RunLog, figures, page, summary_rows, theme, write_report
-from sparrow.report.summary import bin_name, describe_schedule, result_rows, setup_rows
-from sparrow.report.theme import LEVEL_COLORS, LEVEL_INKS, LEVELS
+from sparrow.report import RunLog, curves, figures, page, responses, summary_rows, svg, theme, write_report
+from sparrow.report.curves import PANELS, UNSMOOTHED_STEPS
+from sparrow.report.summary import MEANINGS, bin_name, describe_schedule, meaning, result_rows, setup_rows
+from sparrow.report.theme import LEVELS
 from sparrow.run import LoggedResponse
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 pytestmark = pytest.mark.filterwarnings("error")
 
 SCHEDULE = SparsitySchedule(top_k=(2, 6), bin_tokens=100, page_size=10, dense_layers=(0,))
-FIGURES = ["reward", "cost", "tail", "acceptance", "correction", "schedule"]
+FIGURES = [
+    "reward", "length", "ended", "level", "tail", "tail-last", "acceptance", "distance", "entropy", "loss", "gradient",
+    "clipped", "ess", "weights", "kl", "throughput", "seconds", "kv", "schedule",
+]  # fmt: skip
 BAD = "<script>alert(1)</script>"
 
 
@@ -58,6 +63,9 @@ def step_row(step: int, **changes) -> dict:
         "kv": {"read_fraction": 0.5, "tokens_read": 300 * step, "tokens_held": 1000 * step, "preemptions": 0},
         "seconds": {"rollout": 3.0, "score": 0.5, "update": 1.5},
         "schedule": {"top_k": [2, 6]},
+        "entropy": 1 / step,
+        "loss": {"loss": -0.1, "grad_norm": 0.3, "clip_low_fraction": 0.01, "clip_high_fraction": 0.02},
+        "advantage": {"zero_variance_fraction": 0.25},
     }  # fmt: skip
     return row | ({"mismatch": mismatch(step)} if "mismatch" not in changes else {}) | changes
 
@@ -77,11 +85,10 @@ def write_run(path, rows, rollouts=(), **train):
     return path
 
 
-def log_of(*rows, rollouts=(), schedules=None) -> RunLog:
+def log_of(*rows, schedules=None) -> RunLog:
     """A log in memory; ``rows`` are metrics."""
     train = {"tau": 0.86, "steps": 9}
-    rollouts = tuple(LoggedResponse(**row) for row in rollouts)
-    return RunLog(Path("run"), train, rows, rollouts, schedules or tuple(SCHEDULE for _ in rows))
+    return RunLog(Path("run"), train, rows, schedules or tuple(SCHEDULE for _ in rows))
 
 
 def bin_row(n: int, p5, low=None, high=None, upper=None, n_sequences=4) -> dict:
@@ -97,13 +104,14 @@ STEP = step_row(1)
 
 
 class Page(HTMLParser):
-    """Tables as rows of cell texts, figures by id, token spans by response, and every tag's attributes."""
+    """Tables as rows of cell texts, figures by id with the text in them, token spans by response, and every tag's
+    attributes."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict]] = []
         self.tables: dict[str, list[list[str]]] = {}
-        self.figures: dict[str, dict[str, str]] = {}
+        self.figures: dict[str, str] = {}
         self.responses: list[list[tuple[dict, str]]] = []
         self.stack: list[str] = []
         self.text = ""
@@ -123,14 +131,12 @@ class Page(HTMLParser):
             self.tables[self.table][-1].append("")
         elif tag == "figure":
             self.figure = found["id"]
-            self.figures[self.figure] = {}
-        elif tag == "img":
-            self.figures[self.figure] = {"image": found["src"], "alt": found["alt"]}
+            self.figures[self.figure] = ""
         elif tag == "div" and found.get("class") == "tokens":
             self.responses.append([])
         elif tag == "span" and self.stack[-1:] == ["tokens"]:
             self.responses[-1].append((found, ""))
-        if tag not in ("meta", "img"):
+        if tag not in ("meta", "input"):
             self.stack.append("tokens" if found.get("class") == "tokens" else tag)
 
     def handle_endtag(self, tag):
@@ -143,6 +149,8 @@ class Page(HTMLParser):
             self.responses[-1][-1] = (attributes, text + data)
         elif "td" in self.stack or "th" in self.stack:
             self.tables[self.table][-1][-1] += data
+        elif "figure" in self.stack:
+            self.figures[self.figure] += data
 
 
 TOKENS = ["So", " x", " <", BAD, " &amp;", "\n\n", " \\frac", "\n", " ünï", '"</div>']
@@ -193,8 +201,8 @@ def test_a_bin_that_a_step_did_not_reach_is_nan():
     np.testing.assert_array_equal(log.tail_by_step(), [[0.9, nan, nan], [nan, nan, 0.7]])
 
 
-def test_only_the_first_and_the_last_step_keep_their_rollouts(run):
-    assert [row.step for row in RunLog.load(run).rollouts] == [1, 1, 8, 8]
+def test_responses_of_any_step_are_read(run):
+    assert [row.step for row in RunLog.load(run).responses([3, 8])] == [3, 3, 8, 8]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "rollouts.jsonl"])
@@ -205,7 +213,7 @@ def test_a_half_written_last_line_is_left_out(tmp_path, name):
     for kept in (whole[:-40], whole + '{"step": 3, "rew', whole + "{"):
         (path / name).write_text(kept)
         log = RunLog.load(path)
-        found = log.steps.tolist() if name == "metrics.jsonl" else [row.step for row in log.rollouts]
+        found = log.steps.tolist() if name == "metrics.jsonl" else [row.step for row in log.responses([1, 2, 3])]
         assert found == ([1] if kept == whole[:-40] else [1, 2])
     (path / name).write_text(whole[:-1])
     assert len(RunLog.load(path).metrics) == 2, "a last line that only lacks its end of line is whole"
@@ -292,6 +300,14 @@ def test_verdict(p5, low, high, upper, expected):
     assert BinMismatch(0, 0, 100, 50, 4, p5, p5, low, high, upper).verdict(0.86) == expected
 
 
+def test_a_schedule_is_drawn_alone(tmp_path, capsys):
+    (tmp_path / "schedule.json").write_text(SCHEDULE.to_json())
+    for more in (["x"], ["--steps", "3"]):
+        with pytest.raises(SystemExit):
+            main(["report", str(tmp_path / "schedule.json"), *more])
+        assert "is drawn alone and has no steps; give it alone" in " ".join(capsys.readouterr().err.split())
+
+
 def test_names():
     assert [bin_name(0, 2000), bin_name(32, 64), bin_name(500, 1000)] == ["0-2K", "32-64", "500-1000"]
     assert describe_schedule(SparsitySchedule.dense()) == "dense"
@@ -304,80 +320,137 @@ def test_names():
 
 
 @pytest.mark.slow
-def test_every_figure_is_shown(parsed, report):
+def test_every_figure_is_shown_with_a_line_that_says_what_it_is(parsed):
     assert list(parsed.figures) == FIGURES
-    for name, found in parsed.figures.items():
-        kind, _, data = found["image"].partition(",")
-        assert kind == "data:image/png;base64"
-        assert base64.b64decode(data, validate=True) == (report.parent / f"{name}.png").read_bytes()
-        assert len(found["alt"]) > 40
-        pixels = matplotlib.image.imread(report.parent / f"{name}.png")[..., :3]
-        assert pixels.shape[0] > 300 and pixels.shape[1] > 900
-        assert 0.01 < (pixels < 0.9).any(-1).mean() < 0.7, f"{name} is blank or full"
+    drawn = [found["aria-label"] for tag, found in parsed.tags if found.get("role") == "img"]
+    assert len(drawn) == sum(tag == "svg" for tag, _ in parsed.tags) == len(FIGURES)
+    assert all(len(label) > 40 for label in drawn)
+    for name, words in (
+        ("entropy", "nats per token"),
+        ("gradient", "norm"),
+        ("throughput", "tokens/s"),
+        ("loss", "loss"),
+    ):
+        assert words in parsed.figures[name]
 
 
 def test_the_page_needs_no_other_file_and_runs_no_script(parsed, report):
-    assert report.name == "index.html"
-    assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in parsed.tags}
-    urls = [v for _, found in parsed.tags for k, v in found.items() if k in ("src", "href", "data", "style")]
-    assert urls and all(url.startswith("data:") for url in urls)
+    assert report.name == "index.html" and list(report.parent.iterdir()) == [report]
+    assert not {"script", "link", "iframe", "object", "base", "img"} & {tag for tag, _ in parsed.tags}
+    urls = [v for _, found in parsed.tags for k, v in found.items() if k in ("src", "href", "xlink:href", "data")]
+    assert urls and all(url.startswith("#") for url in urls)
     assert not any(k.startswith("on") for _, found in parsed.tags for k in found)
     html = report.read_text(encoding="utf-8")
+    assert html.count("<style") == 1, "a style sheet inside of a figure would be the whole page's"
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style and "@import" not in style
+    ids = [found["id"] for _, found in parsed.tags if "id" in found]
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", html)) <= set(ids)
+
+
+def test_a_dark_page_has_a_colour_for_each_of_a_light_one(report):
+    html = report.read_text(encoding="utf-8")
+    style = html[html.index("<style>") : html.index("</style>")]
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    defined = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", part)) for part in (light, dark)]
+    assert defined[0].keys() == defined[1].keys()
+    used = set(re.findall(r"var\(--([\w-]+)\)", html)) - {"key"}
+    assert used <= defined[0].keys() and {"ink", "muted", "bin-0", "bin-2", "above", "level-7"} <= used
+    assert not re.findall(r"#[0-9a-f]{6}\b", html[html.index("</style>") :]), "a colour that a dark page would keep"
 
 
 def test_tables_hold_the_recorded_numbers(parsed, run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    table = dict(parsed.tables["run"])
+    table = {name: value for name, value, _ in parsed.tables["run"]}
     assert table["model"] == BAD and table["dataset"] == "gsm8k, math" and "engine" not in table
     assert table["steps"] == "8 of 20"
     rewards = [row["reward"]["mean"] for row in rows]
     assert table["reward"].startswith(f"{np.mean(rewards[:2]):.3f} → {np.mean(rewards[-2:]):.3f} ")
     assert table["response tokens"] == f"{sum(row['response']['tokens'] for row in rows):,.0f}" == "3,600"
     assert table["KV read"] == "30 %"
-    for cells, b in zip(parsed.tables["tail"][1:], rows[-1]["mismatch"]["bins"], strict=True):
-        assert cells[0] == f"{b['start']}-{b['end']}"
-        assert cells[1:4] == [f"{b['n_tokens']:,}", str(b["n_sequences"]), f"{b['lower_bound']:.3f}"]
+    heads, *cells_by_bin = parsed.tables["bins"]
+    assert heads == [
+        "length", "p5", "against τ 0.86", "95 % interval", "upper bound", "tokens", "responses"
+    ]  # fmt: skip
+    for cells, b in zip(cells_by_bin, rows[-1]["mismatch"]["bins"], strict=True):
         known = b["interval_low"] is not None
-        assert cells[4] == (f"[{b['interval_low']:.3f}, {b['interval_high']:.3f}]" if known else "one response")
-        assert cells[5] == f"{b['upper_bound']:.3f}"
-        assert cells[6] in ("holds", "below", "undecided")
+        assert cells[:2] == [f"{b['start']}-{b['end']}", f"{b['lower_bound']:.3f}"]
+        assert cells[2] in ("holds", "below", "undecided")
+        assert cells[3] == (f"[{b['interval_low']:.3f}, {b['interval_high']:.3f}]" if known else "one response")
+        assert cells[4:] == [f"{b['upper_bound']:.3f}", f"{b['n_tokens']:,}", str(b["n_sequences"])]
+
+
+def test_each_statistic_of_the_tables_is_defined_in_a_line(parsed):
+    settings = {"model", "dataset", "task", "engine"}
+    for name, *_, what in parsed.tables["run"]:
+        assert name in settings or (what == meaning(name) and len(what) > 20), name
+    assert meaning("reward, gsm8k") == MEANINGS["reward"] and meaning("rewarding") == ""
+    for name in ("p5", "95 % interval", "upper bound", "verdict"):
+        assert MEANINGS[name] in parsed.text
 
 
 def test_every_token_is_shown_with_its_acceptance(parsed):
-    assert len(parsed.responses) == 4, "two responses of step 1 and of step 8"
+    assert len(parsed.responses) == 16, "two responses of each of eight steps"
     for spans in parsed.responses:
         assert [text for _, text in spans] == TOKENS
         assert [found["class"] for found, _ in spans] == LEVEL
         assert [found["title"] for found, _ in spans[:3]] == ["1.0000", "0.9990", "0.9989"]
         assert spans[-1][0]["title"] == "not measured"
-    steps = [found for tag, found in parsed.tags if tag == "details" and found.get("class") == "step"]
-    assert ["open" in found for found in steps] == [False, True]
     for part in ("Step 1: 2 responses", "Step 8: 2 responses", f"{BAD}-8-1", "reward 1.25", f"a < b\n{BAD}", "< 0.3"):
         assert part in parsed.text
     assert "lowest 0.000" in parsed.text and "10 tokens" in parsed.text
 
 
+def test_each_logged_step_can_be_chosen(parsed, report):
+    chosen = [found for tag, found in parsed.tags if tag == "input"]
+    assert [found["id"] for found in chosen] == [f"at-{step}" for step in range(1, 9)]
+    assert [found["id"] for found in chosen if "checked" in found] == ["at-8"]
+    style = report.read_text(encoding="utf-8").split("</style>")[0]
+    for step in range(1, 9):
+        assert f"#at-{step}:checked ~ .step-{step} {{ display: block; }}" in style
+        assert ("label", {"for": f"at-{step}"}) in parsed.tags
+        assert ("div", {"class": f"step step-{step}"}) in parsed.tags
+
+
+def test_the_expected_answer_stands_beside_a_response(tmp_path):
+    known, unknown = rollout_row(1, ["a"], [0.5], answer="<7>"), rollout_row(1, ["b"], [0.5])
+    parsed = Page(write_report(write_run(tmp_path, [step_row(1)], [known, unknown])).read_text(encoding="utf-8"))
+    assert parsed.text.count("Expected answer:") == 1 and "Expected answer: <7>" in parsed.text
+
+
+def test_of_a_long_run_some_steps_are_shown_or_those_asked_for(tmp_path):
+    rows = [step_row(step) for step in range(1, 101)]
+    path = write_run(tmp_path / "run", rows, [rollout_row(step, [f"{step}"], [0.5]) for step in range(1, 101)])
+    log = RunLog.load(path)
+    some = responses.steps_to_show([log], ())
+    assert len(some) == responses.MOST_STEPS and (some[0], some[-1]) == (1, 100) and set(np.diff(some)) == {2, 3}
+    assert responses.steps_to_show([log], (57, 3)) == [3, 57]
+    with pytest.raises(ConfigError, match="step 101 is not in the log, which has 1 to 100"):
+        responses.steps_to_show([log], (3, 101))
+    assert [r.spans[0][2] for some in responses.show([log], [57], [""]).values() for r in some] == ["57"]
+
+
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.text(), st.floats(0, 1)), min_size=1, max_size=20))
-def test_any_text_survives(tokens):
+def test_any_text_survives(parsed, tokens):  # after another page, for which the template was compiled
     texts, rates = zip(*tokens, strict=True)
-    row = rollout_row(1, list(texts), list(rates), problem=texts[0], prompt=texts[-1])
-    (spans,) = Page(page.html_page(log_of(STEP, rollouts=(row,)), {})).responses
+    shown = responses._shown("", LoggedResponse(1, texts[0], texts[-1], texts, rates, 0.5, "stop"), 1000)
+    (spans,) = Page(page.html_page([log_of(STEP)], {}, {1: [shown]})).responses
     assert [text for _, text in spans] == list(texts)
     for (found, _), rate in zip(spans, rates, strict=True):
         level = int(found["class"][1])
         assert LEVELS[level] <= rate < (LEVELS[level - 1] if level else inf)
 
 
-def test_a_long_response_loses_its_middle(monkeypatch):
-    monkeypatch.setattr(page, "MOST_TOKENS", 20)
+def test_a_long_response_loses_its_middle(tmp_path, monkeypatch):
+    monkeypatch.setattr(responses, "MOST_TOKENS", 20)
     rows = [rollout_row(1, [f" {i}" for i in range(30)], [0.5] * 30), rollout_row(1, ["a"] * 10, [0.5] * 10)]
-    long, short = Page(page.html_page(log_of(step_row(1), rollouts=tuple(rows)), {})).responses
-    assert [text for _, text in long] == [*(f" {i}" for i in range(5)), "20 tokens are not shown",
-                                          *(f" {i}" for i in range(25, 30))]  # fmt: skip
-    assert len(short) == 10
+    log = RunLog.load(write_run(tmp_path, [step_row(1)], rows))
+    long, short = responses.show([log], [1], [""])[1]
+    assert [text for *_, text in long.spans] == [*(f" {i}" for i in range(5)), "20 tokens are not shown",
+                                                 *(f" {i}" for i in range(25, 30))]  # fmt: skip
+    assert len(short.spans) == 10
 
 
 def luminance(color: str) -> float:
@@ -392,48 +465,127 @@ def contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def test_the_colour_scale_is_read_by_lightness_alone():
-    for one, other in pairwise(map(luminance, LEVEL_COLORS)):
-        assert other < one, "each lower level lies further from the page"
-    for ink, background in zip(LEVEL_INKS, LEVEL_COLORS, strict=True):
-        assert contrast(ink, background) >= 4.5
-    for color in (theme.INK, theme.MUTED, theme.ABOVE, theme.BELOW):
-        assert contrast(color, theme.CARD) >= 4.5
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_colour_scale_is_read_by_lightness_alone(dark):
+    colors = {name: pair[dark] for name, pair in theme.palette(8).items()}
+    levels = [colors[f"level-{i}"] for i in range(len(LEVELS))]
+    for one, other in pairwise(map(luminance, levels)):
+        assert (other > one) == dark, "each lower level lies further from the page"
+    for i, background in enumerate(levels):
+        assert contrast(colors[f"level-ink-{i}"], background) >= 4.5
+    for name in ("ink", "muted", "above", "below"):
+        assert contrast(colors[name], colors["card"]) >= 4.5
+    bins = [colors[f"bin-{i}"] for i in range(8)]
+    assert all(luminance(other) < luminance(one) for one, other in pairwise(bins)), "longer is darker"
+    assert all(contrast(color, colors["card"]) >= 3 for color in [*bins, *(colors[f"series-{i}"] for i in range(4))])
 
 
 # Figures
 
 
-def drawn(draw, log) -> Figure:
-    figure = Figure()
-    draw(figure, log)
-    return figure
+def drawn(draw, *logs, **options):
+    ax = Figure().subplots()
+    draw(ax, logs=logs, **options)
+    return ax
 
 
-def test_tail_figure_draws_the_recorded_intervals():
+def test_tail_figures_draw_the_recorded_intervals():
     bins = bins_only(bin_row(0, 0.9, 0.88, 0.93, 0.95), bin_row(1, 0.8, 0.81, 0.85), bin_row(2, 0.5, n_sequences=1))
-    left, right = drawn(figures.draw_tail, log_of(step_row(1, mismatch=bins), step_row(2, mismatch=bins))).axes
-    assert [line.get_ydata().tolist() for line in left.lines[:3]] == [[0.9] * 2, [0.8] * 2, [0.5] * 2]
-    assert left.lines[3].get_ydata() == [0.86, 0.86]
-    segments = [c.get_segments()[0].tolist() for c in right.collections[:2]]
-    assert segments == [[[0, 0.88], [0, 0.93]], [[1, 0.81], [1, 0.85]]]
-    points = [line for line in right.lines if line.get_marker() == "o"]
+    log = log_of(step_row(1, mismatch=bins), step_row(2, mismatch=bins))
+    by_step, last = drawn(figures.draw_tail, log, log=log), drawn(figures.draw_last_tail, log)
+    assert [line.get_ydata().tolist() for line in by_step.lines[:3]] == [[0.9] * 2, [0.8] * 2, [0.5] * 2]
+    assert by_step.lines[3].get_ydata() == [0.86, 0.86]
+    drawn_bars = [c.get_segments()[0].tolist() for c in last.collections if c.get_linewidth() == [4]]
+    assert drawn_bars[:2] == [[[0, 0.88], [0, 0.93]], [[1, 0.81], [1, 0.85]]]
+    points = [line for line in last.lines if line.get_marker() == "o"]
     dots = [(point.get_xdata()[0], point.get_ydata()[0], point.get_color()) for point in points]
-    assert dots == [(0, 0.9, theme.ABOVE), (1, 0.8, theme.BELOW), (2, 0.5, theme.MUTED)]
+    assert dots == list(zip((0, 1, 2), (0.9, 0.8, 0.5), theme.bin_colors(3), strict=True))
+
+
+def test_a_bin_has_one_colour_in_every_figure():
+    row = step_row(1, mismatch=bins_only(*(bin_row(n, 0.9 - n / 50) for n in range(1, 6))))
+    log = log_of(row, {**row, "step": 2}, schedules=(SCHEDULE, SCHEDULE.replace(top_k=(3,))))
+    colors = {f"{100 * n}-{100 * n + 100}": color for n, color in enumerate(theme.bin_colors(6)) if n}
+    assert {key.label: key.color for key in figures.bin_keys([log])} == colors and len(set(colors.values())) == 5
+    lines = drawn(figures.draw_tail, log, log=log).lines[:5]
+    assert [line.get_color() for line in lines] == list(colors.values())
+    points = [line for line in drawn(figures.draw_last_tail, log).lines if line.get_marker() == "o"]
+    assert [point.get_color() for point in points] == list(colors.values())
+    assert [line.get_color() for line in drawn(figures.draw_pages, log, log=log).lines] == list(colors.values())
+
+
+def test_the_ceiling_stands_beside_p5_where_the_log_has_it(tmp_path):
+    measured = {"ceiling": 0.97, "ceiling_low": 0.96, "ceiling_high": 0.98}
+    bins = bins_only({**bin_row(0, 0.9, 0.88, 0.93), **measured}, bin_row(1, 0.8))
+    log = log_of(step_row(1, mismatch=bins))
+    assert log.ceiling().tolist()[0] == [0.97, 0.96, 0.98] and np.isnan(log.ceiling()[1]).all()
+    ax = drawn(figures.draw_last_tail, log)
+    lines = [c for c in ax.collections if isinstance(c, LineCollection)]
+    assert [[-0.2, 0.97], [0.2, 0.97]] in [path.tolist() for c in lines for path in c.get_segments()]
+    parsed = Page(write_report(write_run(tmp_path / "with", [step_row(1, mismatch=bins)])).read_text(encoding="utf-8"))
+    assert [row[parsed.tables["bins"][0].index("ceiling")] for row in parsed.tables["bins"][1:]] == ["0.970", "n/a"]
+    assert "noise floor" in parsed.figures["tail-last"] and MEANINGS["ceiling"] in parsed.text
+    without = Page(write_report(write_run(tmp_path / "without", [step_row(1)])).read_text(encoding="utf-8"))
+    assert "ceiling" not in without.text
 
 
 def test_long_runs_show_a_rolling_mean_of_every_bin():
     bins = [bin_row(n, 0.9 - n / 50) for n in range(20)]
     log = log_of(*(step_row(step, mismatch=bins_only(*bins[: 20 - step % 2])) for step in range(1, 71)))
-    lines = drawn(figures.draw_tail, log).axes[0].lines
+    assert len(log.metrics) > UNSMOOTHED_STEPS
+    lines = drawn(figures.draw_tail, log, log=log).lines
     raw, smooth = lines[:40:2], lines[1:40:2]
     np.testing.assert_array_equal([line.get_ydata() for line in raw], log.tail_by_step().T)
     np.testing.assert_allclose(
         [line.get_ydata() for line in smooth], np.repeat([[0.9 - n / 50] for n in range(20)], 70, 1)
     )
-    assert (
-        len({line.get_color() if isinstance(line.get_color(), str) else tuple(line.get_color()) for line in raw}) == 20
-    )
+    assert len({line.get_color() for line in raw}) == 20
+
+
+def test_curves_are_the_recorded_numbers():
+    log = log_of(*(step_row(step) for step in range(1, 5)))
+    expected = {
+        "entropy": [1, 1 / 2, 1 / 3, 1 / 4], "gradient": [0.3] * 4, "loss": [-0.1] * 4,
+        "throughput": [100 / 3, 200 / 3, 100, 400 / 3], "kv": [50] * 4, "level": [25] * 4, "ended": [100] * 4,
+    }  # fmt: skip
+    panels = {name: panel for some in PANELS.values() for name, panel in some.items()}
+    for name, values in expected.items():
+        (line,) = drawn(panels[name].draw, log).lines
+        assert line.get_ydata() == pytest.approx(values), name
+        assert line.get_xdata().tolist() == [1, 2, 3, 4]
+    assert not panels["distil"].recorded([log]) and not panels["cycle"].recorded([log])
+
+
+def test_two_runs_stand_in_one_page(run, tmp_path):
+    other = write_run(
+        tmp_path / "other", [step_row(step, entropy=0.7) for step in (1, 2, 3)],
+        [rollout_row(3, ["x"], [0.5], problem=f"{BAD}-3-1")], steps=3,
+    )  # fmt: skip
+    logs = [RunLog.load(run), RunLog.load(other)]
+    panels = {name: panel for some in PANELS.values() for name, panel in some.items()}
+    one, two = drawn(panels["entropy"].draw, *logs).lines
+    assert one.get_ydata()[0] == 1 and two.get_ydata().tolist() == [0.7] * 3
+    assert (one.get_linestyle(), two.get_linestyle()) == ("-", "--")
+    assert (one.get_color(), two.get_color()) == theme.SERIES[:2]
+    mean_a, longest_a, mean_b, longest_b = drawn(panels["length"].draw, *logs).lines
+    assert mean_a.get_color() == mean_b.get_color() != longest_a.get_color() == longest_b.get_color()
+    left, right = (drawn(figures.draw_tail, *logs, log=log) for log in logs)
+    assert left.get_ylim() == right.get_ylim() and left.get_xlim() == right.get_xlim()
+    path = write_report(run, other)
+    assert path == run / "report" / "against-other.html"
+    parsed = Page(path.read_text(encoding="utf-8"))
+    assert {"tail", "tail-1"} <= set(parsed.figures) and {"bins", "bins-1"} <= set(parsed.tables)
+    assert parsed.tables["run"][0] == ["", "A: a<b", "B: other"]
+    assert ["steps", "8 of 20", "3 of 3", MEANINGS["steps"]] in parsed.tables["run"]
+    articles = parsed.text[parsed.text.index("Step 3: 3 responses") : parsed.text.index("Step 4:")]
+    order = [articles.index(f"A {BAD}-3-0"), articles.index(f"A {BAD}-3-1"), articles.index(f"B {BAD}-3-1")]
+    assert order == sorted(order), "responses to one problem stand beside each other"
+
+
+def test_runs_with_other_length_bins_are_not_compared(run, tmp_path):
+    wide = write_run(tmp_path, [step_row(1, mismatch=mismatch(1) | {"bin_tokens": 200})])
+    with pytest.raises(ConfigError, match=r"length bins differ .*100 tokens and .*200 tokens.*draw each run alone"):
+        write_report(run, wide)
 
 
 def test_beta_shares_by_hand():
@@ -442,52 +594,48 @@ def test_beta_shares_by_hand():
     np.testing.assert_allclose(figures._beta_shares(uniform, np.array([0, 0.2, 0.5, 1])), [0.08, 0.12, 0], atol=1e-12)
 
 
-def test_acceptance_figure_overlays_the_fit():
+def test_acceptance_figures_overlay_the_fit():
     log = log_of(*(step_row(step) for step in (1, 2)))
-    left, right = drawn(figures.draw_acceptance, log).axes
-    for ax, name in ((left, "histogram"), (right, "log_histogram")):
+    # The fit follows the tail but for sampling noise, and leaves out the mass at 1: of acceptance the last bin, of the
+    # distance the seven bins below 0.001.
+    for name, tail in (("histogram", slice(25, 49)), ("log_histogram", slice(7, None))):
+        ax = drawn(figures.draw_acceptance, log, name=name)
         last, first, beta = (patch.get_data().values for patch in ax.patches)
         counts = np.array(log.histogram(name).counts)
         np.testing.assert_allclose(last, counts / counts.sum())
         assert first.sum() == pytest.approx(1)
         assert beta.sum() == pytest.approx(log.beta_tail().fraction_in_tail)
         assert ax.get_yscale() == "log"
-    # The fit follows the tail but for sampling noise, and leaves out the mass at 1: on the left the last bin, on the
-    # right the seven bins of distance below 0.001.
-    for ax, tail in ((left, slice(25, 49)), (right, slice(7, None))):
-        last, _, beta = (patch.get_data().values for patch in ax.patches)
         assert np.abs(beta - last)[tail].max() < 0.02
     np.testing.assert_allclose(beta[:7], 0, atol=1e-6)
 
 
 def test_rolling_mean_by_hand():
     values = np.array([1, 2, nan, 4, 9])
-    np.testing.assert_allclose(figures._rolling_mean(values, 3), [1.5, 1.5, 3, 6.5, 6.5])
-    assert np.isnan(figures._rolling_mean(np.full(4, nan), 3)).all()
+    np.testing.assert_allclose(curves._rolling_mean(values, 3), [1.5, 1.5, 3, 6.5, 6.5])
+    assert np.isnan(curves._rolling_mean(np.full(4, nan), 3)).all()
 
 
 def test_schedule_figure_by_hand():
     log = log_of(step_row(1), step_row(2), schedules=(SCHEDULE.replace(top_k=(2,)), SCHEDULE))
-    pages, share = drawn(figures.draw_schedule, log).axes
-    whole, now, start = (dict(zip(*line.get_data(), strict=True)) for line in pages.lines)
-    assert (whole[200], now[200], start[200]) == (20, 9, 5)  # top_k + sink 1 + recent 2
-    assert dict(zip(*share.lines[0].get_data(), strict=True))[200] == 45
-    assert dict(zip(*share.lines[0].get_data(), strict=True))[30] == 100
+    now, start = (dict(zip(*line.get_data(), strict=True)) for line in drawn(figures.draw_schedule, log).lines)
+    assert (now[200], start[200]) == (45, 25)  # top_k + sink 1 + recent 2 of 20 pages
+    assert now[30] == 100
 
 
 def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     tables = ((2, 6, ALL_PAGES), (4, 6, ALL_PAGES), (4, 6, ALL_PAGES))
     rows = [step_row(i + 1, guard={"steps_below": i, "alarm": i > 1}) for i in range(3)]
     log = log_of(*rows, schedules=tuple(SCHEDULE.replace(top_k=table) for table in tables))
-    assert figures.plots(log) == [*FIGURES, "pages"]
-    (ax,) = drawn(figures.draw_pages, log).axes
-    read = {line.get_label(): line.get_ydata() for line in ax.lines}
+    names = [figure.name for figure in figures.figures([log])["Schedule"]]
+    assert names == ["schedule", "pages"]
+    read = [line.get_ydata() for line in drawn(figures.draw_pages, log, log=log).lines]
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
-    assert read["0-100"] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
-    assert read["100-200"] == pytest.approx([9000 / 190] * 3)
+    assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
+    assert read[1] == pytest.approx([9000 / 190] * 3)
     assert ("guard", "acceptance too low, at 1 of 3 steps, first at step 3") in result_rows(log)
     still = log_of(step_row(1), step_row(2))
-    assert "pages" not in figures.plots(still)
+    assert [figure.name for figure in figures.figures([still])["Schedule"]] == ["schedule"]
 
 
 def test_a_lossless_run_tells_how_it_drafted():
@@ -506,8 +654,14 @@ def test_a_lossless_run_tells_how_it_drafted():
 
 def test_a_figure_is_the_same_each_time():
     log = log_of(step_row(1))
-    plot = figures.plots(log)[0]
-    assert figures.render(plot, log) == figures.render(plot, log)
+    colors = {light: name for name, (light, _) in theme.palette(3).items()}
+    one, again = (figures.figures([log])["Acceptance"][0].svg(colors) for _ in range(2))
+    assert one == again
+
+
+def test_a_colour_without_a_dark_counterpart_is_noticed():
+    with pytest.raises(KeyError, match="#123456"):
+        svg.render("x", lambda ax: ax.plot([1], color="#123456"), {c: c for c, _ in theme.palette(1).values()})
 
 
 # Edges
@@ -518,16 +672,19 @@ def test_one_step_with_nothing_to_resample(tmp_path):
     bins = bins_only(bin_row(0, 0.4, n_sequences=1), bin_row(1, None, n_sequences=1))
     row = step_row(7, reward={"mean": nan}, mismatch=bins | {"beta_tail": None})
     path = write_run(tmp_path / "run", [row], [rollout_row(7, [], [])])
-    parsed = Page(write_report(path, tmp_path / "out").read_text(encoding="utf-8"))
-    assert list(parsed.figures) == FIGURES and (tmp_path / "out" / "tail.png").exists()
+    parsed = Page(write_report(path, out=tmp_path / "out").read_text(encoding="utf-8"))
+    assert set(parsed.figures) == set(FIGURES) - {"reward"}
     assert not (path / "report").exists()
-    assert dict(parsed.tables["run"])["reward"] == "n/a (one step)"
-    assert [row[3:5] for row in parsed.tables["tail"][1:]] == [["0.400", "one response"], ["n/a", "one response"]]
+    assert ["reward", "n/a (one step)"] in [row[:2] for row in parsed.tables["run"]]
+    assert [(row[1], row[3]) for row in parsed.tables["bins"][1:]] == [
+        ("0.400", "one response"),
+        ("n/a", "one response"),
+    ]
     assert parsed.responses == [[]] and "Step 7: 1 response" in parsed.text
 
 
 def test_half_a_character_is_written(tmp_path, monkeypatch):
-    monkeypatch.setattr(page, "plots", lambda log: {})
+    monkeypatch.setattr(page, "figures", lambda logs: {})
     path = write_run(tmp_path, [step_row(1)], [rollout_row(1, ["a\ud800b"], [0.5])])
     assert Page(write_report(path).read_text(encoding="utf-8")).responses[0][0][1] == "a?b"
 

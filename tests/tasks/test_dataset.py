@@ -18,7 +18,7 @@ from pyarrow import parquet
 
 from sparrow.errors import ConfigError
 from sparrow.rewards import extract_answer
-from sparrow.tasks import dataset
+from sparrow.tasks import dataset, load_task
 from sparrow.tasks.dataset import DatasetTask, load_dataset_task, load_rows
 from sparrow.tasks.formats import FORMATS
 
@@ -65,6 +65,15 @@ def test_competition_rows(name, answers):
     assert all(
         p.prompt.split("\n\n")[0] in {row["question"] for row in load_rows(DATA / f"{name}.jsonl")} for p in problems
     )
+
+
+def test_problems_say_what_is_expected():
+    (problem,) = task([{"problem": "2+2?", "answer": 4}])
+    assert problem.answer == "4"
+    checked = load_dataset_task("mbpp", {**VERIFIERS, "code": VERIFIERS["math"]}, path=DATA / "mbpp.jsonl")
+    assert all(problem.answer is None for problem in checked), "tests are no text to read"
+    synthetic = load_task("trace", lines=4).problem(0)
+    assert synthetic.verify(f"answer: {synthetic.answer}") == 1.0
 
 
 def test_numbers_as_answers_become_text():

@@ -41,7 +41,8 @@ class EarlyWords:
                 return self.fail_with
             return sum(word < "h" for word in text.split() if word.isalpha()) / 24
 
-        return Problem(id=f"words-{index}", prompt=f" {index % 10}" * (24 + index % 7), verify=verify)
+        prompt = f" {index % 10}" * (24 + index % 7)
+        return Problem(id=f"words-{index}", prompt=prompt, verify=verify, answer="early words")
 
 
 def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, closed_loop=False, **changes) -> Trainer:
@@ -89,7 +90,7 @@ def test_reward_rises_and_every_metric_is_there(tmp_path):
     assert first["response"]["tokens"] == pytest.approx(first["response"]["mean"] * 16)
     saved = [json.loads(line) for line in Path(tmp_path, "rollouts.jsonl").read_text().splitlines()]
     assert len(saved) == 16 * 4 and len({r["problem"] for r in saved[:4]}) == 4
-    assert all(len(r["tokens"]) == len(r["acceptance"]) for r in saved)
+    assert all(len(r["tokens"]) == len(r["acceptance"]) and r["answer"] == "early words" for r in saved)
     assert Path(tmp_path, "model", "model.safetensors").exists()
     assert sorted(p.name for p in Path(tmp_path, "checkpoints").iterdir()) == ["step-14", "step-16"]
 
