@@ -202,37 +202,38 @@ def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int) -> B
     return BinChoice(tail.start, tail.end, top_k, p5, lower, upper, tail.n_tokens, tail.n_sequences, borrowed)
 
 
-def _is_thin(found: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
+def _is_thin(acceptance: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
     """Too few of the tokens ``inside`` (bool ``[T]``) would lie below the percentile, or of too few sequences."""
-    tokens, sequences = int(inside.sum()), len(np.unique(found.sequence[inside]))
+    tokens, sequences = int(inside.sum()), len(np.unique(acceptance.sequence[inside]))
     return tokens * PERCENTILE < 100 * min_sequences or sequences < min_sequences
 
 
-def _joined(found: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
+def _joined(acceptance: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
     """The bin of every token, int64 ``[T]``; the first ones are joined until together they have enough."""
-    bins = found.position // bin_tokens
+    bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
-        if not _is_thin(found, bins <= b, min_sequences):
+        if not _is_thin(acceptance, bins <= b, min_sequences):
             return np.maximum(bins, b)
     raise ConfigError(
-        f"{len(bins)} tokens of {len(np.unique(found.sequence))} sequences were measured, at least "
+        f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at least "
         f"{100 * min_sequences // PERCENTILE} of {min_sequences} are needed for an interval; sample more"
     )
 
 
 def _tail(
-    found: Acceptance, bins: np.ndarray, bin_tokens: int, min_sequences: int, seed: int
+    acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, min_sequences: int, seed: int
 ) -> list[PercentileInterval]:
     """p5 by bin; shorter lengths are pooled in where one has too few tokens."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b
-        while _is_thin(found, inside := (bins >= first) & (bins <= b), min_sequences) and first > bins.min():
+        while _is_thin(acceptance, inside := (bins >= first) & (bins <= b), min_sequences) and first > bins.min():
             first -= 1
         # Position 0 puts everything that was pooled into a single bin.
+        alpha, sequence = acceptance.alpha[inside], acceptance.sequence[inside]
         (interval,) = percentile_by_bin_interval(
-            found.alpha[inside], np.zeros(inside.sum(), np.int64), found.sequence[inside], 1, PERCENTILE, seed=seed
+            alpha, np.zeros(inside.sum(), np.int64), sequence, 1, PERCENTILE, seed=seed
         )
-        start = b if tail else found.position.min() // bin_tokens
+        start = b if tail else acceptance.position.min() // bin_tokens
         tail.append(replace(interval, bin=int(b), start=int(start * bin_tokens), end=int((b + 1) * bin_tokens)))
     return tail

@@ -228,14 +228,14 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
     return max(seconds) * len(seconds) / sum(seconds)
 
 
-def rows(found: Plan, steps: int | None = None) -> list[tuple[str, str]]:
+def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     """A plan as (name, value) for printing; with ``steps``, the hours of a whole run too."""
     gib = 2**30
-    m = found.memory
+    m = planned.memory
     training = f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} gradients, {m.activations / gib:.0f} activations"
     engine = f"{m.engine_weights / gib:.0f} weights, {m.kv / gib:.0f} KV: {m.full_responses} responses of full length"
     lines = [("training, GiB a GPU", training), ("engine, GiB a GPU", engine)]
-    steps_of = {"dense": found.dense, "lossy": found.sparse, "lossless": found.lossless}
+    steps_of = {"dense": planned.dense, "lossy": planned.sparse, "lossless": planned.lossless}
     speedups = []
     for name, step in steps_of.items():
         if step is not None:
@@ -244,5 +244,5 @@ def rows(found: Plan, steps: int | None = None) -> list[tuple[str, str]]:
             )
             hours = f", {steps * step.seconds / 3600:.0f} h a run" if steps else ""
             lines.append((f"{name} step", f"{step.seconds:.0f} s: {phases}; imbalance {step.imbalance:.2f}{hours}"))
-            speedups.append(f"{found.dense.seconds / step.seconds:.2f}x {name}")
+            speedups.append(f"{planned.dense.seconds / step.seconds:.2f}x {name}")
     return [*lines, ("step speed-up", ", ".join(speedups[1:]) or "none asked for")]

@@ -346,12 +346,16 @@ def predict(
     return Prediction(dense, sparse, train_s, speedup, step_speedup, speculative, verdict)
 
 
-def rows(found: Prediction) -> list[tuple[str, str]]:
+def rows(prediction: Prediction) -> list[tuple[str, str]]:
     """A prediction as (name, value) for printing."""
     lines = []
-    for name, run in (("dense", found.dense), ("sparse", found.sparse)):
+    for name, run in (("dense", prediction.dense), ("sparse", prediction.sparse)):
         shares = f"{run.attention_s / run.seconds:.0%} attention, {run.drain_s / run.seconds:.0%} draining"
         speed = f"{run.tokens / run.seconds:,.0f} tokens/s, batch {run.mean_batch:.1f}"
         lines.append((f"{name} rollout", f"{run.seconds:.1f} s, {speed}, {shares}"))
-    names = {"rollout speed-up": found.speedup, "step speed-up": found.step_speedup, "speculative": found.speculative}
-    return [*lines, *((name, f"{value:.2f}x") for name, value in names.items()), ("verdict", found.verdict)]
+    names = {
+        "rollout speed-up": prediction.speedup,
+        "step speed-up": prediction.step_speedup,
+        "speculative": prediction.speculative,
+    }
+    return [*lines, *((name, f"{value:.2f}x") for name, value in names.items()), ("verdict", prediction.verdict)]

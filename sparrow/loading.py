@@ -322,7 +322,7 @@ def load_engine(
         rank, urls = PartialState().process_index, spec.split(",")
         if len(urls) > PartialState().num_processes:
             raise ConfigError(f"{len(urls)} vLLM servers for {PartialState().num_processes} processes; give one each")
-        return VLLMServer(urls[rank % len(urls)], decoding, leads=rank < len(urls))
+        return VLLMServer(urls[rank % len(urls)], decoding, controls=rank < len(urls))
     kind, options = parse_spec(spec)
     if kind == "vllm":
         from sparrow.engines.vllm import VLLMEngine

@@ -27,19 +27,19 @@ QUIET_S = 30.0  # a step that takes longer is logged by its phases
 class _Shown:
     """Progress on stderr, in a ``with`` block: a bar on a terminal, else lines, each written out at once."""
 
-    def __init__(self, total: int | None, shown: bool, *, counted: bool) -> None:
+    def __init__(self, total: int | None, shown: bool, *, counts: bool) -> None:
         self._console = Console(stderr=True)
         self._shown, self._began = shown, time.monotonic()
         self._bar: progress.Progress | None = None
         if shown and self._console.is_terminal:
             columns: list[progress.ProgressColumn] = [progress.SpinnerColumn()]
             wide = self._console.width >= NARROW
-            if counted:
+            if counts:
                 columns.append(progress.MofNCompleteColumn())
             columns.append(progress.TextColumn("{task.description}"))
             if wide:
                 columns += [progress.BarColumn(bar_width=None), progress.TimeElapsedColumn()]
-                columns += [progress.TimeRemainingColumn()] if counted else []
+                columns += [progress.TimeRemainingColumn()] if counts else []
             # The note stands on a line of its own where it would not fit beside the bar.
             self._bar = progress.Progress(*columns, console=self._console, expand=wide)
             self._task = self._bar.add_task("starting", total=total)
@@ -71,7 +71,7 @@ class Status(_Shown):
     """What is going on, of unknown length."""
 
     def __init__(self, text: str, shown: bool = True) -> None:
-        super().__init__(None, shown, counted=False)
+        super().__init__(None, shown, counts=False)
         self.update(text)
 
     def update(self, text: str) -> None:
@@ -84,7 +84,7 @@ class Progress(_Shown):
     """Progress of training, told of events as ``trainer.Listener``: a line for each step, and a bar on a terminal."""
 
     def __init__(self, steps: int, shown: bool = True) -> None:
-        super().__init__(steps, shown, counted=True)
+        super().__init__(steps, shown, counts=True)
         self._steps, self._done, self._seconds = steps, 0, 0.0
 
     def __call__(self, event: str, metrics: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class CalibrationProgress(_Shown):
     """Progress of a calibration, told of each pass and of the seconds left as it begins."""
 
     def __init__(self) -> None:
-        super().__init__(None, True, counted=False)
+        super().__init__(None, True, counts=False)
 
     def __call__(self, phase: str, left: float) -> None:
         text = phase
@@ -177,42 +177,42 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
     Console().print(table)
 
 
-def print_mismatch(found: MismatchReport, tau: float, read_fraction: float) -> None:
+def print_mismatch(report: MismatchReport, tau: float, read_fraction: float) -> None:
     """What ``sparrow measure`` found."""
     _print_columns(
-        f"acceptance rate of the sparse actor, {found.n_sequences} responses, {found.n_tokens} tokens",
+        f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens",
         ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", f"tau {tau:g}"),
         [
             (
                 f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences), f"{b.mean:.3f}", f"{b.lower_bound:.3f}",
                 f"{b.interval_low:.3f}-{b.interval_high:.3f}", f"{b.upper_bound:.3f}", b.verdict(tau),
             )
-            for b in found.bins
+            for b in report.bins
         ],
     )  # fmt: skip
-    Console().print(f"mean {found.mean:.4f}, share of the KV cache read {read_fraction:.1%}")
-    if tail := found.beta_tail:
+    Console().print(f"mean {report.mean:.4f}, share of the KV cache read {read_fraction:.1%}")
+    if tail := report.beta_tail:
         fit = f"Beta({tail.a:.2f}, {tail.b:.2f}), KS {tail.ks:.3f}"
         Console().print(f"tail below {tail.cut}: {tail.fraction_in_tail:.1%} of tokens, {fit}")
 
 
-def print_drafts(found: Mapping[str, Any]) -> None:
-    """How lossless drafts fared; ``found`` as ``Counters.to_dict`` has it."""
+def print_drafts(counts: Mapping[str, Any]) -> None:
+    """How lossless drafts fared; ``counts`` as ``Counters.to_dict`` has it."""
     _print_columns(
-        f"drafts by exact acceptance, {found['drafted']} drafted",
+        f"drafts by exact acceptance, {counts['drafted']} drafted",
         ("length", "drafts", "mean", "p5"),
         [
             (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
-            for b in found.get("bins", ())
+            for b in counts.get("bins", ())
         ],
     )
     Console().print(
-        f"{found['tokens_per_cycle']:.2f} tokens a cycle, {found['drafts_per_token']:.2f} drafts a token; drafts have "
-        "a dense history, which a lossy actor does not"
+        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; drafts "
+        "have a dense history, which a lossy actor does not"
     )
 
 
-def print_calibration(found: Calibration, target: float, out: Path) -> None:
+def print_calibration(calibration: Calibration, target: float, out: Path) -> None:
     """What ``sparrow calibrate`` found."""
     _print_columns(
         f"cheapest schedule with p5 >= {target:g}",
@@ -223,8 +223,8 @@ def print_calibration(found: Calibration, target: float, out: Path) -> None:
                 f"{b.lower:.3f}-{b.upper:.3f}", str(b.n_tokens), str(b.n_sequences),
                 "borrowed from shorter lengths" if b.borrowed else "",
             )
-            for b in found.bins
+            for b in calibration.bins
         ],
     )  # fmt: skip
-    beyond = f"dense beyond {found.bins[-1].end} tokens, which were not measured"
+    beyond = f"dense beyond {calibration.bins[-1].end} tokens, which were not measured"
     say(f"{beyond}; wrote {out}")

@@ -1,1 +1,1 @@
-"""A Hugging Face model wearing the sparse actor (``actor``), and log-probs of given tokens under it (``scoring``)."""
+"""The sparse actor of a Hugging Face model (``actor``), and log-probs of given tokens under it (``scoring``)."""

@@ -343,7 +343,7 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
 def keep_attention() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """A ``context_fn`` for gradient checkpointing: what teacher-forced attention computes once is not computed again.
 
-    It is the dearest part of a sparse layer, and its result and pages are a small part of what the layer would store.
+    It is the most expensive part of a sparse layer; its result and pages are little of what the layer would store.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

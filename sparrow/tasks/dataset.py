@@ -4,7 +4,7 @@ Tasks import no rewards, so whoever builds a task hands in the verifiers, by kin
 
     load_dataset_task("gsm8k", path="train.jsonl", verifiers={"math": sparrow.rewards.verify_math})
 
-and, for a chat model, how a prompt is dressed, e.g.
+and, for a chat model, the chat template of its prompts, e.g.
 ``lambda prompt: tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False,
 add_generation_prompt=True)``.
 """

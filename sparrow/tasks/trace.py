@@ -1,4 +1,4 @@
-"""Trace a straight-line program: each line needs values written at places only the content tells.
+"""Trace a straight-line program: each line needs values written at positions that only the content tells.
 
 The prompt is a program over single digits; the response goes through its lines in order, quotes the
 operands' values and writes the result, about ten tokens a line::

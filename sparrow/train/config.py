@@ -182,9 +182,9 @@ class LoraConfig(Settings):
 
 @dataclass(frozen=True)
 class DistillConfig(Settings):
-    """DistillSparse: a LoRA that only the sparse actor wears, trained towards the dense policy every step."""
+    """DistillSparse: a LoRA that only the sparse actor has, trained towards the dense policy every step."""
 
-    enabled: bool = False  # Train and wear the adapter.
+    enabled: bool = False  # Train the adapter and sample with it.
     rank: Count = 16  # Rank of the LoRA; its scale alpha is twice the rank.
     # Linear layers that get an adapter, by the last part of their name.
     target_modules: Annotated[tuple[str, ...], Field(min_length=1)] = PROJECTIONS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -91,7 +91,7 @@ def _bindings() -> tuple[ModuleType, ModuleType]:
     return driver, nvrtc
 
 
-def _call(function: Callable[..., tuple], *arguments: object) -> object:
+def _call(function: Callable[..., tuple[Any, ...]], *arguments: object) -> object:
     result, *values = function(*arguments)
     if int(result):
         raise RuntimeError(f"{function.__name__}: {result.name}")

@@ -9,6 +9,7 @@ import asyncio
 import json
 import re
 import time
+import warnings
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -44,14 +45,19 @@ class VLLMServer(Client):
         url: such as ``http://localhost:8000``.
         schedule: what the actor may read, or how to decode; where page counts differ from the server's, they are set at
             once. Whether it is lossless was settled when the server was started.
-        leads: whether this client controls the server; of several processes that share it, one does.
+        controls: whether this client sets schedules and weights; of several processes that share a server, one does.
 
     Raises EngineError: no server. ConfigError: one that does not run Sparrow or cannot be controlled.
     """
 
-    def __init__(self, url: str, schedule: SparsitySchedule | Decoding, leads: bool = True) -> None:
+    def __init__(
+        self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True, *, leads: bool | None = None
+    ) -> None:
+        if leads is not None:
+            warnings.warn("VLLMServer(leads=...) is VLLMServer(controls=...) now", FutureWarning, stacklevel=2)
+            controls = leads
         self._url = url.rstrip("/")
-        self._leads = leads
+        self._controls = controls
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
         decoding = Decoding.load(schedule)
         runs = self._described[0].get("mode", "lossy")
@@ -127,20 +133,20 @@ class VLLMServer(Client):
         return int(sum(map(float, re.findall(rf"^vllm:{counter}_total\{{[^}}]*\}} (\S+)", metrics, re.M))))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        if self._leads:
+        if self._controls:
             super().update_weights(weights)
         else:
             deque(weights, maxlen=0)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        if self._leads:
+        if self._controls:
             super().set_schedule(schedule)
         else:
             self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``; the client that leads counts for all."""
-        return super().counters() if self._leads else Counters(0, 0)
+        """See ``Engine.counters``; the client that controls the server counts for all."""
+        return super().counters() if self._controls else Counters(0, 0)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         try:
@@ -160,11 +166,11 @@ class VLLMServer(Client):
 
     def sleep(self) -> None:
         """See ``Engine.sleep``; needs ``--enable-sleep-mode``."""
-        if self._leads:
+        if self._controls:
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
-        if self._leads:
+        if self._controls:
             self._request("POST", "/wake_up")
 
     def close(self) -> None:

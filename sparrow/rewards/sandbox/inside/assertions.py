@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .wire import Channel
 
 
-class Names(dict):
+class Names(dict[str, "Any"]):
     """The tests' globals, in which a name that nobody defined here is the program's, looked up each time."""
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
