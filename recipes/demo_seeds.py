@@ -58,7 +58,7 @@ def main(options: Options) -> None:
     for seed in options.seeds:
         run = options.folder / f"seed-{seed}"
         if not (run / "model").exists():
-            sparrow(["demo", "--seed", str(seed), "--run-dir", str(run)])
+            sparrow(["demo", "--steps", "12", "--seed", str(seed), "--run-dir", str(run)])
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
         read, held = (sum(row["kv"][key] for row in rows) for key in ("tokens_read", "tokens_held"))
         runs.append(

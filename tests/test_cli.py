@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from sparrow.cli import COMMANDS, main
+from sparrow.commands.demo import Demo
 from sparrow.loading import parse_spec
 from tests.conftest import fails
 
@@ -169,6 +170,13 @@ def test_a_command_that_needs_a_model_says_so_in_a_sentence(command, capsys):
     assert fails(capsys, command, "--seed", "1") == (
         f"sparrow: sparrow {command} needs --model NAME or PATH; --model reasoner is the small one that comes along"
     )
+
+
+def test_the_reward_rises_within_the_steps_of_the_demo():
+    """As measured over longer runs of the same seeds, whose first steps are the demo's."""
+    for run in json.loads(Path(__file__).parent.parent.joinpath("benchmarks/results/demo.json").read_text())["runs"]:
+        reward = run["reward"][: Demo.steps]
+        assert len(reward) == Demo.steps <= 8 and sum(reward[-2:]) - sum(reward[:2]) > 2 * 0.1
 
 
 def test_every_command_is_in_the_module_of_its_name():

@@ -21,7 +21,7 @@ class Demo(Command):
 
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
-    steps: Count = 12  # Training steps.
+    steps: Count = 8  # Training steps.
     # lossy: under the schedule that comes with the reasoner. lossless: drafts read what that schedule says.
     mode: Mode = "lossy"
 
