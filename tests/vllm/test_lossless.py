@@ -14,16 +14,22 @@ import pytest
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("vllm.version")
-CASES = Path(__file__).with_name("lossless_cases.py")
-PARTS = ("distribution", "64_ragged", "greedy_tokens_are")
-REST = "not (" + " or ".join(PARTS) + ")"
+FOLDER = Path(__file__).parent
+PARTS = {
+    "distribution": ("lossless_cases.py", "distribution"),
+    "64_ragged": ("lossless_cases.py", "64_ragged"),
+    "greedy_tokens_are": ("lossless_cases.py", "greedy_tokens_are"),
+    "cases": ("lossless_cases.py", "not (distribution or 64_ragged or greedy_tokens_are)"),
+    "reference": ("lossless_reference_cases.py", ""),
+}
 
 
 def run(part):
+    file, names = PARTS[part]
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", part, str(CASES)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", names, str(FOLDER / file)],
         env={**os.environ, "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"},
-        cwd=CASES.parents[2], capture_output=True, text=True,
+        cwd=FOLDER.parents[1], capture_output=True, text=True,
     )  # fmt: skip
 
 
@@ -35,7 +41,7 @@ def runs(request):
         yield {part: pool.submit(run, part) for part in wanted}
 
 
-@pytest.mark.parametrize("part", [*PARTS, REST])
+@pytest.mark.parametrize("part", PARTS)
 def test_lossless_mode(runs, part):
     done = runs[part].result()
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
