@@ -20,6 +20,7 @@ PARTS = {
     "64_ragged": ("lossless_cases.py", "64_ragged"),
     "greedy_tokens_are": ("lossless_cases.py", "greedy_tokens_are"),
     "cases": ("lossless_cases.py", "not (distribution or 64_ragged or greedy_tokens_are)"),
+    "life": ("lossless_life_cases.py", ""),
     "reference": ("lossless_reference_cases.py", ""),
 }
 

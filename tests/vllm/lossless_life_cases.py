@@ -1,0 +1,162 @@
+"""What happens to an engine in lossless mode while it lives, in a real vLLM; see ``test_lossless.py``."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.vllm.adapt import DraftLength
+from tests.vllm import lossless_cases as cases
+from tests.vllm.lossless_cases import Landmarks, assert_greedy_and_dense, generate, logprobs_of, parameters, tokens_of
+from tests.vllm.tiny_vllm import checkpoint, prompts
+
+ASKED = prompts(150, 17, 64, 33, seed=31)
+SIZES = (100, 1500, 1500)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a model, the model, and another's weights."""
+    folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
+    model = checkpoint(folder, num_hidden_layers=2)
+    new = checkpoint(other, num_hidden_layers=2, seed=1)
+    return folder, model, new, str(other / "model.safetensors")
+
+
+# --- sleep ---
+
+
+def lose(worker, level):
+    """What is left of a worker's memory after vLLM's sleep: neither the KV cache, nor at level 2 the weights."""
+    for layer in worker.vllm_config.compilation_config.static_forward_context.values():
+        whole = torch.empty(0, dtype=layer.kv_cache.dtype).set_(layer.kv_cache.untyped_storage())
+        whole.normal_(std=30.0)
+    if level == 2:
+        for weight in worker.model_runner.model.parameters():
+            weight.data.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_nothing_is_read_that_sleep_has_dropped(made, monkeypatch, level):
+    """On a CPU vLLM itself does not sleep; here what its allocator would drop is overwritten."""
+    folder, model, new, weights = made
+    found = Landmarks(monkeypatch)
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
+        llm.collective_rpc(lose, args=(level,))
+        llm.reset_prefix_cache()  # as ``LLM.sleep`` does
+        if level == 2:
+            llm.collective_rpc("sparrow_load_weights", args=(weights,))
+        assert_greedy_and_dense(model if level == 1 else new, ASKED, generate(llm, ASKED, 24))
+        counts = cases.counters(llm)
+    assert counts["accepted"] > 0 and found.pages > 100 and found.worst < 1e-4
+
+
+# --- weights that change in flight ---
+
+
+def tokens_cached(worker):
+    states = worker.model_runner.req_states
+    return {name.split("-")[0]: int(states.num_computed_tokens.gpu[i]) for name, i in states.req_id_to_index.items()}
+
+
+@torch.no_grad()
+def mixed(old, new, ids, cached):
+    """Log-probs ``[T, V]`` after each token where one model has read the first ``cached`` of them, another the rest."""
+    first = old(torch.tensor([ids[:cached]]), use_cache=True)
+    rest = new(torch.tensor([ids[cached:]]), past_key_values=first.past_key_values)
+    return torch.cat([first.logits[0], rest.logits[0]]).double().log_softmax(-1).numpy()
+
+
+def test_drafts_of_old_weights_are_verified_by_new_ones(made):
+    folder, old, new, weights = made
+    done, cached = {}, None
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        for i, prompt in enumerate(ASKED):
+            llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, parameters(40))
+        for turn in range(200):
+            if not llm.llm_engine.has_unfinished_requests():
+                break
+            if turn == 4:
+                [cached] = llm.collective_rpc(tokens_cached)
+                llm.collective_rpc("sparrow_load_weights", args=(weights,))
+            for output in llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id.split("-")[0]] = output.outputs[0]
+    assert len(cached) == len(done) == len(ASKED)
+    for i, prompt in enumerate(ASKED):
+        completion, n = done[str(i)], cached[str(i)]
+        ids = [*prompt, *completion.token_ids]
+        assert len(prompt) < n < len(ids) - 10
+        log_p = mixed(old, new, ids[:-1], n)[len(prompt) - 1 :]
+        own = log_p[np.arange(len(log_p)), completion.token_ids]
+        assert (log_p.max(1) - own).max() < 1e-4
+        assert np.abs(own - logprobs_of(completion)).max() < 1e-4
+        of_old = cases.dense(old, prompt, completion.token_ids)[np.arange(len(own)), completion.token_ids]
+        assert np.abs(own - of_old).max() > 0.1  # the new weights were in use
+
+
+# --- a run that is resumed ---
+
+
+def test_a_new_engine_repeats_samples_only_with_as_many_drafts(made, monkeypatch):
+    folder, *_ = made
+    first, second = (dict(tokens=10, temperature=1.0, seed=seed) for seed in (7, 8))
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        generate(llm, ASKED, **first)
+        wanted = generate(llm, ASKED, **second)
+    with cases.engine(folder, cases.lossless(4)) as llm:
+        again = generate(llm, ASKED, **second)
+    with cases.engine(folder, cases.lossless(4, adapt=True)) as llm:
+        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length: 1)
+        other = generate(llm, ASKED, **second)
+    for a, b in zip(wanted, again, strict=True):
+        assert list(a.token_ids) == list(b.token_ids) and np.array_equal(logprobs_of(a), logprobs_of(b))
+    assert tokens_of(other) != tokens_of(wanted)  # what was drafted takes other random numbers
+
+
+# --- thousands of requests ---
+
+
+def idle(llm):
+    """Assert that nothing of any request is left; how many tensors there are."""
+    generate(llm, [[1, 2, 3]], 1)  # a worker forgets requests when it is given others
+    core = llm.llm_engine.engine_core.engine_core
+    scheduler = core.scheduler
+    assert not scheduler.requests and not scheduler.running and not scheduler.waiting
+    pool = scheduler.kv_cache_manager.block_pool
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1  # one is vLLM's own
+    [states] = llm.collective_rpc(lambda worker: worker.model_runner.req_states)
+    assert len(states.req_id_to_index) <= 1 and len(states.free_indices) >= states.max_num_reqs - 1
+    del states
+    gc.collect()
+    return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+
+def metrics(llm):
+    return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+
+
+def test_thousands_of_requests_leave_nothing_behind(made):
+    folder, *_ = made
+    rng = np.random.default_rng(33)
+    tensors = []
+    with cases.engine(folder, cases.lossless(2), max_num_seqs=128, disable_log_stats=False) as llm:
+        cases.counters(llm)
+        for n in SIZES:
+            asked = prompts(*rng.integers(1, 40, n).tolist(), seed=n)
+            lengths = rng.integers(1, 8, n).tolist()
+            wanted = [parameters(t, temperature=1.0, seed=i, logprobs=None) for i, t in enumerate(lengths)]
+            before = metrics(llm)
+            outputs = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+            assert [len(o.outputs[0].token_ids) for o in outputs] == lengths
+            del outputs
+            theirs = {name: count - before.get(name, 0) for name, count in metrics(llm).items()}
+            ours = cases.counters(llm)
+            assert theirs["vllm:generation_tokens"] == sum(lengths)
+            # vLLM does not count what was drafted after a response had ended.
+            assert 0 < theirs["vllm:spec_decode_num_draft_tokens"] <= ours["drafted"]
+            assert 0 < theirs["vllm:spec_decode_num_accepted_tokens"] <= ours["accepted"]
+            tensors.append(idle(llm))
+    assert tensors[1] == tensors[2]
