@@ -22,7 +22,14 @@ import numpy as np
 from sparrow.calibrate import Acceptance, Calibration, calibrate
 from sparrow.engines.base import Engine, Scorer
 from sparrow.errors import ConfigError
-from sparrow.mismatch import BinMismatch, MismatchReport, acceptance_bounds, mismatch_report
+from sparrow.mismatch import (
+    BinMismatch,
+    MismatchReport,
+    acceptance_bounds,
+    engine_noise,
+    mismatch_report,
+    with_noise,
+)
 from sparrow.rollout import Rollout, Sampling, Scores, split
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -155,7 +162,7 @@ def calibrate_engine(
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
     fewest = min(budgets)
-    listed: tuple[BinMismatch, ...] = ()  # of the last rollouts, the part of the policy's probability that is listed
+    ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
 
     @contextmanager
     def step(phase: str, kind: str, responses: int, passes_left: int, rounds_left: int) -> Iterator[None]:
@@ -169,13 +176,13 @@ def calibrate_engine(
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
-        nonlocal listed
+        nonlocal ceiling
         some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 10)]
         again = replace(sampling, seed=sampling.seed + number)
         left, later = count(len(trials), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
             trajectories = Trajectories(engine, scorer, some, again, folder, behaviour)
-        listed = pool(trajectories.listed(), layout.bin_tokens).bins
+        ceiling = pool(trajectories.ceiling(), layout.bin_tokens).bins
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
@@ -193,11 +200,15 @@ def calibrate_engine(
     for number in range(1, on_policy + 1):
         if not found.schedule.is_dense:
             found = search(number, found.schedule, [found.schedule])
-    if short := [b for b in listed if b.lower_bound < target]:
+    if short := [b for b in ceiling if b.lower_bound < target]:
         b = min(short, key=lambda b: b.lower_bound)
+        why = (
+            f"the lists of {sampling.top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th percentile"
+            if engine is scorer
+            else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of {sampling.top_n} tokens"
+        )
         reason = (
-            f"at lengths {b.start}-{b.end} the lists of {sampling.top_n} tokens hold {b.lower_bound:.3f} of the "
-            f"probability at the 5th percentile, so no budget can be shown to hold p5 {target:g} there; sample with "
+            f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {target:g} there; sample with "
             "longer ones (--top-n), or lower the target"
         )
         if found.schedule.is_dense:
@@ -214,6 +225,9 @@ def calibrate_engine(
 
 class Trajectories:
     """Rollouts sampled once, to be scored under many schedules by teacher-forced passes.
+
+    What scores is not what samples, and a threshold is one for the sampler. So its noise, which is known at every token
+    of the schedule that was sampled under, is added to the log-probs of all schedules, the dense one's included.
 
     Everything is kept in ``folder``, so an interrupted calibration goes on where it stopped.
 
@@ -244,17 +258,24 @@ class Trajectories:
             _save_rollouts(path, _sample(engine, prompts, sampling, behaviour))
         self.rollouts = _load_rollouts(path)
         self._dense = self._top_logprobs(SparsitySchedule.dense())
+        scored = None if engine is scorer else self._top_logprobs(behaviour)
+        self._noise = scored and [engine_noise(r.top_logprobs, q) for r, q in zip(self.rollouts, scored, strict=True)]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
         """Acceptance between the dense model and its actor under ``schedule``; by default, as it was sampled."""
-        sparse = self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
+        sparse: list[Any] = self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
+        if schedule and self._noise:
+            sparse = [with_noise(q, noise) for q, noise in zip(sparse, self._noise, strict=True)]
         rows = zip(self.rollouts, self._dense, sparse, strict=True)
         return [token_acceptance(rollout, p, schedule or self._behaviour, q) for rollout, p, q in rows]
 
-    def listed(self) -> list[TokenAcceptance]:
-        """The part of the dense model's probability that is on the lists: no schedule's bound can be higher."""
-        rows = zip(self.rollouts, self._dense, strict=True)
-        return [token_acceptance(rollout, p, self._behaviour, p) for rollout, p in rows]
+    def ceiling(self) -> list[TokenAcceptance]:
+        """Acceptance of dense rollouts, less than 1 by what the lists leave out and by the sampler's noise."""
+        sampled = self._dense
+        if self._noise:
+            sampled = [with_noise(p, noise) for p, noise in zip(self._dense, self._noise, strict=True)]
+        rows = zip(self.rollouts, self._dense, sampled, strict=True)
+        return [token_acceptance(rollout, p, self._behaviour, q) for rollout, p, q in rows]
 
     def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
         path = self._folder / f"scores-{_digest(self._name, schedule.to_dict())}.npy"

@@ -7,6 +7,8 @@ import pytest
 
 from sparrow.calibrate import Acceptance, calibrate
 from sparrow.errors import ConfigError
+from sparrow.measure import Trajectories, calibrate_engine, measure, pool
+from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 LAYOUT = SparsitySchedule.dense(bin_tokens=160, dense_layers=(0,))
@@ -147,8 +149,6 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     import torch
 
     from sparrow.engines.hf import HFEngine
-    from sparrow.measure import calibrate_engine, measure, pool
-    from sparrow.rollout import Sampling
     from tests.conftest import VOCAB, tiny_model
 
     layout = SparsitySchedule.dense(bin_tokens=64, page_size=4, dense_layers=(0,))
@@ -187,8 +187,6 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
 
 def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
     from sparrow.engines.hf import HFEngine
-    from sparrow.measure import calibrate_engine
-    from sparrow.rollout import Sampling
     from tests.conftest import VOCAB, tiny_model
 
     layout = SparsitySchedule.dense(bin_tokens=64, page_size=4, dense_layers=(0,))
@@ -209,9 +207,6 @@ def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_sho
 
 
 def test_an_engine_sleeps_while_a_scorer_scores():
-    from sparrow.measure import measure
-    from sparrow.rollout import Rollout, Sampling, Scores
-
     calls = []
     ids, logprobs = np.array([[3], [5]], np.int32), np.log(np.array([[0.5], [0.8]], np.float32))
     rollout = Rollout([1, 2], np.array([3, 5]), logprobs[:, 0], ids, logprobs, "length")
@@ -242,3 +237,77 @@ def test_calibration_is_drawn_from_its_file(tmp_path):
     (tmp_path / "plain.json").write_text(SparsitySchedule.fixed(2).to_json())
     with pytest.raises(ConfigError, match="holds no measurements"):
         draw_calibration(tmp_path / "plain.json")
+
+
+class TwoPrograms:
+    """A sampler whose logits are off by noise, and a scorer: of a model whose logits depend on prompt and place alone.
+
+    Fewer pages move the logits further. ``V`` tokens, all of them listed.
+    """
+
+    V, T = 16, 320
+
+    def __init__(self, noise: float) -> None:
+        self.noise, self.schedule = noise, SparsitySchedule.dense()
+
+    def logprobs(self, prompt, schedule, noise):
+        rng = np.random.default_rng(prompt)
+        logits, off, wrong = rng.standard_normal((3, self.T, self.V))
+        pages = schedule.pages(len(prompt) + np.arange(self.T))[:, None]
+        logits = 3 * logits + noise * wrong + 1 / np.sqrt(1 + pages) * off
+        return logits - np.logaddexp.reduce(logits, axis=1, keepdims=True)
+
+    def generate(self, prompts, sampling):
+        rollouts = []
+        for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True):
+            logq = self.logprobs(prompt, self.schedule, self.noise)
+            tokens = (logq + np.random.default_rng(seed).gumbel(size=logq.shape)).argmax(1)
+            ids = np.tile(np.arange(self.V), (self.T, 1)).astype(np.int32)
+            own = np.take_along_axis(logq, tokens[:, None], 1)[:, 0].astype(np.float32)
+            rollouts.append(Rollout(prompt, tokens, own, ids, logq.astype(np.float32), "length"))
+        return rollouts
+
+    def score(self, rollouts, schedule, temperature):
+        tops = [self.logprobs(r.prompt_ids, schedule, 0.0).astype(np.float32) for r in rollouts]
+        return [Scores(r.logprobs, top, r.logprobs) for r, top in zip(rollouts, tops, strict=True)]
+
+    def set_schedule(self, schedule):
+        self.schedule = schedule
+
+    def sleep(self):
+        pass
+
+    wake = sleep
+
+
+@pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
+def test_what_is_said_to_hold_holds_for_the_sampler_whose_numerics_are_not_the_scorers(
+    tmp_path, noise, ceiling, target
+):
+    engine, scorer = TwoPrograms(noise), TwoPrograms(0.0)
+    sampling, prompts = Sampling(320, top_n=16), [[i, 1, 2, 3] for i in range(24)]
+    dense = SparsitySchedule.dense(bin_tokens=160, page_size=1)
+
+    def tail(schedule, prompts):
+        return np.array([b.lower_bound for b in pool(measure(engine, scorer, prompts, sampling, schedule), 160).bins])
+
+    assert abs(tail(dense, prompts)[:2] - ceiling).max() < 0.01
+    found = calibrate_engine(
+        engine, scorer, prompts, sampling, tmp_path, budgets=(4, 32, 256), target=target, layout=dense, refine=3,
+        on_policy=1, provenance={},
+    )  # fmt: skip
+    assert 4 < found.schedule.top_k[0] < 256
+    fresh = tail(found.schedule, [[i, 1, 2, 4] for i in range(24)])[:2]
+    assert (fresh > target - 0.004).all() and (fresh < target + 0.02).all()
+    # Every schedule's p5, those that nothing was sampled under included, is what the sampler has.
+    trajectories = Trajectories(engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,)))
+    for pages in (4, 32, 256):
+        schedule = dense.replace(top_k=(pages,))
+        said = [b.lower_bound for b in pool(trajectories.acceptance(schedule), 160).bins]
+        assert abs(said - tail(schedule, prompts))[:2].max() < 1e-5
+    beyond = r"dense rollouts have p5 0\.\d+ with this engine .* no budget can be shown to hold p5 0\.98 there"
+    with pytest.raises(ConfigError, match=beyond):
+        calibrate_engine(
+            engine, scorer, prompts, sampling, tmp_path, budgets=(256,), target=0.98, layout=dense, refine=0,
+            on_policy=0, provenance={},
+        )  # fmt: skip

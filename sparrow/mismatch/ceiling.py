@@ -3,6 +3,8 @@
 Sampler and trainer are different programs, with rounding of their own, and lists of likely tokens leave something out:
 so even an actor that reads everything is not accepted always. Of how sparsely the actor reads, a p5 says something only
 beside the p5 of dense rollouts of the same engines, lists and lengths.
+
+Shapes: T tokens, n entries of the actor's top-n list.
 """
 
 from __future__ import annotations
@@ -12,9 +14,15 @@ from dataclasses import replace
 from math import isnan
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike
+
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
+from sparrow.mismatch.tail import FloatArray
 
 ENOUGH = 8  # responses that a bin's ceiling should come from
+RESOLVED = 1e-6  # a left-over mass below this is float32's rounding
+LEAST = -100.0  # log-probs of tokens that cannot be; padding among them
 
 
 class Ceiling:
@@ -45,7 +53,7 @@ class Ceiling:
         if not well:
             return tuple(bins)
 
-        def nearest(b: BinMismatch) -> dict[str, float]:
+        def nearest(b: BinMismatch) -> dict[str, Any]:
             found = well[min(well, key=lambda at: abs(sum(at) - b.start - b.end))]
             return {name: value for name, value in found.items() if name != "n_sequences"}
 
@@ -71,3 +79,29 @@ class Ceiling:
         for row in state:
             found = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
             self._bins[row["start"], row["end"]] = found
+
+
+def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
+    """What a sampler's numerics have made of log-probs, float64 ``[T, n + 1]``; the last column is of all other tokens.
+
+    Args:
+        sampled_Tn: natural log-probs of the listed tokens, as the sampler had them; -inf is padding.
+        scored_Tn: of the same tokens in the same contexts under the same schedule, by what scores.
+    """
+    return _with_rest(sampled_Tn) - _with_rest(scored_Tn)
+
+
+def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
+    """Log-probs that were scored, under whatever schedule, as the sampler would have had them, float64 ``[T, n]``.
+
+    Noise is taken to be the same under every schedule: it is of logits, so the sum over the vocabulary is 1 again.
+    """
+    disturbed = _with_rest(scored_Tn) + noise
+    return (disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True))[..., :-1]
+
+
+def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
+    """Log-probs and the logarithm of what they leave over, none below what float32 log-probs resolve."""
+    logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
+    rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)
+    return np.concatenate([logprobs, np.log(np.maximum(rest, RESOLVED))], axis=-1)
