@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sparrow.measure import left_open
-from sparrow.mismatch import BinMismatch, MismatchReport
+from sparrow.mismatch import BinMismatch, MismatchReport, out_of_reach
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
@@ -286,6 +286,9 @@ class Movers:
 
     def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
         self.guard = Guard(config)
+        self._tau = config.tau
+        self._asks = closed_loop or bool(config.distill.step_down)
+        self._said = False
         self._movers: dict[str, Mover] = {}
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         if config.distill.step_down:
@@ -300,6 +303,14 @@ class Movers:
         for mover in self._movers.values():
             proposed = mover.propose(now, proposed, seen)
         return proposed
+
+    def complaint(self, seen: Evidence) -> str | None:
+        """That what is to be held is more than dense rollouts score, said once if anything here is to hold it."""
+        if not self._asks or self._said:
+            return None
+        found = out_of_reach(seen.report.bins, self._tau)
+        self._said = found is not None
+        return found
 
     def state(self) -> dict[str, Any]:
         """The memory of all, by name."""

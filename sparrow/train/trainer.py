@@ -255,7 +255,10 @@ class Trainer:
 
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step))
-        self._set_schedule(self.movers.next(self.schedule, Evidence(self.step + 1, report, tail_under)))
+        seen = Evidence(self.step + 1, report, tail_under)
+        self._set_schedule(self.movers.next(self.schedule, seen))
+        if (complaint := self.movers.complaint(seen)) and self.ranks.is_main:
+            log.warning(complaint)
         guard = self.movers.guard
         if guard.warning and self.ranks.is_main:
             log.warning(guard.warning)

@@ -44,6 +44,21 @@ def turn(top_k, *bins, calm=(), floor=(), tau=TAU):
     return control.schedule.top_k, control.calm
 
 
+def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
+    noisy = replace(seen(1, 0.94), ceiling=0.951, ceiling_low=0.948, ceiling_high=0.955)
+    report = replace(mismatch_report([1.0], [1.0], [0], [0]), bins=(seen(0, 1.0), noisy))
+    evidence = Evidence(1, report, lambda schedule: ())
+
+    def complaints(tau, closed_loop=True):
+        movers = Movers(TrainConfig(tau=tau), SparsitySchedule.fixed(9), closed_loop)
+        return movers.complaint(evidence), movers.complaint(evidence)
+
+    first, second = complaints(0.98)
+    assert "at lengths 2000-4000 dense rollouts of this engine have p5 0.951 [0.948, 0.955]" in first
+    assert "no schedule holds 0.98; lower tau" in first and second is None
+    assert complaints(0.955) == complaints(0.98, closed_loop=False) == (None, None)
+
+
 # --- the update, in numbers worked out by hand (3 pages are always kept) ---
 
 
