@@ -230,6 +230,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
             runtime.last_decoded = layer.impl.is_sparse_layer
     marks = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    runtime.landmark_share = marks / (spec.page_size_bytes + marks)
     return replace(spec, page_size_padded=spec.page_size_bytes + marks)
 
 

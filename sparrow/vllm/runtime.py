@@ -45,6 +45,7 @@ class Runtime:
         self.workspace: DecodeWorkspace | None = None
         self.last_decoded: bool | None = None  # whether the layer attached last is sparse; None before the first
         self.draft_bytes = 0  # memory of the logits that drafts are drawn from
+        self.landmark_share = 0.0  # of the KV cache
         self.meter: Any = None  # of lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows

@@ -1,13 +1,16 @@
 """What happens to an engine in lossless mode while it lives, in a real vLLM; see ``test_lossless.py``."""
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
+from vllm import logger
+
 from sparrow.vllm.adapt import DraftLength
-from tests.vllm import lossless_cases as cases
 from tests.vllm.lossless_cases import Landmarks, assert_greedy_and_dense, generate, logprobs_of, parameters, tokens_of
 from tests.vllm.tiny_vllm import checkpoint, prompts
 
@@ -136,6 +139,22 @@ def idle(llm):
 
 def metrics(llm):
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
+
+
+def test_what_it_takes_is_said_at_start(made, monkeypatch):
+    said, init = [], logger.init_logger
+    ours = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name))
+    stock = 2 * 32 * 2 * 32 * 4  # bytes of a block of 32 tokens
+    padded = stock + 2 * 2 * 32 * 4  # with two landmarks
+    assert 1 - stock / padded == pytest.approx(0.0303, abs=1e-4)
+    blocks = []
+    for decoding in (None, cases.lossless(2)):
+        with cases.engine(made[0], decoding) as llm:
+            blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
+    assert blocks == [2**26 // (2 * size) for size in (stock, padded)]
+    [line] = said
+    assert line.endswith("landmarks 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence")
 
 
 def test_thousands_of_requests_leave_nothing_behind(made):
