@@ -23,6 +23,7 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
+from sparrow.vllm import speculator
 from sparrow.vllm.meter import overlap
 from tests.vllm.tiny_vllm import prompts
 
@@ -382,22 +383,22 @@ def likelihood(counts, p):
     return stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue
 
 
-SAMPLES = {"exact": 20_000, "worst drafts": 10_000, "shared noise": 15_000, "no resampling": 2_000}
+SAMPLES = {"exact": 20_000, "worst drafts": 10_000, "shared noise": 20_000, "no resampling": 2_000}
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     """The dense policy's, whatever is drafted; and two defects that it would show."""
-    V, T = 6, 3 if variant == "exact" else 2  # in fewer outcomes a bias is found sooner
-    model = tiny.checkpoint(tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.25, seed=3)
+    # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared noise best.
+    V, T = 12, 3 if variant == "exact" else 2  # in fewer outcomes a bias is found sooner
+    model = tiny.checkpoint(tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7)
     prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
-    if variant in ("worst drafts", "shared noise"):  # rejected as often as can be, so that noise matters most
-        from sparrow.vllm import speculator
-
-        stock = speculator.gumbel_sample
-        noise = {"is_drafting": False} if variant == "shared noise" else {}
+    stock = speculator.gumbel_sample
+    if variant == "worst drafts":  # rejected as often as can be
+        monkeypatch.setattr(speculator, "gumbel_sample", lambda logits, *args, **named: stock(-logits, *args, **named))
+    elif variant == "shared noise":  # real drafts, drawn from the noise that replaces them when they are rejected
         monkeypatch.setattr(
-            speculator, "gumbel_sample", lambda logits, *args, **named: stock(-logits, *args, **{**named, **noise})
+            speculator, "gumbel_sample", lambda *args, **named: stock(*args, **{**named, "is_drafting": False})
         )
     elif variant == "no resampling":  # a rejected draft stays
         from vllm.v1.worker.gpu.spec_decode import rejection_sampler
