@@ -6,7 +6,7 @@ Nothing here changes what is sampled, only how fast: any number of drafts is exa
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from statistics import mean
 
@@ -14,16 +14,19 @@ PROBES = 4
 """Cycles timed of a number of drafts before anything is concluded."""
 THINK_EVERY = 8
 """Cycles between two comparisons, which cost the host time."""
-TRY_AGAIN = 1000
+TRY_AGAIN = 2000
 """Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
 """Cycles after which what nearly won is timed again: the first times of a batch are the least reliable."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
 HOPELESS = 0.9
-"""A number of drafts predicted below this share of the best speed, or below it at the length before, is not tried."""
+"""A number of drafts predicted below this share of the best speed, or below it at the nearest batch, is not tried."""
 PRIOR = (9.0, 10.0)
 """Drafts accepted and judged before any was seen."""
+REACH, OPTIMISM = 2, 0.85
+"""How many steps away a batch may be to be taken for alike, and the share of its times expected one step further: what
+was hopeless is tried again some steps on."""
 FORGET = 0.98
 """Weight of what was accepted before, at each cycle."""
 
@@ -33,10 +36,14 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
+Key = tuple[int, int]  # steps of the number of sequences, and of their mean length
+
+
 class DraftLength:
     """Chooses the number of drafts of each cycle.
 
     Batches are told apart by the number of sequences and by their mean length, both in steps of a factor of sqrt(2).
+    One not met before takes over what is known of the nearest, so that little is timed anew as sequences grow and end.
 
     Args:
         choices: numbers of drafts to choose from, 0 (no drafting) included.
@@ -45,15 +52,16 @@ class DraftLength:
     def __init__(self, choices: Iterable[int]) -> None:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
-        self._seconds: dict[tuple[int, int], dict[int, deque[float]]] = defaultdict(dict)
+        self._seconds: dict[Key, dict[int, deque[float]]] = {}
+        self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle, as timed at the nearest batch
         self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
-        self._in_use: dict[tuple[int, int], int] = {}
-        self._being_timed: set[tuple[int, int]] = set()
-        self._cycles: Counter[tuple[int, int]] = Counter()
+        self._in_use: dict[Key, int] = {}
+        self._being_timed: set[Key] = set()
+        self._cycles: Counter[Key] = Counter()
 
     def acceptance(self, length: float) -> float:
-        """Share of the drafts judged lately that were accepted, at like length."""
-        accepted, judged = self._verdicts.get(_step(length), PRIOR)
+        """Share of the drafts judged lately that were accepted, at like length, else at the nearest length."""
+        accepted, judged = self._judged(_step(length))
         return accepted / judged
 
     def settled(self, rows: int, length: float) -> int | None:
@@ -64,22 +72,25 @@ class DraftLength:
     def choose(self, rows: int, length: float) -> int:
         """Drafts of the next cycle for so many sequences of this mean length (tokens)."""
         key = (_step(rows), _step(length))
+        if key not in self._seconds:
+            self._take_over(key)
         self._cycles[key] += 1
         current = self.settled(rows, length)
         if current is not None and self._cycles[key] % THINK_EVERY:
             self.chosen[current] += 1
             return current
-        seconds = self._seconds[key]
+        timed = self._seconds[key]
         if self._cycles[key] % TRY_AGAIN == 0:
+            self._taken_over[key] = {}
             for drafts in self.choices:
-                if drafts != self._in_use.get(key):
-                    seconds.pop(drafts, None)
+                if drafts != current:
+                    timed.pop(drafts, None)
         elif self._cycles[key] % RETIME == 0:
             speed = self._speeds(key)
-            near = [k for k in speed if k != self._in_use.get(key) and speed[k] >= HOPELESS * max(speed.values())]
+            near = [k for k in speed if k != current and speed[k] >= HOPELESS * max(speed.values())]
             if near:
-                seconds.pop(near[self._cycles[key] // RETIME % len(near)])
-        choice = next((k for k in self.choices if len(seconds.get(k, ())) < PROBES and self._is_worth(key, k)), None)
+                timed.pop(near[self._cycles[key] // RETIME % len(near)])
+        choice = next((k for k in self._promising(key) if len(timed.get(k, ())) < PROBES), None)
         if choice is not None:
             self._being_timed.add(key)
         else:
@@ -99,9 +110,12 @@ class DraftLength:
             seconds: of the drafts and their verification.
             accepted, judged: drafts accepted, and drafts up to the first rejected one of each sequence.
         """
-        self._seconds[_step(rows), _step(length)].setdefault(drafts, deque(maxlen=12)).append(seconds)
+        key = (_step(rows), _step(length))
+        if key not in self._seconds:
+            self._take_over(key)
+        self._seconds[key].setdefault(drafts, deque(maxlen=12)).append(seconds)
         if judged:
-            verdicts = self._verdicts.setdefault(_step(length), list(PRIOR))
+            verdicts = self._verdicts.setdefault(key[1], self._judged(key[1]))
             for i, count in enumerate((accepted, judged)):
                 verdicts[i] = FORGET * verdicts[i] + count
 
@@ -109,29 +123,57 @@ class DraftLength:
         """What was settled on, by sequences and mean length (rounded to the steps told apart)."""
         return {f"{2 ** (b / 2):.0f} x {2 ** (n / 2):.0f}": k for (b, n), k in sorted(self._in_use.items())}
 
-    def _speeds(self, key: tuple[int, int]) -> dict[int, float]:
-        """Tokens per second of a sequence with each number of drafts timed often enough."""
-        return {k: self._speed(key, k, _typical(of)) for k, of in self._seconds[key].items() if len(of) >= PROBES}
+    def _take_over(self, key: Key) -> None:
+        """Begin with the times of the nearest batch that has any, and go on counting its cycles."""
 
-    def _speed(self, key: tuple[int, int], drafts: int, seconds: float) -> float:
+        def steps(other: Key) -> int:
+            return max(abs(a - b) for a, b in zip(other, key, strict=True))
+
+        nearest = min((k for k in self._seconds if steps(k) <= REACH and self._known(k)), key=steps, default=None)
+        self._seconds[key], self._taken_over[key] = {}, {}
+        if nearest is not None:
+            less = OPTIMISM ** steps(nearest)
+            self._taken_over[key] = {k: less * seconds for k, seconds in self._known(nearest).items()}
+            self._cycles[key] = self._cycles[nearest] % TRY_AGAIN
+
+    def _known(self, key: Key) -> dict[int, float]:
+        """Seconds of a cycle with each number of drafts, as timed often enough, else as taken over."""
+        timed = {k: _typical(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
+        return {**self._taken_over[key], **timed}
+
+    def _judged(self, step: int) -> list[float]:
+        """Drafts accepted and judged at this length; of the nearest length that has any, so few that they soon fade."""
+        if step in self._verdicts:
+            return self._verdicts[step]
+        if not self._verdicts:
+            return list(PRIOR)
+        accepted, judged = self._verdicts[min(self._verdicts, key=lambda other: abs(other - step))]
+        return [PRIOR[1] * accepted / judged, PRIOR[1]]
+
+    def _speed(self, key: Key, drafts: int, seconds: float) -> float:
+        """Tokens per second of a sequence."""
         return tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
 
-    def _is_worth(self, key: tuple[int, int], drafts: int) -> bool:
-        """Whether to time so many drafts: not where a little shorter sequences, or fewer drafts, have ruled it out."""
-        if len(self._seconds[key].get(drafts, ())) > 0:
-            return True
-        shorter = self._speeds((key[0], key[1] - 1)) if (key[0], key[1] - 1) in self._seconds else {}
-        hopeless = {k for k in shorter if shorter[k] < HOPELESS * max(shorter.values())}
-        if drafts in hopeless:
-            return False
-        known = {k: _typical(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
-        if any(k not in known for k in self.choices if k < drafts and k not in hopeless):
-            return False  # fewer were ruled out, at this length
-        if len(known) < 2:
-            return True
+    def _speeds(self, key: Key) -> dict[int, float]:
+        """Of each number of drafts timed often enough here."""
+        timed = self._seconds[key]
+        return {k: self._speed(key, k, _typical(of)) for k, of in timed.items() if len(of) >= PROBES}
+
+    def _promising(self, key: Key) -> list[int]:
+        """The numbers of drafts worth timing, the fastest known first; of those unknown at most one, the smallest."""
+        known = self._known(key)
+        speed = {k: self._speed(key, k, seconds) for k, seconds in known.items()}
+        found = [k for k in sorted(speed, key=lambda k: -speed[k]) if speed[k] >= HOPELESS * max(speed.values())]
+        drafts = next((k for k in self.choices if k not in known), None)
+        if drafts is None:
+            return found
+        if len(known) < 2 or len(self._seconds[key].get(drafts, ())) > 0:
+            return [*found, drafts]
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
         predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # time grows by as much with every draft
-        return predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * max(self._speeds(key).values())
+        if predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * max(speed.values()):
+            found.append(drafts)
+        return found
 
 
 def _typical(seconds: Iterable[float]) -> float:

@@ -80,6 +80,32 @@ def test_sequences_that_outgrow_the_lengths_seen_so_far():
     assert chooser.settled(64, 30_000) == 8
 
 
+@pytest.mark.parametrize("acceptance", [0.95, 0.5])
+def test_growing_sequences_are_not_timed_from_nothing_at_every_length(acceptance):
+    """A step waits for what was chosen two steps before it, as under async scheduling."""
+    chooser, rng, share = DraftLength(CHOICES), np.random.default_rng(0), []
+    for _rollout in range(2):
+        under_way, last, length, seconds, ideal = [], None, 320.0, 0.0, 0.0
+        while length < 1344:
+            machine = dict(SHORT, dense=3.4 + 0.0016 * length)
+            k = chooser.choose(64, length)
+            accepted = (rng.random((64, k)) < acceptance).cumprod(1).sum(1)
+            took, judged = cycle_time(k, **machine), int(np.minimum(accepted + 1, k).sum())
+            under_way.append((64, length, k, took, int(accepted.sum()), judged))
+            if len(under_way) > 2:
+                ended = under_way.pop(0)
+                if ended[2] == last:
+                    chooser.observe(*ended)
+                last = ended[2]
+            tokens = accepted.mean() + 1
+            seconds += took
+            ideal += tokens * min(cycle_time(k, **machine) / tokens_per_cycle(acceptance, k) for k in CHOICES)
+            length += tokens
+        share.append(ideal / seconds)
+    assert share[0] > 0.95
+    assert share[1] > 0.985
+
+
 def test_batches_and_lengths_are_told_apart():
     chooser = DraftLength(CHOICES)
     for seed in range(40):
