@@ -25,6 +25,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 NAMES = (
     "performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill", "lossless", "paper",
+    "selectors",
 )  # fmt: skip
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

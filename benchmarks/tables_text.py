@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from common import Row, load, table
 
 
@@ -73,7 +75,60 @@ def text_reuse() -> str:
     return table(["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows)
 
 
+def text_vllm() -> str:
+    found = load("text_vllm")
+    rows = []
+    for row in [*found["bins"], {"start": "all", **{k: v for k, v in found.items() if k != "bins"}}]:
+        where = "all" if row["start"] == "all" else f"{row['start']:,} to {row['end']:,}"
+        measured, predicted = _interval(row["tokens_a_cycle"], 2), f"{row['predicted']['sampled']:.2f}"
+        share = f"{row['measured_over_predicted']:.1%}"
+        rows.append([where, row["cycles"], measured, predicted, share, f"{row['mean_acceptance']:.3f}"])
+    head = ["position", "cycles", "tokens a cycle in vLLM", "predicted for the same cycles", "", "mean acceptance"]
+    return table(head, rows)
+
+
+def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> str:
+    rows = []
+    for row in load("text_bytes")["rows"]:
+        if row["study"] == study:
+            shown = [f"{row['mean'][0]:.3f}", _interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
+            rows.append([*cells(row), f"{row['tokens_read']:,.0f}", *shown])
+    return table([*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"], rows)
+
+
+def text_pages() -> str:
+    return _bytes("page size", lambda r: [r["page_size"], f"{r['budget']:,}"], ["page size", "tokens read"])
+
+
+def text_landmarks() -> str:
+    head = ["page size", "landmarks", "tokens read"]
+    return _bytes("landmarks", lambda r: [r["page_size"], r["landmarks"], f"{r['budget']:,}"], head)
+
+
+def text_quest() -> str:
+    return _bytes("quest", lambda r: [r["page_size"], f"{r['budget']:,}"], ["page size", "tokens read"])
+
+
+def text_layers() -> str:
+    return _bytes("one dense layer", lambda r: [r["dense_layers"][0]], ["dense layer, the others read 512 tokens"])
+
+
+def text_kept() -> str:
+    made = [
+        [row["sink_pages"], row["recent_pages"], f"{row['mean'][0]:.3f}", _interval(row["p5"], 2)]
+        for row in load("text_bytes")["rows"]
+        if row["study"] in ("sink pages", "recent pages")
+    ]
+    return table(["sink pages", "recent pages", "mean", "p5"], made)
+
+
 TABLES = {
+    "text vllm": text_vllm,
+    "text page sizes": text_pages,
+    "text landmarks": text_landmarks,
+    "text quest": text_quest,
+    "text layers": text_layers,
+    "text kept": text_kept,
     "text model": text_model,
     "text acceptance": text_acceptance,
     "text acceptance by length": text_lengths,

@@ -10,7 +10,7 @@ head dim, P page size, N pages, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +61,7 @@ class Cycles:
     drafts: int  # W
     schedule: SparsitySchedule
     reuse: int = 1
+    scores: Callable[[Tensor, Tensor], Tensor] = page_scores
     step: int = 0
     own: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # layer -> keys and values [B, K, R, W, D]
     kept: dict[int, Tensor] = field(default_factory=dict)  # layer -> pages that are read, bool [B, K, R, N]
@@ -85,7 +86,7 @@ class Cycles:
         if layer not in self.schedule.dense_layers:
             if self.step % self.reuse == 0:
                 length_BR = self.start_BR + self.step + 1
-                scores = page_scores(q_BHRD, self.cache.landmarks[layer])
+                scores = self.scores(q_BHRD, self.cache.landmarks[layer])
                 self.kept[layer] = select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout)
             read_BKRT = read_BKRT & self.kept[layer].repeat_interleave(self.layout.page_size, dim=-1)
         q_BKGRD = q_BHRD.view(B, K, H // K, R, D) * scale

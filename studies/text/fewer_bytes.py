@@ -27,13 +27,14 @@ from torch import Tensor
 from train import windows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow.attention.pages import Score, landmarks
+from sparrow.attention.pages import landmarks, page_scores
 from sparrow.mismatch import plain
 from sparrow.schedule import SparsitySchedule
 
 DRAFTS = 8
 BUDGETS = (256, 512, 1024, 2048)
 Precision = Literal["16 bit", "fp8", "int8"]
+Score = Literal["mean_key", "quest"]
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,19 @@ def variants(layers: int) -> list[Variant]:
     ]
 
 
+def bounds(k_BKNPD: Tensor) -> Tensor:
+    """Quest's landmarks (arXiv 2406.10774): a page's smallest and largest key by dimension, ``[B, K, N, 2, D]``."""
+    return torch.stack([k_BKNPD.amin(-2), k_BKNPD.amax(-2)], dim=-2)
+
+
+def quest(q_BHTD: Tensor, bounds_BKN2D: Tensor) -> Tensor:
+    """Quest's scores ``[B, K, T, N]``: a bound on the products of a page's keys with any query of the group."""
+    q_BKGTD = q_BHTD.unflatten(1, (bounds_BKN2D.shape[1], -1))
+    low, high = bounds_BKN2D.unbind(-2)
+    upper = torch.einsum("bkgtd,bknd->bkgtn", q_BKGTD.clamp(min=0), high)
+    return (upper + torch.einsum("bkgtd,bknd->bkgtn", q_BKGTD.clamp(max=0), low)).amax(2)
+
+
 def rounded(marks: Tensor, precision: Precision) -> Tensor:
     """Landmarks as they come back from storage in 8 bits, in their own dtype."""
     if precision == "fp8":
@@ -91,13 +105,14 @@ def measure(model: PreTrainedModel, ids: Tensor, start: Tensor, every: Sequence[
     found, made = [], dict[Any, list[Tensor]]()
     for variant in every:
         kept = variant.schedule()
-        layout = replace(drafts.layout_of(kept), score=variant.score)
-        key = layout.page_size, layout.score, variant.landmarks
+        layout, by_bounds = drafts.layout_of(kept), variant.score == "quest"
+        key = layout.page_size, variant.score, variant.landmarks
         if key not in made:
             pages = [k.unflatten(2, (-1, layout.page_size)) for k in cache.keys]
-            made[key] = [rounded(landmarks(k, layout), variant.landmarks) for k in pages]
-        cycles = drafts.Cycles(replace(cache, landmarks=made[key]), start, DRAFTS, kept)
-        cycles.layout = layout
+            marks = [bounds(k) if by_bounds else landmarks(k) for k in pages]
+            made[key] = [rounded(mark, variant.landmarks) for mark in marks]
+        scores = quest if by_bounds else page_scores
+        cycles = drafts.Cycles(replace(cache, landmarks=made[key]), start, DRAFTS, kept, scores=scores)
         steps = drafts.draft(model, ids, cycles)
         found.append(torch.stack([acceptance.acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
     return found
