@@ -9,11 +9,13 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
+import numpy as np
 from common import ROOT, load
+from tables_lossless import rollout_seconds
 
 from sparrow.report.theme import INK, MATPLOTLIB, MUTED, SERIES
 
-POINTS = [(64, 15000), (32, 30000)]
+SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-8b": "8B"}
 MODES = {
     "dense": "what stock vLLM does",
     "lossless": "samples are the dense policy's, exactly: nothing to trust",
@@ -21,31 +23,26 @@ MODES = {
 }
 
 
-def gains(batch: int, length: int) -> dict[str, float]:
-    """Tokens per second over stock vLLM's, each in its own run beside stock on one H200."""
-
-    def step(rows: list[dict], **wanted: object) -> dict:
-        return next(r for r in rows if r["batch"] == batch and r["length"] == length and wanted.items() <= r.items())
-
-    lossless = step(load("lossless_qwen3-1.7b")["points"], rate=0.95, drafts="adapt")["tokens_per_s"]
-    lossless /= step(load("lossless_qwen3-1.7b_stock")["points"])["tokens_per_s"]
-    lossy = step(load("rollout_qwen3-1.7b_stock")["points"], logprobs="none")["ms"]
-    lossy /= step(load("rollout_qwen3-1.7b_sparse")["points"], logprobs="none", schedule="published")["ms"]
-    return {"dense": 1.0, "lossless": lossless, "lossy": lossy}
+def gains(shape: str) -> dict[str, float]:
+    """A rollout of 240 responses over stock vLLM's, each mode in its own run beside stock on one H200."""
+    (_, stock), (_, ours) = rollout_seconds(f"lossless_{shape}_stock"), rollout_seconds(f"lossless_{shape}")
+    dense, lossy = (load(f"rollout_{shape}_{variant}")["traces"]["240"]["states"] for variant in ("stock", "sparse"))
+    steps = [np.mean([row["none"]["mean"] for row in rows]) for rows in (dense, lossy)]
+    return {"dense": 1.0, "lossless": stock / ours, "lossy": float(steps[0] / steps[1])}
 
 
 def main() -> None:
     with plt.rc_context(MATPLOTLIB):
         figure, axes = plt.subplots(1, 2, figsize=(9.2, 2.5), layout="constrained", sharey=True)
-        for ax, (batch, length) in zip(axes, POINTS, strict=True):
-            found = gains(batch, length)
+        for ax, (shape, label) in zip(axes, SHAPES.items(), strict=True):
+            found = gains(shape)
             ax.barh(list(MODES), [found[mode] for mode in MODES], color=[MUTED, SERIES[0], SERIES[1]], height=0.62)
             for i, (mode, gain) in enumerate(found.items()):
                 ax.text(
                     gain + 0.05, i, f"{gain:.2f}x" if mode != "dense" else "1", va="center", color=INK, weight="bold"
                 )
-            ax.set_title(f"{batch} sequences of {length:,} tokens", loc="left", fontsize=9)
-            ax.set(xlim=(0, 4.6), xlabel="tokens per second over stock vLLM")
+            ax.set_title(f"{label}: 240 responses, mean 14,268 tokens", loc="left", fontsize=9)
+            ax.set(xlim=(0, 3.2), xlabel="rollout speed over stock vLLM")
             ax.grid(axis="y", visible=False)
         axes[0].invert_yaxis()  # shared
         axes[0].set_yticks(range(3), [f"{mode}\n{why}" for mode, why in MODES.items()], fontsize=8, color=INK)

@@ -24,8 +24,9 @@ def measured() -> list[dict[str, Any]]:
     for path in sorted(RESULTS.glob("lossless_*.json")):
         result = load(path.stem)
         if result.get("variant") == "lossless" and "H200" in result.get("device", ""):
-            points = [point for point in result["points"] if isinstance(point["drafts"], int) and point["drafts"]]
-            found += [{"shape": result["shape"], **point} for point in points]
+            for point in result.get("points", ()):
+                if isinstance(point["drafts"], int) and point["drafts"]:
+                    found.append({"shape": result["shape"], **point})
     return found
 
 

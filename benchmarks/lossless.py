@@ -190,7 +190,7 @@ def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int =
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    out, rows, began = Path(arguments.out), [], time.monotonic()
+    out, began = Path(arguments.out), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     k = arguments.draft_tokens
     cases = [(int(pages), float(rate)) for pages, rate in (case.split(":") for case in arguments.cases)]
@@ -205,7 +205,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
         found: dict[str, Any] = dict(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=arguments.shape,
-            variant=arguments.variant, start_s=time.monotonic() - began, points=rows,
+            variant=arguments.variant, start_s=time.monotonic() - began,
             kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory},
         )  # fmt: skip
@@ -213,8 +213,8 @@ def measure(arguments: argparse.Namespace) -> None:
             found["decoding"] = decoding.to_dict()
             choices = scheduler(bench).draft_length.choices
 
-        def save(**row: Any) -> None:
-            rows.append(row)
+        def save(part: str, **row: Any) -> None:
+            found.setdefault(part, []).append(row)
             out.write_text(json.dumps(found, indent=1) + "\n")
             print(f"{time.monotonic() - began:6.1f} s  {json.dumps(row)}", flush=True)
 
@@ -234,7 +234,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for batch, length in (points or POINTS[arguments.shape]) if "points" in parts else ():
             if decoding is None:
                 step = bench.step([length] * batch, None)
-                save(batch=batch, length=length, tokens_per_s=batch / step["mean"] * 1e3, **step)
+                save("points", batch=batch, length=length, tokens_per_s=batch / step["mean"] * 1e3, **step)
                 continue
             for pages, rate in cases:
                 read = decoding.schedule.replace(top_k=(pages,))
@@ -243,10 +243,10 @@ def measure(arguments: argparse.Namespace) -> None:
                 what = dict(batch=batch, length=length, pages=pages, rate=rate)
                 for drafts in choices if (pages, rate) == cases[0] else ():
                     scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
-                    save(**what, drafts=drafts, **point(bench, batch, length, 0.3))
+                    save("points", **what, drafts=drafts, **point(bench, batch, length, 0.3))
                 chooser = scheduler(bench).draft_length = DraftLength(choices)
                 measured = point(bench, batch, length, SECONDS)
-                save(**what, drafts="adapt", in_use=chooser.in_use(), **measured)
+                save("points", **what, drafts="adapt", in_use=chooser.in_use(), **measured)
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
         for batch, length in SHORT if "growth" in parts else ():
@@ -254,14 +254,14 @@ def measure(arguments: argparse.Namespace) -> None:
                 if rate is not None:
                     rates.fill_(rate)
                     scheduler(bench).draft_length = DraftLength(choices)
-                save(part="growth", batch=batch, length=length, rate=rate, **growth(bench, batch, length))
+                save("growth", batch=batch, length=length, rate=rate, **growth(bench, batch, length))
         if decoding is not None:
             rates.fill_(cases[0][1])
             scheduler(bench).draft_length = DraftLength(choices)
         if "trace" in parts:
             tokens, slots = responses(240), SLOTS[arguments.shape]
             spans = simulate([PROMPT] * len(tokens), tokens, slots)
-            trace: dict[str, Any] = dict(
+            found["rollout"] = dict(
                 requests=len(tokens), tokens=sum(tokens), slots=slots, rate=cases[0][1],
                 steps=sum(steps for steps, _, _ in spans),
             )  # fmt: skip
@@ -269,11 +269,12 @@ def measure(arguments: argparse.Namespace) -> None:
             assert peak + slots * 64 < found["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
             for step, lengths in states(spans, STATES):
                 row = dict(batch=len(lengths), tokens=int(lengths.sum()), **state(bench, lengths, decoding is not None))
-                save(part="trace", trace=trace, step=step, **row)
+                save("trace", step=step, **row)
         if "whole" in parts:
-            save(part="whole", rate=cases[0][1], **whole(bench, arguments.requests))
+            ran = whole(bench, arguments.requests)
             if decoding is not None:
-                save(part="whole", in_use=scheduler(bench).draft_length.in_use())
+                ran["in_use"] = scheduler(bench).draft_length.in_use()
+            save("whole", rate=cases[0][1], **ran)
         if decoding is not None:
             print(json.dumps(bench.llm.collective_rpc("sparrow_acceptance")[0])[:600], flush=True)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -152,8 +153,9 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
     return p
 
 
-def drawn(folder: str, decoding: dict[str, Any], seeds: range) -> tuple[np.ndarray, dict[str, int]]:
+def drawn(folder: str, decoding: dict[str, Any], process: int, seeds: range) -> tuple[np.ndarray, dict[str, int]]:
     """How often each continuation came, of one request a seed, and the engine's counters."""
+    os.environ["VLLM_PORT"] = str(41_000 + 50 * process)  # engines that look for a free one together find the same
     cuda = torch.cuda.is_available()
     machine = {"max_num_seqs": 1024} if cuda else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
     llm = LLM(
@@ -201,7 +203,7 @@ def samples(arguments: argparse.Namespace) -> None:
         share = -(-arguments.count // arguments.processes)
         parts = [range(10**6 + i, 10**6 + min(i + share, arguments.count)) for i in range(0, arguments.count, share)]
         with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(drawn, [folder] * len(parts), [decoding] * len(parts), parts))
+            found = list(pool.map(drawn, [folder] * len(parts), [decoding] * len(parts), range(len(parts)), parts))
     counts = np.sum([counts for counts, _ in found], axis=0)
     note("counters", {name: sum(of[name] for _, of in found) for name in ("drafted", "accepted", "emitted")})
     test = stats.chisquare(counts, expected * counts.sum() / expected.sum())

@@ -1,29 +1,78 @@
-"""Tables of lossless decoding in vLLM, from what ``benchmarks/lossless.py`` measured."""
+"""Tables of lossless decoding in vLLM, from what ``benchmarks/lossless*.py`` and ``vllm_train.py`` measured."""
 
 from __future__ import annotations
 
+from statistics import mean, stdev
+
 from common import Row, load, table
 
-SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-8b": "8B"}
+SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
+WIDE = (157, 0.968)
+
+
+def at(row: Row) -> tuple[int, int]:
+    return row["batch"], row["length"]
 
 
 def lossless_speed() -> str:
     rows = []
     for shape, label in SHAPES.items():
-        stock = {(row["batch"], row["length"]): row for row in load(f"lossless_{shape}_stock")["points"]}
-        found: dict[tuple[int, int], dict[tuple[float, int | str], Row]] = {}
-        for row in load(f"lossless_{shape}")["points"]:
-            found.setdefault((row["batch"], row["length"]), {})[row["rate"], row["drafts"]] = row
-        for (batch, length), at in found.items():
-            base = stock[batch, length]["tokens_per_s"]
+        stock = {at(row): row["tokens_per_s"] for row in load(f"lossless_{shape}_stock")["points"]}
+        ours = load(f"lossless_{shape}")["points"]
+        for point, base in stock.items():
+            gain = {
+                (row["pages"], row["rate"], row["drafts"]): row["tokens_per_s"] / base
+                for row in ours
+                if at(row) == point
+            }
+            fixed = {k: x for (pages, rate, k), x in gain.items() if (pages, rate) == (61, 0.95) and k != "adapt"}
+            none, *others = sorted(fixed.items())
+            cases = [(61, 0.95), (61, 0.943), (61, 0.9), WIDE]
+            chosen = [f"{gain[*case, 'adapt']:.2f}x" if (*case, "adapt") in gain else "" for case in cases]
+            drafts = ", ".join(f"{k}: {x:.2f}x" for k, x in others)
+            rows.append([label, f"{point[0]} x {point[1]:,}", f"{base:,.0f}", f"{none[1]:.2f}x", drafts, *chosen])
+    head = ["shape", "sequences x tokens", "stock tokens/s", "no drafts", "fixed number of drafts"]
+    return table([*head, "chosen, 0.95", "0.943", "0.90", "2,560 tokens, 0.968"], rows)
 
-            def gain(rate: float, drafts: int | str, at: dict = at, base: float = base) -> str:
-                return f"{at[rate, drafts]['tokens_per_s'] / base:.2f}x" if (rate, drafts) in at else ""
 
-            gains = [*(gain(0.95, k) for k in (0, 4, 8, 12, "adapt")), gain(0.943, "adapt"), gain(0.9, "adapt")]
-            rows.append([label, f"{batch} x {length:,}", f"{base:,.0f}", *gains])
-    head = ["shape", "sequences x tokens", "stock tokens/s", "0 drafts", "4", "8", "12", "chosen", "chosen, 0.943"]
-    return table([*head, "chosen, 0.90"], rows)
+def rollout_seconds(name: str) -> tuple[Row, float]:
+    """What the trace is, and its seconds."""
+    found = load(name)
+    return found["rollout"], found["rollout"]["steps"] * mean(row["ms_per_token"] for row in found["trace"]) / 1e3
+
+
+def lossless_rollout() -> str:
+    rows = []
+    for shape, label in SHAPES.items():
+        (trace, stock), (_, ours) = rollout_seconds(f"lossless_{shape}_stock"), rollout_seconds(f"lossless_{shape}")
+        drafts = sorted({row["drafts"] for row in load(f"lossless_{shape}")["trace"]})
+        cells = [f"{stock:,.0f} s", f"{ours:,.0f} s", f"**{stock / ours:.2f}x**", ", ".join(map(str, drafts))]
+        rows.append([label, trace["slots"], *cells])
+    return table(["shape", "sequences at a time", "stock", "lossless", "", "drafts settled on"], rows)
+
+
+def lossless_whole() -> str:
+    stock, ours = (load(f"lossless_whole{variant}")["whole"][0] for variant in ("_stock", ""))
+    return (
+        f"{ours['requests']} requests, {ours['tokens']:,} tokens, the longest {ours['longest']:,}: stock "
+        f"{stock['seconds']:.1f} s, lossless {ours['seconds']:.1f} s, **{stock['seconds'] / ours['seconds']:.2f}x**; "
+        f"{stock['steps']:,} steps against {ours['steps']:,} cycles.\n"
+    )
+
+
+def lossless_growth() -> str:
+    stock = {at(row): row for row in load("lossless_qwen3-1.7b_stock")["growth"]}
+    found: dict[tuple[int, int], list[Row]] = {}
+    for row in load("lossless_qwen3-1.7b")["growth"]:
+        found.setdefault(at(row), []).append(row)
+    rows = []
+    for (batch, length), ours in found.items():
+        base = stock[batch, length]
+        spread = f"{base['ms']:.2f} ({base['p10']:.2f} to {base['p90']:.2f})"
+        gains = [f"{row['tokens_per_s'] / base['tokens_per_s']:.2f}x" for row in ours]
+        rows.append([batch, f"{length:,} to {base['length_reached']:,.0f}", spread, *gains])
+    rates = [f"{row['rate']}" for row in next(iter(found.values()))]
+    return table(["sequences", "tokens", "stock step, ms: median (10 to 90 %)", *rates], rows)
 
 
 def lossless_memory() -> str:
@@ -36,4 +85,50 @@ def lossless_memory() -> str:
     return table(["shape", "KV cache, stock (tokens)", "lossless", "", "start, stock", "lossless"], rows)
 
 
-TABLES = {"lossless speed": lossless_speed, "lossless memory": lossless_memory}
+def lossless_exact() -> str:
+    found, samples = load("lossless_equal_bf16"), load("lossless_samples")
+    rows = []
+    for name, row in found.items():
+        if name.startswith("sampled"):
+            far = [f"{row[of][which]:.4f}" for of in ("missed", "yardstick") for which in ("mean", "p99")]
+            rows.append([name.removeprefix("sampled").strip(", ") or "sampled", *far])
+    gaps = [row["gap"] for row in found["partings from stock"]]
+    agreed, repeated = (
+        found[name] for name in ("greedy tokens before the first that is not stock's", "responses that a seed repeats")
+    )
+    text = (
+        f"\nGreedy: {agreed} tokens come before the first that differs from stock's; where {len(gaps)} of 8 responses "
+        f"part, the float32 model puts {min(gaps):.3f} to {max(gaps):.3f} nats between the two tokens. A seed repeats "
+        f"{repeated} responses to the bit. {samples['samples']:,} continuations of 3 tokens over 6 words: "
+        f"chi-square {samples['chi-square']:.0f} with {samples['degrees of freedom']} degrees of freedom, "
+        f"p = {samples['p']:.2f}.\n"
+    )
+    return table(["", "missed: mean", "99 %", "yardstick: mean", "99 %"], rows) + text
+
+
+def lossless_training() -> str:
+    found = load("vllm_train_lossless")
+    rows = []
+    for mode in ("dense", "lossless"):
+        runs = [run["steps"] for name, run in found.items() if name.startswith(mode)]
+        rewards = [mean(step["reward"] for step in steps[-5:]) for steps in runs]
+        cells = [", ".join(f"{x:.3f}" for x in rewards), f"{mean(rewards):.3f} +- {stdev(rewards):.3f}"]
+        p5, kl, seconds = (mean(value(s) for steps in runs for s in steps[3:]) for value in (
+            lambda s: s["p5_mean"], lambda s: s["kl"], lambda s: s["seconds"]["rollout"]
+        ))  # fmt: skip
+        drafts = [step["drafts"]["tokens_per_cycle"] for steps in runs for step in steps if step["drafts"]]
+        tokens = f"{mean(drafts):.1f}" if drafts else ""
+        rows.append([mode, *cells, f"{p5:.4f}", f"{kl:.2e}", tokens, f"{seconds:.2f} s"])
+    head = ["rollouts", "reward, last 5 of 30 steps, seeds 0 to 2", "mean", "p5, actor and trainer", "KL"]
+    return table([*head, "tokens a cycle", "rollout of a step"], rows)
+
+
+TABLES = {
+    "lossless speed": lossless_speed,
+    "lossless rollout": lossless_rollout,
+    "lossless whole": lossless_whole,
+    "lossless growth": lossless_growth,
+    "lossless memory": lossless_memory,
+    "lossless exact": lossless_exact,
+    "lossless training": lossless_training,
+}

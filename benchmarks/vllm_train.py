@@ -84,7 +84,7 @@ def read(run: Path) -> list[dict[str, Any]]:
                 "read_fraction": step["kv"]["read_fraction"],
                 "seconds": step["seconds"],
                 "distill_kl": step.get("distill", {}).get("kl"),
-                "drafts": step.get("drafts"),
+                "drafts": {k: v for k, v in step.get("drafts", {}).items() if k != "bins"},
                 "kl": step["correction"]["kl_k3"],
             }
         )
