@@ -111,7 +111,7 @@ def test_the_measured_speedups_over_stock_are_predicted(shape):
             found = decode_step(SHAPES[shape], H200, lengths, None, ENGINE).seconds * point["tokens_per_cycle"] / cycle
             assert found == pytest.approx(measured, rel=0.08)
             compared += 1
-    assert compared >= 9
+    assert compared >= 6
 
 
 def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget():
