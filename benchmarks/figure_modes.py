@@ -9,9 +9,9 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-import numpy as np
 from common import ROOT, load
 from tables_lossless import rollout_seconds
+from tables_speed import trace_seconds
 
 from sparrow.report.theme import INK, MATPLOTLIB, MUTED, SERIES
 
@@ -26,9 +26,8 @@ MODES = {
 def gains(shape: str) -> dict[str, float]:
     """A rollout of 240 responses over stock vLLM's, each mode in its own run beside stock on one H200."""
     (_, stock), (_, ours) = rollout_seconds(f"lossless_{shape}_stock"), rollout_seconds(f"lossless_{shape}")
-    dense, lossy = (load(f"rollout_{shape}_{variant}")["traces"]["240"]["states"] for variant in ("stock", "sparse"))
-    steps = [np.mean([row["none"]["mean"] for row in rows]) for rows in (dense, lossy)]
-    return {"dense": 1.0, "lossless": stock / ours, "lossy": float(steps[0] / steps[1])}
+    dense, lossy = (trace_seconds(load(f"rollout_{shape}_{variant}"), "240", "none") for variant in ("stock", "sparse"))
+    return {"dense": 1.0, "lossless": stock / ours, "lossy": dense / lossy}
 
 
 def main() -> None:
