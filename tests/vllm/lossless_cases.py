@@ -23,7 +23,9 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
+from sparrow.vllm import lossless as sparrow_in_vllm
 from sparrow.vllm import speculator
+from sparrow.vllm.adapt import DraftLength
 from sparrow.vllm.meter import overlap
 from tests.vllm.tiny_vllm import prompts
 
@@ -172,8 +174,31 @@ def test_greedy_tokens_are_stock_vllms(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(k, pages) for k in (1, 4, 8) for pages in (1, 4, 12)])
 
 
-def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(folder, model):
-    assert_as_stock(folder, model, RAGGED * 4, 256, [(8, 4)])
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """A folder with a model, 64 ragged prompts, and what stock vLLM answers to them."""
+    folder = tmp_path_factory.mktemp("stock")
+    tiny.checkpoint(folder, num_hidden_layers=2, initializer_range=0.1)  # few pages are enough for some drafts
+    asked = prompts(*RAGGED * 4, seed=1)
+    with engine(folder) as llm:
+        return folder, asked, tokens_of(generate(llm, asked, 256, logprobs=None))
+
+
+@pytest.mark.parametrize("pages", [1, 4, 12])
+def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, pages):
+    """With 1, 4 and 8 drafts at a time, in one engine."""
+    folder, asked, expected = stock
+    monkeypatch.setattr(sparrow_in_vllm, "draft_choices", lambda decoding: (1, 4, 8))
+    with engine(folder, lossless(8, adapt=True, pages=pages)) as llm:
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        for k in (1, 4, 8):
+            monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length, k=k: k)
+            scheduler.dynamic_sd_lookup = scheduler._tables[k]  # of the first step, before which nothing runs
+            llm.reset_prefix_cache()
+            counters(llm)
+            assert tokens_of(generate(llm, asked, 256, logprobs=None)) == expected, k
+            counts, cycles = counters(llm), llm.collective_rpc("sparrow_acceptance")[0]["cycles"]
+            assert set(cycles) == {k} and 0 < counts["accepted"] < counts["drafted"]
 
 
 # --- landmarks ---
