@@ -165,7 +165,7 @@ def test_an_engine_that_fails_costs_no_finished_step(tmp_path, failing):
 
     def fail(*args):
         calls.append(1)
-        if len(calls) == 3:  # generate in step 3; update_weights after step 2, the first being at the start
+        if len(calls) == 4:  # in step 3, and after step 2: before step 1 weights are sent and the ceiling is sampled
             raise EngineError("it died")
         return works(*args)
 
