@@ -103,8 +103,8 @@ class Progress(_Shown):
 def phase_line(progress: dict[str, Any]) -> str:
     """How far a phase of a step is, short enough for a narrow terminal."""
     phase, done, of = progress["phase"], progress["done"], progress["of"]
-    if phase == "rollout":
-        return f"rollout {done}/{of}, {brief(progress['tokens'])} tokens"
+    if "tokens" in progress:  # of responses that are being sampled
+        return f"{phase} {done}/{of}, {brief(progress['tokens'])} tokens"
     if phase == "verify":  # which tells no more
         return f"verify {of} responses"
     return f"{phase} {done + 1}/{of}"

@@ -200,6 +200,7 @@ class Trainer:
 
     def _measure_ceiling(self) -> None:
         """Sample densely from the policy's own weights: what p5 could be at most, whatever the schedule."""
+        self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
         responses = self.config.rollout.prompts * self.config.rollout.samples
         rollouts = self._collector.sample(min(CEILING_RESPONSES, responses))

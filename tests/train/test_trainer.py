@@ -101,7 +101,7 @@ def test_a_listener_is_told_how_far_each_phase_is(tmp_path):
     trainer = make_trainer(tmp_path, steps=1, listener=lambda *event: told.append(event), optimizer=optimizer)
     trainer.train()
     phases = ["rollout", "score", "update"]
-    assert [event for event, _ in told if event != "progress"] == [*phases, "step"]
+    assert [event for event, _ in told if event != "progress"] == ["ceiling", *phases, "step"]
     began = {name: told.index((name, {})) for name in phases}
     by_phase = {name: [(i, m) for i, (event, m) in enumerate(told) if m.get("phase") == name] for name in phases}
     for name, found in by_phase.items():
