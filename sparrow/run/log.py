@@ -134,7 +134,13 @@ class RunLog:
 
     def histogram(self, name: str, index: int = -1) -> Histogram:
         """``histogram`` (of acceptance) or ``log_histogram`` (of 1 - acceptance) of one step."""
-        found = self.metrics[index]["mismatch"][name]
+        row = self.metrics[index]
+        found = row["mismatch"][name]
+        if len(found["edges"]) != len(found["counts"]) + 1:
+            raise ConfigError(
+                f"step {row['step']} of {METRICS} has {len(found['counts'])} counts for {len(found['edges'])} edges "
+                f"in its {name}; restore the line"
+            )
         return Histogram(tuple(found["edges"]), tuple(found["counts"]))
 
     def beta_tail(self) -> BetaTail | None:

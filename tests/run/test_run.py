@@ -146,7 +146,7 @@ def test_what_may_change_on_resume_is_said_and_recorded(stopped, caplog):
         resumed = make_trainer(stopped, steps=3, resume=True, optimizer=optimizer, tau=0.8)
     said = "steps 4 -> 3, tau 0.86 -> 0.8, optimizer.learning_rate 0.003 -> 0.001, optimizer.weight_decay 0.0 -> 0.1"
     assert f"resuming {stopped} after step 2 with other settings: {said}" in caplog.text
-    assert resumed.optimizer.param_groups[0]["weight_decay"] == 0.1
+    assert resumed.learner.optimizer.param_groups[0]["weight_decay"] == 0.1
     resumed.train()
     assert metrics_of(stopped)[2]["learning_rate"] == 1e-3
     recorded = json.loads((stopped / "config.json").read_text())
