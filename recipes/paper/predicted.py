@@ -33,7 +33,7 @@ ACCEPTANCE = 0.94  # of lossless drafts that read 1,024 tokens, as measured on a
 def predicted(kind: str, model: str, gpus: int) -> dict[str, Any]:
     """One run: GiB a GPU, and for each mode the seconds of a step and the hours of the run."""
     files = [FOLDER / "math.toml", *([FOLDER / "code.toml"] if kind == "code" else [])]
-    run = cast(Train, parse(["train", *(part for file in files for part in ("--config", str(file)))]))
+    run = cast(Train, parse(["train", "--model", model, *(part for f in files for part in ("--config", str(f)))]))
     engine = parse_spec(run.engine)[1]
     lengths = response_lengths(MEDIAN[kind], run.rollout.max_new_tokens, run.rollout.prompts * run.rollout.samples)
     found = plan(

@@ -109,7 +109,7 @@ def test_the_other_commands_are_understood(command):
 def test_verl_is_told_what_our_trainer_is(monkeypatch):
     monkeypatch.chdir(ROOT)
     verl = yaml.safe_load((ROOT / "recipes" / "paper" / "verl.yaml").read_text())
-    ours = parse(["train", "--config", "recipes/paper/math.toml"])
+    ours = parse(["train", "--model", "qwen3-14b", "--config", "recipes/paper/math.toml"])
     rollout, actor = verl["actor_rollout_ref"]["rollout"], verl["actor_rollout_ref"]["actor"]
     assert verl["data"]["train_batch_size"] == ours.rollout.prompts and rollout["n"] == ours.rollout.samples
     assert verl["data"]["max_response_length"] == ours.rollout.max_new_tokens
