@@ -149,7 +149,7 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _read_samples(path: Path) -> dict[tuple, dict]:
+def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
     """Samples by place, problem, prompt and number. What a kill left half-written is skipped and will be made again."""
     if not path.exists():
         return {}
@@ -165,7 +165,7 @@ def _read_samples(path: Path) -> dict[tuple, dict]:
     return found
 
 
-def _name_of(row: Mapping[str, Any]) -> tuple:
+def _name_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["index"], row["problem"], row["prompt"], row["sample"]
 
 

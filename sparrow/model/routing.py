@@ -159,7 +159,7 @@ class LayerPass:
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
         """Record a pass; with ``like``, every layer gets that pass's hidden states: differences don't add up."""
 
-        def before(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs.get("hidden_states")
             if like is not None and module in like.given:
                 hidden = like.given[module]
@@ -168,7 +168,7 @@ class LayerPass:
                 self.given[module] = hidden
             return args, kwargs
 
-        def after(module: nn.Module, args: tuple, output: Any) -> None:
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             self.found[module] = output[0] if isinstance(output, tuple) else output
 
         handles = [m.register_forward_pre_hook(before, with_kwargs=True) for m in layers]

@@ -102,12 +102,16 @@ class TokenScorer(nn.Module):
             None if torch.is_grad_enabled() else torch.cat(entropy),
         )
 
-    def _score_chunk(self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float) -> tuple:
+    def _score_chunk(
+        self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float
+    ) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             return checkpoint(self._head, hidden, target, top, temperature, use_reentrant=False)
         return self._head(hidden, target, top, temperature)
 
-    def _head(self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float) -> tuple:
+    def _head(
+        self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float
+    ) -> tuple[Tensor | None, ...]:
         logits = self.model.get_output_embeddings()(hidden).float()
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
         with torch.autocast(logits.device.type, enabled=False):  # on a CPU it would take the product in bfloat16

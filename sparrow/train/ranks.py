@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -94,7 +94,7 @@ class Ranks:
             raise
         except (SparrowError, OSError) as error:
             mine = None, error
-        found: list = [None] * self.count
+        found: list[Any] = [None] * self.count
         seconds = time.perf_counter() - began
         with self.connected(phase):
             dist.monitored_barrier(self._group, timedelta(seconds=PATIENCE_S), wait_all_ranks=True)
