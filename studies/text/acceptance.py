@@ -29,7 +29,7 @@ from torch import Tensor
 from train import windows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mismatch import beta_tail_fit, plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 
@@ -88,6 +88,53 @@ def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
     return 1 + float(alpha[..., :k].cumprod(-1).sum(-1).mean()), geometric
+
+
+TAIL_BINS = 8
+"""Equal ones of position, whose p5 is correlated with it."""
+
+
+def correlations(
+    alpha: Floats, position: NDArray[np.int64], text: NDArray[np.int64]
+) -> dict[str, tuple[float, float, float]]:
+    """Pearson's r of tokens' acceptance with their position, and of the p5 of bins with theirs; arguments ``[T]``.
+
+    With 95 % intervals, whole texts resampled; the bins' is left out where a text has no token in one of them.
+    """
+    edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
+    inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]
+    middle = (edges[1:] + edges[:-1]) / 2
+    at = position - position.mean()
+
+    def of_tokens(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
+        means = {
+            name: weighted_mean(x, owner, weights)
+            for name, x in {"a": values, "x": at, "ax": values * at, "aa": values**2, "xx": at**2}.items()
+        }
+        covariance = means["ax"] - means["a"] * means["x"]
+        return covariance / np.sqrt((means["aa"] - means["a"] ** 2) * (means["xx"] - means["x"] ** 2))
+
+    def of_tails(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
+        tails = np.stack([weighted_percentile(values[where], owner[where], weights) for where in inside], axis=-1)
+        tails -= tails.mean(-1, keepdims=True)
+        x = middle - middle.mean()
+        with np.errstate(invalid="ignore"):  # tails that are all alike have no correlation
+            return (tails @ x) / np.sqrt((tails**2).sum(-1) * (x**2).sum())
+
+    statistics = {"tokens": of_tokens}
+    if all(len(np.unique(text[where])) == len(np.unique(text)) for where in inside):
+        statistics["p5 of bins"] = of_tails
+    return {name: sequence_bootstrap(alpha, text, of)[:3] for name, of in statistics.items()}
+
+
+def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
+    """What the paper says of acceptance ``[S, R, W]`` by length: does it fall, and is its tail a Beta distribution?"""
+    text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
+    if alpha.min() == 1:
+        return {}  # nothing to fit where everything is read
+    fit = beta_tail_fit(alpha)
+    tail = fit and {"a": fit.a, "b": fit.b, "ks": fit.ks, "n": fit.n, "variance": fit.variance}
+    return {"correlation": correlations(alpha.ravel(), position.ravel(), text), "beta_tail": tail}
 
 
 def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
@@ -157,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         values = torch.cat(found).double().clamp(0, 1).cpu().numpy()
         measured = summary(values, position, edges, args.drafts if mode == "lossless" else ())
         what = {"mode": mode, "budget": budget, "top_k": kept.top_k[0], "dense_layers": list(kept.dense_layers)}
+        if reuse == 1:
+            measured |= shape(values, position)
         rows.append({**what, "reuse": reuse, **measured})
         print(f"{mode} {budget} dense layers {kept.dense_layers} reuse {reuse}: mean {measured['mean'][0]} "
               f"p5 {measured['p5'][0]} tokens a cycle {measured['tokens_a_cycle']}", flush=True)  # fmt: skip

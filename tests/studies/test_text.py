@@ -219,6 +219,33 @@ def test_a_summary_splits_drafts_by_position_and_cycles_by_start(study):
     assert second["tokens_a_cycle"][2][0] == pytest.approx(1 + 0.2 + 0.08)
 
 
+def test_correlations_with_position_are_pearsons(study):
+    rng = np.random.default_rng(0)
+    position = np.tile(np.arange(800), 6)
+    text = np.repeat(np.arange(6), 800)
+    alpha = np.clip(1 - position / 800 * rng.random(4800) ** 4, 0, 1)
+    found = study.acceptance.correlations(alpha, position, text)
+    estimate, low, high = found["tokens"]
+    assert estimate == pytest.approx(np.corrcoef(alpha, position)[0, 1]) and low < estimate < high < 0
+    tails = [np.percentile(alpha[position // 100 == i], 5) for i in range(8)]
+    assert found["p5 of bins"][0] == pytest.approx(np.corrcoef(tails, np.arange(8))[0, 1])
+    assert found["p5 of bins"][0] < -0.9 < estimate
+    short = position < 100
+    short |= text > 0
+    assert list(study.acceptance.correlations(alpha[short], position[short], text[short])) == ["tokens"]
+
+
+def test_the_tail_of_a_beta_distribution_is_found_to_be_one(study):
+    rng = np.random.default_rng(0)
+    alpha = np.where(rng.random((40, 25, 12)) < 0.3, 0.999 * rng.beta(2.0, 0.6, (40, 25, 12)), 1.0)
+    position = np.broadcast_to(np.arange(25 * 12).reshape(25, 12), alpha.shape)
+    tail = study.acceptance.shape(alpha, position)["beta_tail"]
+    assert tail["ks"] < 0.03 and tail["a"] == pytest.approx(2.0, rel=0.1) and tail["b"] == pytest.approx(0.6, rel=0.1)
+    lumps = np.where(alpha < 0.7, 0.1, alpha)
+    assert study.acceptance.shape(lumps, position)["beta_tail"]["ks"] > 0.1
+    assert study.acceptance.shape(np.ones_like(alpha), position) == {}
+
+
 def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path, monkeypatch):
     out, _, card = trained
     path = tmp_path / "text_acceptance.json"
@@ -236,6 +263,8 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
         else:
             assert row["mean"][0] < 1.0 and row["top_k"] == 1
         assert bool(row["tokens_a_cycle"]) == (mode == "lossless")
+    drafted = rows["lossless", 64, (), 1]
+    assert -1 < drafted["correlation"]["tokens"][0] < 1 and 0 < drafted["beta_tail"]["ks"] < 1
 
     monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
     lines = study.tables_text.text_acceptance().splitlines()
