@@ -36,11 +36,11 @@ def rows(dataset: str) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dataset", default="polaris")
     parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     found = rows(arguments.dataset)
     datasets.Dataset.from_list(found).to_parquet(arguments.out)

@@ -9,7 +9,7 @@ from sparrow.cli import main
 from sparrow.cost import MACHINES, SHAPES, response_lengths
 from tests.conftest import fails
 
-POLARIS = "polaris:path=tests/data/polaris.jsonl"
+POLARIS = "polaris:path=tests/data/hub/polaris.jsonl"
 RUN = [
     "train", "--model", "Qwen/Qwen3-14B", "--dataset", POLARIS, "--schedule", "qwen3-14b-0.86", "--steps", "800",
     "--rollout.prompts", "8", "--rollout.max-new-tokens", "16384", "--engine", "vllm:gpu_memory_utilization=0.8",

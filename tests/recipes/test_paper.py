@@ -8,15 +8,18 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pyarrow import parquet
 
 from sparrow import cluster
 from sparrow.cli import main, parse
 from sparrow.cost import MACHINES, SHAPES
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks.formats import FORMATS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "paper.md").read_text(encoding="utf-8")
 BLOCKS = [block.replace("\\\n", " ") for block in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)]
-DATA = {"polaris": "tests/data/polaris.jsonl", "taco": "tests/data/taco.jsonl"}
+HUB = ROOT / "tests" / "data" / "hub"  # five rows of every data set, in its own columns
 MODELS = ("1.7B", "4B", "8B", "14B")
 
 
@@ -37,6 +40,35 @@ def commands(start: str) -> list[list[str]]:
             filled = re.sub(r"\$([A-Z]+)", lambda name: variables[name[1]], line)
             found.append(shlex.split(filled, comments=True)[len(start.split()) :])
     return found
+
+
+def local(name: str) -> str:
+    """A data set as the page names it, from its five rows."""
+    return f"{name}:path={HUB / name.replace('-', '_').replace('+', '_plus')}.jsonl"
+
+
+@pytest.fixture(scope="module")
+def small_pages(tmp_path_factory) -> str:
+    """A schedule that leaves tokens out even of short texts."""
+    path = tmp_path_factory.mktemp("schedule") / "small.json"
+    schedule = SparsitySchedule((0,), bin_tokens=512, page_size=4, sink_pages=1, recent_pages=1, dense_layers=(0,))
+    path.write_text(schedule.to_json())
+    return str(path)
+
+
+def shrunk(command: list[str], checkpoint: str, small_pages: str, *own: str) -> list[str]:
+    """A command of the page with a tiny model and schedule, and five rows of its data sets."""
+    parts = [part for part in command if part not in ("Qwen/Qwen3-4B", "Qwen/Qwen3-1.7B")]
+    model = parts.index("--model") + 1
+    if parts[model : model + 1] and not parts[model].startswith("--"):
+        del parts[model]
+    parts.insert(model, checkpoint)
+    for i, part in enumerate(parts):
+        if parts[i - 1] == "--schedule":
+            parts[i] = small_pages
+        if part in FORMATS and "=" not in part:
+            parts[i] = local(part)
+    return [*parts, *own]
 
 
 def for_model(command: list[str], model: str) -> list[str]:
@@ -78,14 +110,14 @@ def test_the_page_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
 def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
-    own = ["--dataset", f"{name}:path={DATA[name]}", "--run-dir", str(tmp_path / "run")]
+    own = ["--dataset", local(name), "--run-dir", str(tmp_path / "run")]
     main(["train", *run, *own, "--dry-run", "h200:gpus=8"])
     assert "engine, GiB a GPU" in capsys.readouterr().out
 
 
 def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
-    own = ["--dataset", f"polaris:path={DATA['polaris']}", "--run-dir", str(tmp_path / "run")]
+    own = ["--dataset", local("polaris"), "--run-dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
         main(["train", *RUNS[3], *own, "--dry-run", "h100:gpus=4"])
     assert "training Qwen3-14B on 4 H100 needs" in " ".join(capsys.readouterr().err.split())
@@ -100,10 +132,59 @@ def test_the_shrunk_run_trains_from_end_to_end(tmp_path, monkeypatch):
     assert (tmp_path / "run" / "adapter").is_dir() and (tmp_path / "run" / "model" / "config.json").exists()
 
 
-@pytest.mark.parametrize("command", commands("sparrow calibrate") + commands("sparrow eval"), ids=lambda c: c[-1])
-def test_the_other_commands_are_understood(command):
-    name = "eval" if "--benchmark" in command else "calibrate"
-    assert parse([name, *command]).max_new_tokens in (16000, 36864)
+@pytest.mark.slow
+@pytest.mark.parametrize("run", commands("train"), ids=lambda run: run[run.index("--run-dir") + 1])
+def test_every_training_runs_small_on_five_rows_of_its_data(run, checkpoint, small_pages, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (name,) = parse(["train", *run]).dataset
+    small = shrunk(
+        run, checkpoint, small_pages, "--engine", "hf", "--dataset", local(name), "--steps", "1",
+        "--optimizer.precision", "fp32", "--rollout.prompts", "3", "--rollout.samples", "2",
+        "--rollout.max-new-tokens", "12", "--run-dir", str(tmp_path / "run"),
+    )  # fmt: skip
+    if "lossless" in small:
+        small += ["--rollout.draft-schedule", small_pages]
+    main(["train", *small])
+    (step,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert step["response"]["tokens"] >= 6 and (tmp_path / "run" / "model" / "config.json").exists()
+    assert ("drafts" in step) == ("lossless" in run) and ("distill" in step) == any("distill" in arg for arg in run)
+    sparse = "--schedule" in run
+    assert (step["kv"]["read_fraction"] < 1) == (sparse or "lossless" in run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", commands("sparrow eval"), ids=lambda c: c[-1])
+def test_every_evaluation_runs_small_on_five_rows_of_each_benchmark(command, checkpoint, small_pages, tmp_path):
+    assert parse(["eval", *command]).max_new_tokens in (16000, 36864)
+    benchmarks = [part for part in command if part in FORMATS]
+    small = shrunk(
+        command, checkpoint, small_pages, "--engine", "hf", "--precision", "fp32", "--k", "2", "--max-new-tokens", "8",
+        "--out", str(tmp_path / "out"),
+    )  # fmt: skip
+    main(["eval", *small])
+    table = (tmp_path / "out" / "results.md").read_text().splitlines()[2:]
+    assert [line.split("|")[1].strip().partition(":")[0] for line in table] == benchmarks
+    assert all(line.split("|")[3].strip() == "5" for line in table)
+
+
+@pytest.mark.slow
+def test_the_calibration_runs_small_on_five_rows(checkpoint, small_pages, tmp_path):
+    (command,) = commands("sparrow calibrate")
+    assert parse(["calibrate", *command]).max_new_tokens == 36864
+    small = shrunk(
+        command, checkpoint, small_pages, "--engine", "hf", "--precision", "fp32", "--count", "24",
+        "--max-new-tokens", "24", "--top-n", "160", "--layout", small_pages, "--out", str(tmp_path / "schedule.json"),
+    )  # fmt: skip
+    main(["calibrate", *small])
+    assert json.loads((tmp_path / "schedule.json").read_text())["bin_tokens"] == 512
+
+
+@pytest.mark.parametrize("command", commands("python recipes/paper/verl_math.py"), ids=lambda c: c[1])
+def test_verl_s_files_are_written_of_five_rows(command, tmp_path):
+    dataset, out = command[command.index("--dataset") + 1], tmp_path / "data" / "rows.parquet"
+    recipe("verl_math").main(["--dataset", local(dataset), "--out", str(out)])
+    rows = parquet.read_table(out).to_pylist()
+    assert len(rows) == 5 and {row["data_source"] for row in rows} == {dataset}
 
 
 def test_verl_is_told_what_our_trainer_is(monkeypatch):
@@ -125,7 +206,7 @@ def test_verl_is_told_what_our_trainer_is(monkeypatch):
 
 def test_verl_s_rows_have_our_prompts_and_its_reward_is_our_verifier():
     verl = recipe("verl_math")
-    rows = verl.rows(f"polaris:path={ROOT / DATA['polaris']}")
+    rows = verl.rows(local("polaris"))
     answer = rows[0]["reward_model"]["ground_truth"]
     assert rows[0]["data_source"] == "polaris" and rows[0]["prompt"][0]["content"].endswith("within \\boxed{}.")
     assert verl.score("polaris", f"so \\boxed{{{answer}}}", answer) == 1.0
@@ -147,11 +228,11 @@ def test_table_2_times_every_mode_on_the_same_prompts(checkpoint, tmp_path, caps
     out = tmp_path / "table2.json"
     recipe("table2").main(
         ["--model", checkpoint, "--schedule", "fixed:1", "--engine", "hf", "--precision", "fp32", "--samples", "2",
-         "--benchmark", f"aime24:path={ROOT / 'tests/data/aime24.jsonl'}", "--max-new-tokens", "24", "--out", str(out)]
+         "--benchmark", local("aime24"), "--max-new-tokens", "24", "--out", str(out)]
     )  # fmt: skip
     printed = capsys.readouterr().out
     result = json.loads(out.read_text())
-    assert result["responses"] == 6 and set(result["modes"]) == {"dense", "lossy", "lossless"}
+    assert result["responses"] == 10 and set(result["modes"]) == {"dense", "lossy", "lossless"}
     assert all(mode["tokens"] > 0 and mode["seconds"] > 0 for mode in result["modes"].values())
     recipe("table2").main(["--table", str(out)])
     assert printed == capsys.readouterr().out and "| (fixed:1)" not in printed and "(fixed:1) |" in printed

@@ -351,9 +351,10 @@ def test_threads_never_run_more_than_the_workers(monkeypatch):
     assert most == 2 and running == 0
 
 
+@pytest.mark.parametrize("folder", ["", "hub"])
 @pytest.mark.parametrize("name", ["humaneval", "humaneval+", "mbpp", "mbpp+", "taco"])
-def test_reference_solutions_pass_and_broken_ones_do_not(name):
-    path = DATA / f"{name.replace('+', '_plus')}.jsonl"
+def test_reference_solutions_pass_and_broken_ones_do_not(name, folder):
+    path = DATA / folder / f"{name.replace('+', '_plus')}.jsonl"
     problems = list(load_dataset_task(name, {"code": partial(verify_code, limits=LIMITS)}, path=path))
     assert problems
     for problem in problems:
@@ -380,6 +381,19 @@ class Solution:
     assert pair.verify(solution) == 1.0
     assert pair.verify(solution.replace("(i, j) for", "(j, i) for")) == 0.0
     assert mean.verify("```python\nx = [*map(int, input().split())]\nprint(sum(x) / len(x))\n```") == 1.0
+
+
+def test_the_hub_s_livecodebench_rows_are_judged_by_public_and_private_tests():
+    verifiers = {"code": partial(verify_code, limits=LIMITS)}
+    *written, method = load_dataset_task("livecodebench", verifiers, path=DATA / "hub" / "livecodebench.jsonl")
+    taco = list(load_dataset_task("taco", verifiers, path=DATA / "hub" / "taco.jsonl"))
+    assert [problem.verify(same.solution) for problem, same in zip(written, taco, strict=False)] == [1.0] * 4
+    assert [problem.verify(taco[0].solution) for problem in written] == [1.0, 0.0, 0.0, 0.0]
+    loop = "for i in range(len(nums)) for j in range(i) if nums[i] + nums[j] == target"
+    head = "class Solution:\n    def pairWithSum(self, nums, target):\n"
+    program = f"```python\n{head}        return next((j, i) {loop})\n```"
+    assert method.verify(program) == 1.0
+    assert method.verify(program.replace("(j, i) for", "(0, 1) for")) == 0.0
 
 
 def test_tests_travel_as_json():

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import zlib
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pyarrow
@@ -251,28 +252,46 @@ def test_local_files_need_neither_torch_nor_the_hub_s_client():
 
 
 def read(name: str, file: str | None = None, kind: str = "math"):
-    path = DATA / f"{file or name.replace('-', '_')}.jsonl"
+    path = DATA / f"{file or 'hub/' + name.replace('-', '_')}.jsonl"
     return list(load_dataset_task(name, {kind: same}, path=path, extractors={"math": extract_answer}))
 
 
+@pytest.mark.parametrize("name", sorted(name for name, format in FORMATS.items() if format.hub))
+def test_five_rows_in_the_columns_of_every_data_set_on_the_hub_become_five_problems(name, caplog):
+    path = DATA / "hub" / f"{name.replace('-', '_').replace('+', '_plus')}.jsonl"
+    verifiers = {**VERIFIERS, "code": same}
+    problems = list(load_dataset_task(name, verifiers, path=path, extractors={"math": extract_answer}))
+    assert len(problems) == 5 and not caplog.messages
+    asked = "```python code block." if FORMATS[name].kind == "code" else "\n\nPlease reason step by step, and put your"
+    assert all(asked in problem.prompt and "{question}" not in problem.prompt for problem in problems)
+
+
 @pytest.mark.parametrize(
-    ("name", "file", "start", "answers"),
+    ("name", "start", "answers"),
     [
-        ("math", None, "What is the degree", ["4", "17", r"\frac{1}{2}"]),
-        ("math500", None, "Convert the point", [r"\left( 3, \frac{\pi}{2} \right)"]),
-        ("deepscaler", None, r"The operation $\otimes$", [r"-\frac{2}{3}"]),
-        ("polaris", None, "Six equilateral triangles", [r"12\sqrt{3}"]),
-        ("dapo-math", None, "In triangle $ABC$", ["34"]),
-        ("aime24", "aime24_hub", "Every morning Aya", ["204"]),
-        ("aime25", "aime24", "Every morning Aya", ["204", "113", "371"]),
-        ("amc22-24", "amc23", "Cities $A$ and $B$", ["27", "36", "45"]),
+        ("math", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
+        ("math500", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
+        ("deepscaler", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
+        ("polaris", "A rectangle is three times", ["108", "56", r"\frac{1}{3}", r"3+\sqrt{2}", "[-2, 3]"]),
+        ("dapo-math", "How many ordered pairs", ["80", "924", "1", "67", "54"]),
+        ("aime24", "How many ordered pairs", ["80", "924", "1", "67", "54"]),
+        ("aime25", "Three fair dice", ["14", "60", "351", "25", "36"]),
+        ("aime26", "How many ordered pairs", ["80", "924", "1", "67", "54"]),
+        ("amc23", "Three fair dice", ["14", "60", "351", "25", "36"]),
+        ("amc22-24", "Three fair dice", ["14", "60", "351", "25", "36"]),
+        ("gsm8k", "Mara bakes 4 trays", ["18", "6", "1300", "10", "6"]),
     ],
 )  # fmt: skip
-def test_math_formats(name, file, start, answers):
-    problems = read(name, file)
+def test_math_formats(name, start, answers):
+    from sparrow.rewards import verify_math
+
+    problems = read(name)
     assert [p.verify.keywords["answer"] for p in problems] == answers
     assert problems[0].prompt.startswith(start)
     assert problems[0].prompt.endswith("\n\nPlease reason step by step, and put your final answer within \\boxed{}.")
+    for answer, other in pairwise(answers):
+        assert verify_math(f"So it is \\boxed{{{answer}}}.", answer) == 1.0
+        assert verify_math(f"So it is \\boxed{{{answer}}}.", other) == 0.0
 
 
 def test_dapo_s_own_instructions_and_copies_are_dropped(caplog):
@@ -342,12 +361,12 @@ def test_taco_rows_that_nobody_can_use_are_counted(tests, caplog):
 
 
 def test_humaneval_and_mbpp_rows():
-    first, _, helper, _ = read("humaneval", kind="code")
+    first, _, helper, _ = read("humaneval", "humaneval", kind="code")
     tests = helper.verify.keywords["answer"]
     assert first.prompt.startswith("Complete this function:\n```python\nfrom typing import List")
     assert tests["entry_point"] == "make_palindrome" and "def is_palindrome" in tests["setup"] == tests["prelude"]
     assert helper.solution.endswith("return string + string[:beginning_of_suffix][::-1]\n\n```")
-    similar = read("mbpp", kind="code")[0]
+    similar = read("mbpp", "mbpp", kind="code")[0]
     assert similar.prompt.startswith(
         "Write a function to find the similar elements from the given two tuple lists.\n\nIt must"
     )
