@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from pyarrow import parquet
 from sparrow import cluster
 from sparrow.cli import main, parse
 from sparrow.cost import MACHINES, SHAPES
+from sparrow.loading import load_problems
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks.formats import FORMATS
 
@@ -44,6 +46,7 @@ def commands(start: str) -> list[list[str]]:
 
 def local(name: str) -> str:
     """A data set as the page names it, from its five rows."""
+    name = name.partition(":")[0]
     return f"{name}:path={HUB / name.replace('-', '_').replace('+', '_plus')}.jsonl"
 
 
@@ -185,6 +188,29 @@ def test_verl_s_files_are_written_of_five_rows(command, tmp_path):
     recipe("verl_math").main(["--dataset", local(dataset), "--out", str(out)])
     rows = parquet.read_table(out).to_pylist()
     assert len(rows) == 5 and {row["data_source"] for row in rows} == {dataset}
+
+
+def test_taco_is_filtered_as_code_r1_does(tmp_path, capsys):
+    first, second, third, fourth, called = (json.loads(line) for line in (HUB / "taco.jsonl").read_text().splitlines())
+    second["question"] += " The numbers of the second line stand on one line, with one space between each of them."
+    wrong = {**second, "input_output": json.dumps({"inputs": ["3\n5 1 9\n"], "outputs": ["9\n"]})}
+    later = {**third, "solutions": json.dumps(["print(0)", *json.loads(third["solutions"])])}
+    rows = [
+        {**first, "source": "leetcode"}, wrong, later, {**fourth, "question": fourth["question"] + "\n![pole](a.png)"},
+        {**called, "question": called["question"][:99]}, {**first, "input_output": "{}"}, fourth,
+    ]  # fmt: skip
+    (tmp_path / "taco.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "data" / "taco.parquet"
+    recipe("taco").main(["--path", str(tmp_path / "taco.jsonl"), "--out", str(out)])
+    assert [row["question"] for row in parquet.read_table(out).to_pylist()] == [third["question"], fourth["question"]]
+    assert set(capsys.readouterr().out.splitlines()) == {
+        "left out 1 rows without tests", "left out 1 rows from a badly formatted source",
+        "left out 1 rows with an image", "left out 1 rows of too short a text",
+        "left out 1 rows where none of the first 8 solutions passes",
+        f"2 of 7 problems to {out}",
+    }  # fmt: skip
+    kept: Any = load_problems(None, [f"taco:path={out}"], None)
+    assert [problem.verify(problem.solution) for problem in kept] == [0.0, 1.0]  # the first of its solutions is wrong
 
 
 def test_verl_is_told_what_our_trainer_is(monkeypatch):

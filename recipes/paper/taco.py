@@ -1,0 +1,73 @@
+"""TACO without the rows that code-r1 leaves out, in TACO's own columns, for code.toml.
+
+    python recipes/paper/taco.py --out data/taco.parquet
+    ... --config recipes/paper/code.toml --dataset taco:path=data/taco.parquet
+
+The authors' file is named after code-r1 (github.com/ganler/code-r1), whose published preparation drops what this drops:
+two badly formatted sources, short texts, texts with images, and problems whose reference solutions fail their tests.
+How they came to 21,000 rows, with problems of CodeContests, is not published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from sparrow.rewards import verify_code
+from sparrow.tasks.dataset import load_hub_rows, load_rows
+from sparrow.tasks.formats import FORMATS, taco
+
+SOURCES = ("geeksforgeeks", "leetcode")
+SHORTEST = 100  # letters and digits of a text
+SOLUTIONS = 8  # of a row, tried until one passes
+
+
+def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:
+    """Why a row is left out; None if it stays."""
+    question = taco(row)
+    if question is None:
+        return "without tests"
+    if row.get("source") in SOURCES:
+        return "from a badly formatted source"
+    text = row["question"]
+    if sum(map(str.isalnum, text)) < SHORTEST:
+        return "of too short a text"
+    if "image" in text.lower() or "\n![" in text:
+        return "with an image"
+    solutions = row.get("solutions") or "[]"
+    programs = islice(json.loads(solutions) if isinstance(solutions, str) else solutions, SOLUTIONS)
+    if not any(verify(f"```python\n{program}\n```", answer=question.answer) == 1 for program in programs):
+        return f"where none of the first {SOLUTIONS} solutions passes"
+    return None
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--path", help="a local copy of TACO in place of the hub's")
+    parser.add_argument(
+        "--workers", type=int, default=64, help="rows looked at at a time; the sandbox has its own limit"
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args(argv)
+    rows = load_rows(arguments.path) if arguments.path else load_hub_rows(FORMATS["taco"], "train")
+    with ThreadPoolExecutor(arguments.workers) as pool:
+        reasons = list(pool.map(partial(unfit, verify=verify_code), rows))
+    kept = [row for row, reason in zip(rows, reasons, strict=True) if reason is None]
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    datasets.Dataset.from_list(kept).to_parquet(arguments.out)
+    for reason, count in Counter(filter(None, reasons)).most_common():
+        print(f"left out {count} rows {reason}")
+    print(f"{len(kept)} of {len(rows)} problems to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
