@@ -15,7 +15,7 @@ ARMS = {
     "kl": "KL alone",
     "worst": "a quarter of the positions",
     "half": "half of the responses",
-    "switch": "from the dearer schedule",
+    "switch": "from the more expensive schedule",
 }
 
 
@@ -28,7 +28,7 @@ def distilled() -> tuple[dict[str, list[Row]], list[int]]:
     return {"before training": start, **arms}, [b[0] for b in bins if 2 * b[5] >= max(b[5] for b in bins)]
 
 
-def worn(run: Row) -> Row:
+def with_adapter(run: Row) -> Row:
     """What was measured of the actor with its adapter, if it has one."""
     return run.get("with", run["without"])
 
@@ -43,8 +43,8 @@ def distill_tail() -> str:
     arms, reached = distilled()
     rows = []
     for name, runs in arms.items():
-        cells = np.mean([by_bin(worn(run), reached) for run in runs], axis=0)
-        mean = f"{statistics.mean(worn(run)['mean'] for run in runs):.3f}"
+        cells = np.mean([by_bin(with_adapter(run), reached) for run in runs], axis=0)
+        mean = f"{statistics.mean(with_adapter(run)['mean'] for run in runs):.3f}"
         rows.append([name, *("{:.3f} [{:.3f}, {:.3f}]".format(*cell) for cell in cells), mean])
     return table(["trained with", *(f"tokens {b}-{b + 63}" for b in reached), "mean acceptance"], rows)
 
@@ -54,7 +54,7 @@ def distill_runs() -> str:
     arms, reached = distilled()
     rows = []
     for name, runs in arms.items():
-        lowest = [by_bin(worn(run), reached)[:, 0].min() for run in runs]
+        lowest = [by_bin(with_adapter(run), reached)[:, 0].min() for run in runs]
         lifts = [
             (by_bin(run["with"], reached) - by_bin(run["without"], reached))[:, 0].mean()
             for run in runs
@@ -73,7 +73,7 @@ def distill_rewards() -> str:
     rows = []
     for name, runs in distilled()[0].items():
         last = [np.mean(run["reward"][-10:]) for run in runs if "steps" in run]
-        held_out = [worn(run)["reward"] for run in runs], [run["dense"]["reward"] for run in runs]
+        held_out = [with_adapter(run)["reward"] for run in runs], [run["dense"]["reward"] for run in runs]
         rows.append([name, *map(each, (last, *held_out))])
     return table(["trained with", "last 10 steps", "actor, held out", "policy, held out"], rows)
 

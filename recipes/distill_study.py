@@ -1,14 +1,15 @@
 """DistillSparse on the small reasoner under GRPO: what an adapter does to the tail of a cheap schedule.
 
-A cheap schedule has a p5 of about 0.80 on what the untrained model's actor samples under it, a dearer one 0.87. For
-several seeds the same GRPO run is done with and without distillation under the cheap one:
+A cheap schedule has a p5 of about 0.80 on what the untrained model's actor samples under it, a more expensive one 0.87.
+For several seeds the same GRPO run is done with and without distillation under the cheap one:
 
 - ``none``: no adapter;
 - ``full``: PPO and KL on every position;
 - ``kl``: KL alone;
 - ``worst``: PPO and KL on the worst-aligned quarter of the positions;
 - ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
-- ``switch``: as ``full``, but from the dearer schedule on, moving to the cheap one once its p5 surely holds 0.86.
+- ``switch``: as ``full``, but from the more expensive schedule on; it moves to the cheap one once its p5 surely holds
+  0.86.
 
 At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
 while it trains, which raises p5 by itself, and only the difference is the adapter's. benchmarks/tables.py makes the

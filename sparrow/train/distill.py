@@ -1,4 +1,4 @@
-"""DistillSparse: a LoRA phi that only the sparse actor wears. Source: Sparrow, arXiv 2606.08446, section 7.
+"""DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446, section 7.
 
 The dense policy theta trains as always and never sees phi. After its update, theta is frozen and phi is
 trained on the same trajectories: the *actual schedule's* sparse forward pass, teacher-forced, towards the
@@ -45,7 +45,7 @@ BASE = "sparrow_base"  # metadata of a saved adapter: weights of its base
 
 
 class Adapter:
-    """phi, injected into a model but switched off except inside ``worn()``.
+    """phi, injected into a model but switched off except inside ``active()``.
 
     Args:
         model: the policy; its forward pass stays what it was, bit for bit.
@@ -69,7 +69,7 @@ class Adapter:
             self._load(Path(config.adapter))
 
     @contextlib.contextmanager
-    def worn(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """The model is the actor: phi is active and the only thing that trains."""
         self._train_policy(False)
         self._enable(True)
@@ -240,7 +240,7 @@ class Distiller:
         chosen_BT = pad([c.numpy() for c in chosen])
         normalizers = Normalizers(int(chosen_BT.any(1).sum()), tokens, self.config.rollout.max_new_tokens)
         parts = []
-        with self._adapter.worn():
+        with self._adapter.active():
             groups = self._ranks.micro_batches(
                 [i for i in rows if chosen[i].any()], experience.lengths, self.config.optimizer.token_budget
             )
@@ -293,7 +293,7 @@ class Distiller:
                 for i, part in zip(rows, parts, strict=True)
             ]
 
-        with self._adapter.worn():
+        with self._adapter.active():
             set_schedule(self._adapter.model, schedule)
             found = self._ranks.batched("step down", experience.lengths, budget, score)
             set_schedule(self._adapter.model, self._schedule)

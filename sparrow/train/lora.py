@@ -37,7 +37,7 @@ class _TimesMerged(torch.autograd.Function):
 
 
 class MergedLinear(Linear):
-    """A linear layer with a LoRA, which when worn multiplies once by what the engine gets: the merged weight.
+    """A linear layer with a LoRA; while that is active it multiplies once, by the merged weight that the engine gets.
 
     PEFT's own forward pass computes and adds the LoRA's part at full width, a tenth of an update's time. It serves
     where theta is at hand in less than float32, as shards are: there a delta below its last bit would be lost.
@@ -50,12 +50,12 @@ class MergedLinear(Linear):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
-            weight = self.worn_weight().to(x.dtype)
+            weight = self.merged_weight().to(x.dtype)
             bias = bias if bias is None else bias.to(x.dtype)
             return cast(Tensor, _TimesMerged.apply(x, weight, bias, *self._phi(), self.scaling["default"]))
 
     @torch.no_grad()
-    def worn_weight(self) -> Tensor:
+    def merged_weight(self) -> Tensor:
         """theta + delta(phi), float32, a new tensor.
 
         Merging in place and back would change bf16 weights by rounding.
@@ -69,7 +69,7 @@ class MergedLinear(Linear):
 
 
 def inject(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str]) -> peft.LoraConfig:
-    """Put a LoRA of ``MergedLinear`` on these linear layers, worn and the only thing that trains.
+    """Put a LoRA of ``MergedLinear`` on these linear layers, active and all that trains.
 
     Raises ConfigError: a name that no linear layer has.
     """
@@ -100,13 +100,13 @@ def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
-    worn = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)}
+    with_lora = {f"{name}.weight": m for name, m in model.named_modules() if isinstance(m, MergedLinear)}
     for name, weight in base_weights(model).items():
-        yield name, worn[name].worn_weight().to(weight.dtype) if name in worn else weight
+        yield name, with_lora[name].merged_weight().to(weight.dtype) if name in with_lora else weight
 
 
 class PolicyLora:
-    """A LoRA that the policy always wears, and that is all that trains of it.
+    """A LoRA that is always active in the policy, and all of it that trains.
 
     Raises ConfigError: see ``inject``.
     """

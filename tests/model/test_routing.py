@@ -1,4 +1,4 @@
-"""Which models may wear the sparse actor, and what a refusal leaves behind: nothing."""
+"""Which models may be routed, and that a refused one is left as it was."""
 
 import copy
 

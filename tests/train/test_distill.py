@@ -74,7 +74,7 @@ def test_phi_gets_no_gradient_from_the_dense_loss_and_theta_none_from_the_sparse
     assert all(p.grad is None for p in adapter.parameters)
     assert all(p.grad is not None for n, p in model.named_parameters() if "lora_" not in n)
     model.zero_grad()
-    with adapter.worn(), teacher_forced(model, [10, 10]):
+    with adapter.active(), teacher_forced(model, [10, 10]):
         model(input_ids=ids).logits.square().mean().backward()
     assert all(p.grad is None or not p.grad.any() for n, p in model.named_parameters() if "lora_" not in n)
     assert any(p.grad.any() for p in adapter.parameters)
@@ -125,11 +125,11 @@ def test_actor_weights_are_merged_out_of_place():
     actor = model_().to(torch.bfloat16)
     actor.load_state_dict(merged, strict=False)
     ids = torch.randint(0, 151, (1, 50))
-    with adapter.worn():
-        worn = model(input_ids=ids).logits.float()
+    with adapter.active():
+        adapted = model(input_ids=ids).logits.float()
     # Merged weights are rounded to bf16 once more than the adapter path: a relative error of 2^-8 per layer.
-    assert (actor(input_ids=ids).logits.float() - worn).norm() < 0.05 * worn.norm()
-    assert (model(input_ids=ids).logits.float() - worn).norm() > 0.2 * worn.norm()
+    assert (actor(input_ids=ids).logits.float() - adapted).norm() < 0.05 * adapted.norm()
+    assert (model(input_ids=ids).logits.float() - adapted).norm() > 0.2 * adapted.norm()
 
 
 def test_the_layers_gradients_are_those_of_a_lora():
@@ -141,7 +141,7 @@ def test_the_layers_gradients_are_those_of_a_lora():
     layer = model.model.layers[1].mlp.up_proj
     A, B = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     x, d_out = torch.randn(2, 9, A.shape[1]).double().requires_grad_(), torch.randn(2, 9, B.shape[0]).double()
-    with adapter.worn():
+    with adapter.active():
         found = torch.autograd.grad(layer(x), (x, A, B), d_out)
         with torch.autocast("cpu", torch.bfloat16):
             rounded = torch.autograd.grad(layer(x), (x, A, B), d_out.bfloat16())
@@ -159,7 +159,7 @@ def test_rollouts_are_those_of_the_merged_actor(tmp_path):
     ids = torch.randint(0, 151, (1, 50))
     assert torch.equal(trainer.engine.model(input_ids=ids).logits, merged(input_ids=ids).logits)
     assert not torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
-    with trainer.learner.distiller._adapter.worn():
+    with trainer.learner.distiller._adapter.active():
         assert torch.equal(trainer.model(input_ids=ids).logits, merged(input_ids=ids).logits)
 
 
@@ -173,7 +173,7 @@ def test_a_delta_below_the_last_bit_of_rounded_weights_is_not_lost():
         layer.base_layer.weight[:, 0], layer.base_layer.weight[:, 1] = 1, -1
         layer.lora_A["default"].weight.fill_(1)
         layer.lora_B["default"].weight.fill_(1e-4)
-    with adapter.worn():
+    with adapter.active():
         found = layer(x).float()
     torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
 
@@ -185,13 +185,13 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     assert metrics_of(tmp_path / "parts") == metrics_of(tmp_path / "whole")
     from peft import PeftModel
 
-    worn = PeftModel.from_pretrained(model_(), tmp_path / "parts" / "adapter")
-    worn.base_model.model.load_state_dict(
+    adapted = PeftModel.from_pretrained(model_(), tmp_path / "parts" / "adapter")
+    adapted.base_model.model.load_state_dict(
         {n.replace(".weight", ".base_layer.weight") if "_proj" in n else n: p for n, p in theta(resumed).items()},
         strict=False,
     )
     ids = torch.randint(0, 151, (1, 50))
-    actual = worn(input_ids=ids).logits
+    actual = adapted(input_ids=ids).logits
     torch.testing.assert_close(actual, resumed.engine.model(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
     again = Adapter(model_(), replace(ON, adapter=str(tmp_path / "parts" / "adapter")), SCHEDULE)
     phi = [p for n, p in resumed.model.named_parameters() if "lora_" in n]
@@ -312,6 +312,6 @@ def test_teacher_forced_pass_uses_the_actual_schedule():
     logits = []
     for top_k in ((0,), (4,)):
         set_schedule(model, SCHEDULE.replace(top_k=top_k))
-        with torch.no_grad(), adapter.worn(), teacher_forced(model, [10]):
+        with torch.no_grad(), adapter.active(), teacher_forced(model, [10]):
             logits.append(model(input_ids=ids).logits)
     assert (logits[0] - logits[1]).abs().max() > 0.01
