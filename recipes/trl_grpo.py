@@ -1,6 +1,7 @@
 """GRPO with stock TRL on the bundled reasoner, rollouts by stock vLLM under a schedule, p5 in TRL's logs.
 
     python recipes/trl_grpo.py --out run.json                                 # vLLM in the trainer's process
+    python recipes/trl_grpo.py --schedule lossless --out run.json             # drafts that the dense policy verifies
     python recipes/trl_grpo.py --server http://localhost:8000 --out run.json  # a `vllm serve` on another GPU
 
 Written for TRL 1.16 (pip install -e '.[trl]' in a clone). docs/integrations.md has the server's flags.
@@ -35,7 +36,7 @@ SCHEDULE = SparsitySchedule(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedule", help="a schedule file; by default one for 24 lines")
+    parser.add_argument("--schedule", help="a schedule file, or lossless; by default a schedule for 24 lines")
     parser.add_argument("--server", help="URL of a vLLM server; by default vLLM runs in this process")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--lines", type=int, default=24, help="length of the programs that are traced")

@@ -58,7 +58,7 @@ ALLOWED = {
         "settings", "tasks", "train.distill",
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
-    "integrations": ["engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],
+    "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],
     "loading": [
         "engines", "engines.base", "engines.hf", "engines.vllm", "mode", "rewards", "schedule", "settings", "tasks",
     ],

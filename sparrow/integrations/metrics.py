@@ -1,14 +1,28 @@
 """What the adapters log beside ``sparrow.mismatch.mismatch_metrics``, under the same names in every trainer.
 
-sparrow/tokens_read            share of the cached tokens that decode steps have read since the last log
+All of it since the last log; the second part in lossless mode only:
+
+sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if drafts do not pay
+sparrow/drafts/accepted          share of the drafted tokens that verification kept
+sparrow/drafts/tokens_per_cycle  tokens that one verification of a sequence gave: accepted drafts and one more
+sparrow/drafts/acceptance        mean acceptance of the drafts that verification looked at, exact
+sparrow/drafts/p5                its 5th percentile
+sparrow/drafts/p5/START-END      that of one length bin
 """
 
-from collections.abc import Mapping, Sequence
-
+from sparrow.engines.base import Counters
 from sparrow.mismatch import mismatch_metrics as mismatch_metrics
 
 
-def read_fraction(counters: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """``sparrow/tokens_read`` from what the workers counted; nothing if none of them decoded."""
-    read, held = (sum(c[name] for c in counters) for name in ("tokens_read", "tokens_held"))
-    return {"sparrow/tokens_read": read / held} if held else {}
+def counter_metrics(counters: Counters) -> dict[str, float]:
+    """What vLLM's workers counted, as flat scalars; nothing if none of them decoded."""
+    metrics = {"sparrow/tokens_read": counters.read_fraction} if counters.tokens_held else {}
+    if counters.drafted:
+        metrics["sparrow/drafts/accepted"] = counters.accepted / counters.drafted
+    if counters.cycles:
+        metrics["sparrow/drafts/tokens_per_cycle"] = counters.tokens_per_cycle
+    if counters.acceptance.drafts:
+        metrics["sparrow/drafts/acceptance"] = counters.acceptance.mean
+        metrics["sparrow/drafts/p5"] = counters.acceptance.percentile(5)
+        metrics |= {f"sparrow/drafts/p5/{b.start}-{b.end}": b.p5 for b in counters.acceptance.bins()}
+    return metrics

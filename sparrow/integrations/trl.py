@@ -1,7 +1,7 @@
 """Sparse rollouts in TRL's ``GRPOTrainer``, with the tail of the acceptance rate in its logs.
 
     trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...), train_dataset=dataset,
-                                schedule="qwen3-4b-0.86")
+                                schedule="qwen3-4b-0.86")  # or "lossless"
 
 Written for TRL 1.16. Nothing of TRL is replaced but the trainer's ``vllm_generation``, by one that hands every call on;
 the methods overridden, ``compute_loss`` and ``log``, are those that transformers offers for it.
@@ -11,6 +11,7 @@ Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,13 @@ import torch
 from accelerate.utils import gather_object
 from trl import GRPOTrainer
 
+from sparrow.engines.base import total
+from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
-from sparrow.integrations.metrics import mismatch_metrics, read_fraction
+from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
 from sparrow.mismatch import MismatchReport
+from sparrow.mode import Decoding
 from sparrow.rollout import Rollout
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config as vllm_config
@@ -37,23 +41,26 @@ CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is 
 
 
 class SparseGRPOTrainer(Trainer):
-    """``GRPOTrainer`` whose vLLM decodes under a schedule, and which logs how far that takes the actor from the policy.
+    """``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor from the policy.
 
     In colocate mode the schedule reaches vLLM through the environment; a server must have been started with one.
+    In lossless mode samples are the dense policy's: what is measured is how far vLLM's numbers are from the trainer's,
+    the most that any schedule could score, and what is logged beside is how drafts fared.
     Every ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at least one per
     process, get another dense forward pass, from which follow bounds on every token's acceptance rate. Logged are
     ``sparrow/*`` as ``sparrow.integrations.metrics`` names them, pooled over processes, and on every log the share of
-    cached tokens that was read. The last measurement is kept as ``report``, for a controller that calls
-    ``set_schedule``.
+    cached tokens that was read and what became of drafts. The last measurement is kept as ``report``, for a controller
+    that calls ``set_schedule``.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
-        schedule: what the actor may read, as ``SparsitySchedule.load`` takes it; by default what vLLM was started with.
+        schedule: what the actor may read, or how to decode, as ``Decoding.load`` takes it: a schedule, ``"lossless"``,
+            or a mapping with its settings; by default what vLLM was started with.
         measure_every: optimizer steps from one measurement to the next, the first step included.
         sequences: responses measured per process and measurement, spread over the batch.
         top_n: length of the actor's lists.
 
-    Raises ConfigError: TRL generates without vLLM, or its vLLM decodes densely.
+    Raises ConfigError: TRL generates without vLLM, or its vLLM decodes densely or in another mode.
     """
 
     report: MismatchReport | None = None
@@ -61,15 +68,16 @@ class SparseGRPOTrainer(Trainer):
     def __init__(
         self,
         *args: Any,
-        schedule: str | SparsitySchedule | None = None,
+        schedule: Any = None,
         measure_every: int = 10,
         sequences: int = 32,
         top_n: int = 20,
         **kwargs: Any,
     ) -> None:
-        wanted = SparsitySchedule.load(schedule) if isinstance(schedule, str) else schedule
+        wanted = None if schedule is None else Decoding.load(schedule)
         if wanted is not None:
-            os.environ[vllm_config.ENVIRONMENT] = wanted.to_json()
+            os.environ[vllm_config.MODE_ENVIRONMENT] = json.dumps(wanted.to_dict())
+            os.environ.pop(vllm_config.ENVIRONMENT, None)
         super().__init__(*args, **kwargs)
         if not self.use_vllm:
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
@@ -77,10 +85,18 @@ class SparseGRPOTrainer(Trainer):
         stock: Any = self.vllm_generation
         self.vllm_generation: Any = Recording(stock, top_n, sequences, self._is_measured)
         self._measured: list[TokenAcceptance] = []
-        self.schedule = SparsitySchedule.from_dict(self._rpc("sparrow_describe")[0]["schedule"])
-        if wanted is not None and wanted != self.schedule:
-            self.set_schedule(wanted)
-        self._rpc("sparrow_counters")  # forget what vLLM's own warm-up read
+        self._described = self._rpc("sparrow_describe")
+        self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
+        runs = self._described[0].get("mode", "lossy")  # older plugins do not say
+        self._is_lossless = runs == "lossless"
+        if wanted is not None and self._is_lossless != (wanted.mode == "lossless"):
+            raise ConfigError(
+                f"TRL's vLLM server runs in mode {runs!r}, not {wanted.mode!r}, and cannot change it; start it with "
+                f'--additional-config \'{{"sparrow": "{wanted.mode}"}}\', or leave schedule out'
+            )
+        if wanted is not None and wanted.schedule != self.schedule:
+            self.set_schedule(wanted.schedule)
+        self._counted()  # forget what vLLM's own warm-up read
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Decode under other page counts from the next rollout on; call it on every process.
@@ -105,12 +121,18 @@ class SparseGRPOTrainer(Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """See ``transformers.Trainer``; adds what was measured since the last log of the training."""
         if self.model.training:
-            logs |= read_fraction(gather_object(self._rpc("sparrow_counters")))
+            logs |= self._counted()
             if self._measured:
                 self.report = pool(gather_object(self._measured), self.schedule.bin_tokens)
                 self._measured = []
                 logs |= mismatch_metrics(self.report)
         super().log(logs, *args, **kwargs)
+
+    def _counted(self) -> dict[str, float]:
+        """What vLLM's workers did since the last call, as shares: every process tells of its own or of the server's."""
+        counts = self._rpc("sparrow_counters")
+        acceptance = self._rpc("sparrow_acceptance") if self._is_lossless else None
+        return counter_metrics(total(gather_object([tally(self._described, counts, acceptance)])))
 
     def _is_measured(self) -> bool:
         return self.model.training and self.state.global_step % self.measure_every == 0

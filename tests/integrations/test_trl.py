@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
+from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
-from sparrow.integrations.metrics import mismatch_metrics, read_fraction
+from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
 from sparrow.mismatch import mismatch_report
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import tiny_model
@@ -133,10 +135,18 @@ def test_metrics_are_named_by_bin_and_leave_out_what_is_not_known():
     assert metrics["sparrow/acceptance_mean"] == pytest.approx(0.8) and metrics["sparrow/sequences"] == 2
 
 
-def test_the_share_read_is_over_all_workers():
-    counters = [{"tokens_read": 1, "tokens_held": 4}, {"tokens_read": 3, "tokens_held": 4}]
-    assert read_fraction(counters) == {"sparrow/tokens_read": 0.5}
-    assert read_fraction([{"tokens_read": 0, "tokens_held": 0}]) == {}
+def test_what_workers_counted_is_logged_as_shares():
+    assert counter_metrics(Counters(0, 0)) == {}
+    assert counter_metrics(Counters(1, 4) + Counters(3, 4)) == {"sparrow/tokens_read": 0.5}
+    of_drafts = DraftAcceptance.of([0.5, 0.5, 1.0], [0, 1, 7], bin_tokens=4)
+    metrics = counter_metrics(Counters(1, 4, drafted=8, accepted=6, cycles=2, acceptance=of_drafts))
+    p5 = {"": 0.5, "/0-4": 0.5, "/4-8": 1.0}  # within a bucket of the meter, a thousandth
+    for at, value in p5.items():
+        assert metrics.pop(f"sparrow/drafts/p5{at}") == pytest.approx(value, abs=1e-3)
+    assert metrics == {
+        "sparrow/tokens_read": 0.25, "sparrow/drafts/accepted": 0.75, "sparrow/drafts/tokens_per_cycle": 4.0,
+        "sparrow/drafts/acceptance": pytest.approx(2 / 3),
+    }  # fmt: skip
 
 
 def test_a_server_without_sparrow_is_refused():
@@ -151,25 +161,46 @@ def test_a_server_without_sparrow_is_refused():
         adapter.SparseGRPOTrainer._rpc(trainer, "sparrow_describe")
 
 
+@pytest.mark.parametrize("runs, wanted", [("lossy", "lossless"), ("lossless", "fixed:9")])
+def test_a_server_in_another_mode_is_refused(monkeypatch, runs, wanted):
+    for name in ("SPARROW_MODE", "SPARROW_SCHEDULE"):
+        monkeypatch.setenv(name, "")  # that the adapter's are undone
+
+    def init(self, *args, **kwargs):
+        self.use_vllm, self.vllm_generation = True, None
+
+    described = [{"mode": runs, "schedule": SparsitySchedule.fixed(9).to_dict()}]
+    monkeypatch.setattr(adapter.GRPOTrainer, "__init__", init)
+    monkeypatch.setattr(adapter.SparseGRPOTrainer, "_rpc", lambda self, method: described)
+    with pytest.raises(ConfigError, match=f"runs in mode '{runs}', not '(lossless|lossy)', and cannot change it"):
+        adapter.SparseGRPOTrainer(schedule=wanted)
+
+
 # --- the real thing ---
 
 
-def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
-    pytest.importorskip("vllm")
-    schedule = tmp_path / "schedule.json"
-    schedule.write_text(SparsitySchedule.fixed(4, page_size=8, bin_tokens=64, dense_layers=(0,)).to_json())
+def trained(out, *command):
+    """What a run of TRL in its own process wrote to ``out``."""
     environment = os.environ | dict(
         PYTHONPATH=os.pathsep.join([str(ROOT), *sys.path]), VLLM_CPU_OMP_THREADS_BIND="nobind",
         VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1",
         VLLM_CPU_KVCACHE_SPACE="1", TORCHDYNAMO_DISABLE="1", VLLM_USE_AOT_COMPILE="0", HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    command = [
-        sys.executable, ROOT / "recipes" / "trl_grpo.py", "--schedule", schedule, "--steps", "2", "--lines", "12",
-        "--batch", "8", "--out", tmp_path / "run.json",
-    ]  # fmt: skip
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *command], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    run = json.loads((tmp_path / "run.json").read_text())
+    return json.loads(out.read_text())
+
+
+def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
+    pytest.importorskip("vllm")
+    schedule, out = tmp_path / "schedule.json", tmp_path / "run.json"
+    schedule.write_text(SparsitySchedule.fixed(4, page_size=8, bin_tokens=64, dense_layers=(0,)).to_json())
+    run = trained(
+        out, ROOT / "recipes" / "trl_grpo.py", "--schedule", schedule, "--steps", "2", "--lines", "12", "--batch", "8",
+        "--out", out,
+    )  # fmt: skip
     assert run["schedule"]["top_k"] == [4] and run["mode"] == "colocate"
     first, second = (step for step in run["log"] if "loss" in step)
     for step in (first, second):
@@ -180,3 +211,22 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
         assert step["sparrow/p5/128-192/low"] <= step["sparrow/p5/128-192"] <= step["sparrow/p5/128-192/high"]
         # TRL still sees the sampled tokens' own log-probs: ratios with mean 1, here truncated at 2.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
+
+
+def test_stock_trl_trains_on_lossless_rollouts(tmp_path):
+    """Drafts are rejected, and still log-probs are the dense policy's, before and after the weights changed."""
+    pytest.importorskip("vllm")
+    run = trained(tmp_path / "run.json", "-m", "tests.integrations.lossless_in_trl", tmp_path / "run.json")
+    assert run["describe"]["mode"] == "lossless" and run["moved"] > 1e-4
+    assert run["counts"]["tokens_read"] < 0.8 * run["counts"]["tokens_held"]
+    assert 0 < run["counts"]["accepted"] < run["counts"]["drafted"]
+    assert run["tokens"] > 64 and run["gap"] < 1e-4
+    steps = [step for step in run["log"] if "loss" in step]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["grad_norm"] > 0 and step["reward_std"] > 0
+        assert step["sampling/sampling_logp_difference/max"] < 1e-4
+        assert step["sparrow/p5"] > 0.999 and step["sparrow/sequences"] == 8  # all but what the lists leave out
+        assert step["sparrow/tokens_read"] < 0.8
+        assert step["sparrow/drafts/p5"] < step["sparrow/drafts/accepted"] < step["sparrow/drafts/acceptance"] < 1
+        assert 1.5 < step["sparrow/drafts/tokens_per_cycle"] < 5

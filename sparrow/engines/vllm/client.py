@@ -6,7 +6,8 @@ import logging
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,6 @@ class Client(ABC):
 
     def counters(self) -> Counters:
         counts = self.rpc("sparrow_counters")
-        # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
-        stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in self._described}
-        copies = len(counts) // len(stages)
-        read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
         seen = self.preempted()
         new, self._preempted = seen - self._preempted, seen
         if new:
@@ -94,12 +91,29 @@ class Client(ABC):
                 "would have cached; give it more KV cache or lower max_num_seqs",
                 new,
             )
-        if not self._is_lossless:
-            return Counters(tokens_read=read, tokens_held=held, preemptions=new)
-        # Every worker takes part in every draft and sees all of its logits.
-        drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
-        acceptance = DraftAcceptance.from_dict(self.rpc("sparrow_acceptance")[0]["acceptance"])
-        return Counters(read, held, new, drafted, accepted, emitted - accepted, acceptance)
+        acceptance = self.rpc("sparrow_acceptance") if self._is_lossless else None
+        return replace(tally(self._described, counts, acceptance), preemptions=new)
+
+
+def tally(
+    described: Sequence[Mapping[str, Any]],
+    counts: Sequence[Mapping[str, int]],
+    acceptance: Sequence[Mapping[str, Any]] | None = None,
+) -> Counters:
+    """What all workers of one vLLM have done, each by ``sparrow_describe``, ``_counters`` and ``_acceptance``.
+
+    Without the last, which lossless mode alone has something to tell by, only what was read of the cache.
+    """
+    # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
+    stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
+    copies = len(counts) // len(stages)
+    read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
+    if acceptance is None:
+        return Counters(tokens_read=read, tokens_held=held)
+    # Every worker takes part in every draft and sees all of its logits.
+    drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
+    of_drafts = DraftAcceptance.from_dict(acceptance[0]["acceptance"])
+    return Counters(read, held, 0, drafted, accepted, emitted - accepted, of_drafts)
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
