@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparrow.errors import ConfigError
-from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, plain
+from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, plain, relative_span
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
@@ -56,6 +56,10 @@ class BinChoice:
     n_sequences: int
     # it had too few tokens alone: shorter lengths were pooled in, and half as many pages again were taken
     borrowed: bool
+    # the tail of dense rollouts there, and its interval; NaN where it was not measured
+    ceiling: float = math.nan
+    ceiling_lower: float = math.nan
+    ceiling_upper: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,8 @@ def calibrate(
     min_sequences: int = 20,
     seed: int = 0,
     provenance: Mapping[str, Any] | None = None,
+    ceiling: Acceptance | None = None,
+    relative: bool = False,
 ) -> Calibration:
     """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
 
@@ -95,6 +101,8 @@ def calibrate(
         min_sequences: that a bin needs, and tokens of it below p5.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
+        ceiling: of the same tokens, had they been sampled densely.
+        relative: what must reach the target is p5 relative to that ceiling, see ``mismatch.tau``.
 
     Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in all.
     """
@@ -102,24 +110,34 @@ def calibrate(
         raise ConfigError(f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}")
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
+    judged: Curves = {}  # the same on the target's scale
     thin: dict[int, bool] = {}  # bin -> it has too few tokens; the same in every pass
 
-    def add(trial: SparsitySchedule) -> None:
-        found = measure(trial)
+    def tails(found: Acceptance) -> tuple[PercentileInterval, ...]:
         bins = _joined(found, layout.bin_tokens, min_sequences)
         thin.update((int(b), _is_thin(found, bins == b, min_sequences)) for b in np.unique(bins))
+        return tuple(_tail(found, bins, layout.bin_tokens, min_sequences, seed))
+
+    best = tails(ceiling) if ceiling else ()
+
+    def add(trial: SparsitySchedule) -> None:
+        found = tails(measure(trial))
         pages = tuple(trial.top_k[min(b, len(trial.top_k) - 1)] for b in thin)
-        curves[pages] = tuple(_tail(found, bins, layout.bin_tokens, min_sequences, seed))
+        curves[pages] = found
+        judged[pages] = tuple(_relative(*pair) for pair in zip(found, best, strict=True)) if relative else found
 
     for trial in trials:
         add(trial)
     for _ in range(refine):
-        if (wanted := _wanted(_by_bin(curves), target, fewest, layout.page_size)) is None:
+        if (wanted := _wanted(_by_bin(judged), target, fewest, layout.page_size)) is None:
             break
         add(layout.replace(top_k=_table(thin, wanted)))
     bins: list[BinChoice] = []
-    for tried, borrowed in zip(_by_bin(curves), thin.values(), strict=True):
-        bins.append(_bin_choice(tried, target, borrowed, bins[-1].top_k if bins else 0))
+    for i, (tried, absolute, borrowed) in enumerate(zip(_by_bin(judged), _by_bin(curves), thin.values(), strict=True)):
+        choice = _bin_choice(tried, absolute, target, borrowed, bins[-1].top_k if bins else 0)
+        if best:
+            choice = replace(choice, ceiling=best[i].estimate, ceiling_lower=best[i].lower, ceiling_upper=best[i].upper)
+        bins.append(choice)
     evidence = {
         "curves": {
             " ".join(map(str, pages if len(set(pages)) > 1 else pages[:1])): [
@@ -127,7 +145,7 @@ def calibrate(
             ]
             for pages, tail in curves.items()
         },
-        "target": target,
+        "relative_target" if relative else "target": target,
         "measured_up_to": bins[-1].end,
         "bins": [plain(asdict(b)) for b in bins],
     }
@@ -182,8 +200,18 @@ def _wanted(by_bin: Sequence[Tried], target: float, fewest: int, page_size: int)
     return None if settled else wanted
 
 
-def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int) -> BinChoice:
-    """The cheapest budget of a bin whose lower limit meets the target, no cheaper than in the bin before."""
+def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> PercentileInterval:
+    """The tail relative to its ceiling."""
+    spans = ((t.estimate, t.lower, t.upper) for t in (tail, ceiling))
+    estimate, lower, upper = relative_span(*spans)
+    return replace(tail, estimate=estimate, lower=lower, upper=upper)
+
+
+def _bin_choice(tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int) -> BinChoice:
+    """The cheapest budget of a bin whose lower limit meets the target, no cheaper than in the bin before.
+
+    ``absolute`` is what was tried as it was measured, ``tried`` the same on the target's scale.
+    """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
         low, high = tried[fails].lower, tried[top_k].lower
@@ -193,7 +221,7 @@ def _bin_choice(tried: Tried, target: float, borrowed: bool, at_least: int) -> B
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
-        float(np.interp(np.log1p(top_k), np.log1p(list(tried)), [getattr(tail, name) for tail in tried.values()]))
+        float(np.interp(np.log1p(top_k), np.log1p(list(absolute)), [getattr(x, name) for x in absolute.values()]))
         if top_k < ALL_PAGES
         else math.nan
         for name in ("estimate", "lower", "upper")

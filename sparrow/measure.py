@@ -24,7 +24,9 @@ from sparrow.engines.base import Engine, Scorer
 from sparrow.errors import ConfigError
 from sparrow.mismatch import (
     BinMismatch,
+    Ceiling,
     MismatchReport,
+    Tau,
     acceptance_bounds,
     engine_noise,
     mismatch_report,
@@ -36,6 +38,7 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 log = logging.getLogger(__name__)
 
 PILOT = 24  # fewest responses that a round samples
+CEILING_RESPONSES = 64  # sampled densely where nothing else tells the ceiling, at most as many as are measured
 
 
 class TokenAcceptance(NamedTuple):
@@ -75,22 +78,23 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
 
 
-def left_open(bins: Sequence[BinMismatch], level: float, top_n: int, option: str) -> str | None:
-    """A sentence on the bin where the actor's lists leave it most open whether p5 reaches ``level``; None if none does.
+def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
+    """A sentence on the bin where the actor's lists leave it most open whether p5 reaches ``tau``; None if none does.
 
     Args:
         bins: of a report.
-        level: the p5 that is asked for.
+        tau: the p5 that is asked for.
         top_n: length of the lists.
         option: the setting that makes them longer.
     """
-    still = [b for b in bins if b.lower_bound < level <= b.upper_bound]
+    still = [b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound]
     if not still:
         return None
     b = min(still, key=lambda b: b.lower_bound)
     return (
-        f"whether p5 of acceptance reaches {level:g} is not known at lengths {b.start}-{b.end}: the actor's lists of "
-        f"{top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones ({option}) tell"
+        f"whether {tau.statistic} of acceptance reaches {tau.value:g} is not known at lengths {b.start}-{b.end}: the "
+        f"actor's lists of {top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones "
+        f"({option}) tell"
     )
 
 
@@ -112,6 +116,22 @@ def measure(
     rollouts = _sample(engine, prompts, sampling, schedule)
     policy = scorer.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
     return [token_acceptance(r, p.top_logprobs, schedule) for r, p in zip(rollouts, policy, strict=True)]
+
+
+def measure_ceiling(
+    engine: Engine, scorer: Scorer, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
+) -> Ceiling:
+    """What dense rollouts of the same engine, scorer and lists score at these lengths, in the bins of ``schedule``.
+
+    Arguments as in ``measure``; ``CEILING_RESPONSES`` of the prompts are sampled, spread over them.
+    """
+    chosen = np.linspace(0, len(prompts) - 1, min(CEILING_RESPONSES, len(prompts))).round().astype(int)
+    dense = schedule.replace(top_k=(ALL_PAGES,))
+    ceiling = Ceiling()
+    ceiling.measure(
+        pool(measure(engine, scorer, [prompts[i] for i in chosen], sampling, dense), schedule.bin_tokens, sampling.seed)
+    )
+    return ceiling
 
 
 def _sample(
@@ -138,6 +158,7 @@ def calibrate_engine(
     refine: int,
     on_policy: int,
     provenance: Mapping[str, Any],
+    relative: bool = False,
     listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` on the model of an engine and a scorer, on trajectories sampled once.
@@ -149,7 +170,7 @@ def calibrate_engine(
     Args:
         engine, scorer, prompts, sampling, folder: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
-        target, refine, provenance: see ``sparrow.calibrate.calibrate``.
+        target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
         layout: gives page size, bins and dense layers. Sampled under first, but if it is dense and rounds follow, the
             largest of ``budgets`` is, at a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
@@ -182,45 +203,66 @@ def calibrate_engine(
         left, later = count(len(trials), -1), on_policy - number
         with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
             trajectories = Trajectories(engine, scorer, some, again, folder, behaviour)
-        ceiling = pool(trajectories.ceiling(), layout.bin_tokens).bins
+        best = trajectories.ceiling()
+        ceiling = pool(best, layout.bin_tokens).bins
+
+        def tokens(responses: Sequence[TokenAcceptance]) -> Acceptance:
+            lower, _, position, sequence = flatten(responses)
+            return Acceptance(lower, position, sequence)
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
             phase = f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages"
             with step(phase, "scoring", len(some), max(next(left), 0) + 1, later):
-                found = trajectories.acceptance(None if schedule == behaviour else schedule)
-            lower, _, position, sequence = flatten(found)
-            return Acceptance(lower, position, sequence)
+                return tokens(trajectories.acceptance(None if schedule == behaviour else schedule))
 
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
-        return calibrate(scored, trials, target, fewest, refine, seed=again.seed, provenance={**provenance, **sampled})
+        return calibrate(
+            scored, trials, target, fewest, refine, seed=again.seed, provenance={**provenance, **sampled},
+            ceiling=tokens(best), relative=relative,
+        )  # fmt: skip
 
     trials = [layout.replace(top_k=(k,)) for k in sorted(set(budgets))]
     found = search(0, trials[-1] if layout.is_dense and on_policy else layout, trials)
     for number in range(1, on_policy + 1):
         if not found.schedule.is_dense:
             found = search(number, found.schedule, [found.schedule])
-    if short := [b for b in ceiling if b.lower_bound < target]:
-        b = min(short, key=lambda b: b.lower_bound)
-        why = (
-            f"the lists of {sampling.top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th percentile"
-            if engine is scorer
-            else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of {sampling.top_n} tokens"
-        )
-        reason = (
-            f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {target:g} there; sample with "
-            "longer ones (--top-n), or lower the target"
-        )
+    tau = Tau(target, relative)
+    if reason := _not_shown(ceiling, tau, sampling.top_n, engine is scorer):
         if found.schedule.is_dense:
             raise ConfigError(reason)
         log.warning("%s", reason)
     if found.schedule.is_dense:
         best = max(tail.lower for tails in found.curves.values() for tail in tails)
         raise ConfigError(
-            f"no budget up to {max(budgets)} pages holds p5 {target:g} in any length bin: the best lower limit was "
-            f"{best:.3f}; try larger budgets, sample more responses, or lower the target"
+            f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length bin: the best lower "
+            f"limit {'of p5 ' if relative else ''}was {best:.3f}; try larger budgets, sample more responses, or lower "
+            "the target"
         )
     return found
+
+
+def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
+    """A sentence on the lengths where no budget can be shown to hold ``tau``, for not even dense rollouts, with tail
+    ``dense``, would; None if there are none."""
+    if tau.relative:
+        bins = (
+            replace(b, ceiling=b.lower_bound, ceiling_low=b.interval_low, ceiling_high=b.interval_high) for b in dense
+        )
+        return tau.out_of_reach(bins)
+    short = [b for b in dense if b.lower_bound < tau.value]
+    if not short:
+        return None
+    b = min(short, key=lambda b: b.lower_bound)
+    why = (
+        f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th percentile"
+        if one_program
+        else f"dense rollouts have p5 {b.lower_bound:.3f} with this engine and its lists of {top_n} tokens"
+    )
+    return (
+        f"at lengths {b.start}-{b.end} {why}, so no budget can be shown to hold p5 {tau.value:g} there; sample with "
+        "longer ones (--top-n), or lower the target"
+    )
 
 
 class Trajectories:

@@ -52,6 +52,16 @@ def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
         raise _refused(settings, name, f"must be {expected}")
 
 
+def choose(settings: Settings, name: str, other: str, default: Any) -> None:
+    """Of two settings that exclude each other, give ``name`` its default where neither is set.
+
+    Raises ConfigError: both are set.
+    """
+    if getattr(settings, other) is None and getattr(settings, name) is None:
+        object.__setattr__(settings, name, default)
+    require(settings, other, None in (getattr(settings, name), getattr(settings, other)), f"left out beside {name}")
+
+
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
     """By its name on the command line."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -19,6 +19,7 @@ from sparrow.schedule import ALL_PAGES
 if TYPE_CHECKING:
     from sparrow.calibrate import Calibration
     from sparrow.mismatch import MismatchReport
+    from sparrow.mismatch.tau import Span, Tau
 
 NARROW = 60  # columns below which a bar and its times would leave no room for what they are about
 QUIET_S = 30.0  # a step that takes longer is logged by its phases
@@ -177,23 +178,44 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
     Console().print(table)
 
 
-def print_mismatch(report: MismatchReport, tau: float, read_fraction: float) -> None:
+def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> None:
     """What ``sparrow measure`` found."""
     _print_columns(
         f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens",
-        ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", f"tau {tau:g}"),
+        ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", str(tau)),
         [
             (
                 f"{b.start}-{b.end}", str(b.n_tokens), str(b.n_sequences), f"{b.mean:.3f}", f"{b.lower_bound:.3f}",
-                f"{b.interval_low:.3f}-{b.interval_high:.3f}", f"{b.upper_bound:.3f}", b.verdict(tau),
+                f"{b.interval_low:.3f}-{b.interval_high:.3f}", f"{b.upper_bound:.3f}", tau.verdict(b),
             )
             for b in report.bins
         ],
     )  # fmt: skip
+    _print_ceiling(
+        (b.start, b.end, (b.lower_bound, b.interval_low, b.interval_high), (b.ceiling, b.ceiling_low, b.ceiling_high))
+        for b in report.bins
+    )
     Console().print(f"mean {report.mean:.4f}, share of the KV cache read {read_fraction:.1%}")
     if tail := report.beta_tail:
         fit = f"Beta({tail.a:.2f}, {tail.b:.2f}), KS {tail.ks:.3f}"
         Console().print(f"tail below {tail.cut}: {tail.fraction_in_tail:.1%} of tokens, {fit}")
+
+
+def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
+    """Of each bin its start and end, p5 and its ceiling, both with their intervals; and what follows from them."""
+    from sparrow.mismatch import relative_span
+
+    def columns(span: Span) -> tuple[str, str]:
+        return f"{span[0]:.3f}", f"{span[1]:.3f}-{span[2]:.3f}"
+
+    _print_columns(
+        "p5 beside its ceiling, that of dense rollouts, and relative to it",
+        ("length", "p5", "ceiling", "95 % interval", "relative p5", "95 % interval"),
+        [
+            (f"{start}-{end}", f"{p5[0]:.3f}", *columns(ceiling), *columns(relative_span(p5, ceiling)))
+            for start, end, p5, ceiling in bins
+        ],
+    )
 
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
@@ -212,10 +234,10 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
     )
 
 
-def print_calibration(calibration: Calibration, target: float, out: Path) -> None:
+def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
     """What ``sparrow calibrate`` found."""
     _print_columns(
-        f"cheapest schedule with p5 >= {target:g}",
+        f"cheapest schedule with {target.statistic} >= {target.value:g}",
         ("length", "top-k pages", "p5", "95 % interval", "tokens", "responses", ""),
         [
             (
@@ -226,5 +248,9 @@ def print_calibration(calibration: Calibration, target: float, out: Path) -> Non
             for b in calibration.bins
         ],
     )  # fmt: skip
+    _print_ceiling(
+        (b.start, b.end, (b.p5, b.lower, b.upper), (b.ceiling, b.ceiling_lower, b.ceiling_upper))
+        for b in calibration.bins
+    )
     beyond = f"dense beyond {calibration.bins[-1].end} tokens, which were not measured"
     say(f"{beyond}; wrote {out}")

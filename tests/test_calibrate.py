@@ -299,12 +299,29 @@ def test_what_is_said_to_hold_holds_for_the_sampler_whose_numerics_are_not_the_s
     assert 4 < found.schedule.top_k[0] < 256
     fresh = tail(found.schedule, [[i, 1, 2, 4] for i in range(24)])[:2]
     assert (fresh > target - 0.004).all() and (fresh < target + 0.02).all()
+    # The ceiling stands beside what was chosen, and relative to it the same schedules do as without noise.
+    assert all(abs(b.ceiling - ceiling) < 0.015 and b.ceiling_lower < b.ceiling < b.ceiling_upper for b in found.bins)
     # Every schedule's p5, those that nothing was sampled under included, is what the sampler has.
     trajectories = Trajectories(engine, scorer, prompts, sampling, tmp_path / "one", dense.replace(top_k=(256,)))
     for pages in (4, 32, 256):
         schedule = dense.replace(top_k=(pages,))
         said = [b.lower_bound for b in pool(trajectories.acceptance(schedule), 160).bins]
         assert abs(said - tail(schedule, prompts))[:2].max() < 1e-5
+    quiet, relative = TwoPrograms(0.0), dict(target=0.9, relative=True)
+    pages = []
+    for name, sampler in (("quiet", quiet), ("noisy", engine)):
+        schedule = calibrate_engine(
+            sampler, scorer, prompts, sampling, tmp_path / name, budgets=(4, 32, 256), layout=dense, refine=4,
+            on_policy=0, provenance={}, **relative,
+        ).schedule  # fmt: skip
+        assert schedule.provenance["relative_target"] == 0.9 and "target" not in schedule.provenance
+        pages.append(schedule.top_k[0])
+    assert pages[1] == pytest.approx(pages[0], rel=0.1)
+    with pytest.raises(ConfigError, match=r"relative tau 0\.999 lets p5 fall to 0\.\d+, which is not told apart"):
+        calibrate_engine(
+            engine, scorer, prompts, sampling, tmp_path, budgets=(256,), target=0.999, layout=dense, refine=0,
+            on_policy=0, provenance={}, relative=True,
+        )  # fmt: skip
     beyond = r"dense rollouts have p5 0\.\d+ with this engine .* no budget can be shown to hold p5 0\.98 there"
     with pytest.raises(ConfigError, match=beyond):
         calibrate_engine(

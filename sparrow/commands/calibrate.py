@@ -10,7 +10,7 @@ from pydantic import Field
 from sparrow import __version__, files
 from sparrow.commands.sampled import FromPrompts
 from sparrow.schedule import SparsitySchedule
-from sparrow.settings import CountOrZero, Probability
+from sparrow.settings import CountOrZero, Probability, choose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,10 @@ class Calibrate(FromPrompts):
 
     # The schedule, a JSON file; OUT.work/ beside it keeps what was measured, so that a second call goes on from it.
     out: str
-    target: Probability = 0.86  # What the lower end of p5's 95 % interval must reach.
+    # What the lower end of p5's 95 % interval must reach; unset: 0.86, if relative-target is unset too.
+    target: Probability | None = None
+    # Instead of target: what p5 must reach so relative to its ceiling, that of dense rollouts (docs/calibration.md).
+    relative_target: Probability | None = None
     # Top-k pages to try first, at every length; no bin gets fewer than the smallest.
     budgets: Annotated[tuple[CountOrZero, ...], Field(min_length=1)] = (5, 13, 29, 61, 125, 253, 509)
     # Passes after those, at most: each tries the next budget of every length bin that is not settled.
@@ -29,15 +32,20 @@ class Calibrate(FromPrompts):
     # A schedule to take page size, bin width and dense layers from; if it is sparse, the first responses' too.
     layout: str = "dense"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose(self, "target", "relative_target", 0.86)
+
     def run(self) -> None:
         from datetime import date
 
         from sparrow.measure import calibrate_engine
+        from sparrow.mismatch import Tau
         from sparrow.mode import Decoding
         from sparrow.rollout import Sampling
         from sparrow.terminal import CalibrationProgress, print_calibration
 
-        layout = SparsitySchedule.load(self.layout)
+        layout, tau = SparsitySchedule.load(self.layout), Tau.chosen(self.target, self.relative_target)
         out = files.check_file(self.out)
         work = files.check_folder(out.with_name(out.name + ".work"))
         engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
@@ -51,7 +59,8 @@ class Calibrate(FromPrompts):
                 Sampling(self.max_new_tokens, self.temperature, self.top_n, seed=self.seed),
                 work,
                 budgets=self.budgets,
-                target=self.target,
+                target=tau.value,
+                relative=tau.relative,
                 layout=layout,
                 refine=self.refine,
                 on_policy=self.on_policy,
@@ -59,7 +68,7 @@ class Calibrate(FromPrompts):
                 listener=progress,
             )
         engine.close()
-        print_calibration(found, self.target, out)
+        print_calibration(found, tau, out)
         files.write_text(out, found.schedule.to_json())
 
     def interrupted(self) -> str:

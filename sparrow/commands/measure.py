@@ -9,7 +9,7 @@ from pathlib import Path
 from sparrow import files
 from sparrow.commands.sampled import FromPrompts
 from sparrow.errors import ConfigError
-from sparrow.settings import Probability
+from sparrow.settings import Probability, choose
 from sparrow.train.config import DecodingOptions
 
 
@@ -19,11 +19,19 @@ class Measure(DecodingOptions, FromPrompts):
 
     # dense, fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file; none with --mode lossless.
     schedule: str | None = None
-    tau: Probability = 0.86  # The 5th percentile to compare with.
+    # The 5th percentile (p5) to compare with; unset: 0.86, if relative-tau is unset too.
+    tau: Probability | None = None
+    # Instead of tau: what to compare p5 with relative to its ceiling, that of dense rollouts (docs/calibration.md).
+    relative_tau: Probability | None = None
     out: str | None = None  # Write the whole report to this JSON file.
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        choose(self, "tau", "relative_tau", 0.86)
+
     def run(self) -> None:
-        from sparrow.measure import left_open, measure, pool
+        from sparrow.measure import left_open, measure, measure_ceiling, pool
+        from sparrow.mismatch import Ceiling, Tau
         from sparrow.rollout import Sampling
         from sparrow.terminal import print_drafts, print_mismatch, say, status
 
@@ -32,7 +40,7 @@ class Measure(DecodingOptions, FromPrompts):
                 "say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense"
             )
         decoding = self.decoding(self.schedule)
-        schedule = decoding.schedule
+        schedule, tau = decoding.schedule, Tau.chosen(self.tau, self.relative_tau)
         if self.out:
             files.check_file(self.out)
         engine, scorer, prompts = self.load_sampler(decoding)
@@ -40,12 +48,19 @@ class Measure(DecodingOptions, FromPrompts):
         with status(f"sampling and scoring {len(prompts)} responses"):
             found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
         counters = engine.counters()
+        ceiling = Ceiling()
+        if decoding.mode == "lossless" or schedule.is_dense:
+            ceiling.measure(found)
+        else:
+            with status("sampling densely for the ceiling of p5"):
+                ceiling = measure_ceiling(engine, scorer, prompts, sampling, schedule)
+        found = ceiling.on(found)
         engine.close()
         drafts = counters.to_dict().get("drafts")
-        print_mismatch(found, self.tau, counters.read_fraction)
+        print_mismatch(found, tau, counters.read_fraction)
         if drafts:
             print_drafts(drafts)
-        if note := left_open(found.bins, self.tau, self.top_n, "--top-n"):
+        if note := left_open(found.bins, tau, self.top_n, "--top-n") or tau.out_of_reach(found.bins):
             say(note)
         if self.out:
             report = found.to_dict() | ({"drafts": drafts} if drafts else {})

@@ -81,19 +81,6 @@ class Ceiling:
             self._bins[row["start"], row["end"]] = found
 
 
-def out_of_reach(bins: Iterable[BinMismatch], p5: float) -> str | None:
-    """A sentence on the lengths where dense rollouts surely do not score ``p5``; None if there are none."""
-    short = [b for b in bins if b.ceiling_high < p5]
-    if not short:
-        return None
-    b = min(short, key=lambda b: b.ceiling_high)
-    return (
-        f"at lengths {b.start}-{b.end} dense rollouts of this engine have p5 {b.ceiling:.3f} "
-        f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], so no schedule holds {p5:g}; lower tau, or bring engine and "
-        "trainer closer (precision, longer lists)"
-    )
-
-
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
     """What a sampler's numerics have made of log-probs, float64 ``[T, n + 1]``; the last column is of all other tokens.
 

@@ -2,8 +2,9 @@
 
 sparrow/p5                     the least 5th percentile of acceptance (lower bound) of any length bin
 sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
-                               least two sequences reach the bin; /upper is the percentile of the upper bound, and
-                               /ceiling that of dense rollouts, where they were measured
+                               least two sequences reach the bin; /upper is the percentile of the upper bound, and,
+                               where they were measured, /ceiling that of dense rollouts, with /ceiling/low and
+                               /ceiling/high, and /relative the relative p5 (``mismatch.tau``)
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
@@ -11,6 +12,7 @@ sparrow/sequences              responses measured
 from math import isnan
 
 from sparrow.mismatch.bootstrap import MismatchReport
+from sparrow.mismatch.tau import relative
 
 
 def mismatch_metrics(report: MismatchReport) -> dict[str, float]:
@@ -29,5 +31,8 @@ def mismatch_metrics(report: MismatchReport) -> dict[str, float]:
             f"{at}/high": b.interval_high,
             f"{at}/upper": b.upper_bound,
             f"{at}/ceiling": b.ceiling,
+            f"{at}/ceiling/low": b.ceiling_low,
+            f"{at}/ceiling/high": b.ceiling_high,
+            f"{at}/relative": relative(b).lower_bound,
         }
     return {name: value for name, value in metrics.items() if not isnan(value)}

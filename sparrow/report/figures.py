@@ -16,7 +16,7 @@ from scipy import special
 from sparrow.mismatch import BetaTail
 from sparrow.report import svg, theme
 from sparrow.report.curves import DASHES, PANELS, Key, line, step_axis
-from sparrow.report.summary import bin_name
+from sparrow.report.summary import bin_name, tau_name
 from sparrow.run.log import FloatArray, RunLog
 from sparrow.schedule import SparsitySchedule
 
@@ -74,9 +74,9 @@ def _acceptance(logs: Logs) -> list[Figure]:
     by_step = [
         Figure(
             f"tail-{i}" if i else "tail",
-            f"p5 of acceptance by length{f', run {RUNS[i]}' if several else ''}",
-            "The 5th percentile of the acceptance rate over the tokens sampled at a length; dashed, τ, the p5 that the "
-            "run was to hold.",
+            f"{log.tau.statistic} of acceptance by length{f', run {RUNS[i]}' if several else ''}",
+            "The 5th percentile of the acceptance rate over the tokens sampled at a length"
+            f"{', relative to its ceiling' if log.tau.relative else ''}; dashed, τ, what the run was to hold.",
             bin_keys(logs),
             partial(draw_tail, logs=logs, log=log),
         )
@@ -114,10 +114,10 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
     tail_SN = log.tail_by_step()
     for n, color in zip(range(tail_SN.shape[1]), theme.bin_colors(bin_count(logs)), strict=False):
         line(ax, log, tail_SN[:, n], color)
-    shown = np.concatenate([[x.tau for x in logs], *(x.tail_by_step().ravel() for x in logs)])
+    shown = np.concatenate([[x.tau.value for x in logs], *(x.tail_by_step().ravel() for x in logs)])
     low, high = np.nanmin(shown), np.nanmax(shown)
     ax.set_ylim(low - 0.06 * (high - low) - 1e-3, high + 0.06 * (high - low) + 1e-3)
-    ax.set_ylabel("p5 of acceptance")
+    ax.set_ylabel(f"{log.tau.statistic} of acceptance")
     _tau_line(ax, log)
     step_axis(ax, logs)
 
@@ -137,7 +137,10 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, "o", color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
-        _tau_line(ax, log)
+            if log.tau.relative:
+                ax.hlines(log.tau.level(best), x - 0.4, x + 0.4, color=theme.INK, linewidth=1, linestyle=(0, (4, 3)))
+        if not log.tau.relative:
+            _tau_line(ax, log)
     width = logs[0].bin_tokens
     bins = [b.bin for log in logs for b in log.bins()]
     shown = range(min(bins), max(bins) + 1)
@@ -241,6 +244,7 @@ def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def _tau_line(ax: Axes, log: RunLog) -> None:
-    ax.axhline(log.tau, color=theme.INK, linewidth=1, linestyle=(0, (4, 3)))
+    tau = log.tau.value
+    ax.axhline(tau, color=theme.INK, linewidth=1, linestyle=(0, (4, 3)))
     where = ax.get_yaxis_transform()
-    ax.text(0.995, log.tau, f"τ {log.tau:g}", transform=where, ha="right", va="bottom", color=theme.INK, fontsize=8)
+    ax.text(0.995, tau, tau_name(log.tau), transform=where, ha="right", va="bottom", color=theme.INK, fontsize=8)

@@ -11,14 +11,15 @@ import jinja2
 from markupsafe import Markup
 
 from sparrow.errors import ConfigError
-from sparrow.mismatch import BinMismatch
+from sparrow.mismatch import BinMismatch, Tau, relative_p5
 from sparrow.report import theme
 from sparrow.report.figures import RUNS, Figure, bin_count, figures
 from sparrow.report.responses import Shown, show, steps_to_show
-from sparrow.report.summary import MEANINGS, bin_name, headlines, meaning, number, result_rows, setup_rows
+from sparrow.report.summary import MEANINGS, bin_name, headlines, meaning, number, result_rows, setup_rows, tau_name
 from sparrow.run.log import RunLog
 
-COLUMNS = ("p5", "verdict", "95 % interval", "upper bound", "ceiling", "tokens", "responses")  # of a tail's table
+OF_CEILING = ("ceiling", "relative p5")
+COLUMNS = ("p5", "verdict", "95 % interval", "upper bound", *OF_CEILING, "tokens", "responses")  # of a tail's table
 
 
 def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()) -> Path:
@@ -66,9 +67,9 @@ def html_page(
         headlines=[(name, meaning(name), values) for name, values in headlines(logs)],
         table=[(name, meaning(name), [row.get(name, "n/a") for row in rows]) for name in names],
         tails=[
-            (log.steps[-1], f"{log.tau:g}", [_tail_row(b, best, log.tau) for b, best in _bins(log)]) for log in logs
+            (log.steps[-1], tau_name(log.tau), [_tail_row(b, best, log.tau) for b, best in _bins(log)]) for log in logs
         ],
-        columns=[name for name in COLUMNS if name != "ceiling" or has_ceiling],
+        columns=[name for name in COLUMNS if name not in OF_CEILING or has_ceiling],
         meanings=MEANINGS,
         figures={heading: [(figure, Markup(figure.svg(colors))) for figure in some] for heading, some in drawn.items()},
         responses=responses,
@@ -95,17 +96,18 @@ def _bins(log: RunLog) -> list[tuple[BinMismatch, float]]:
     return [(b, float(ceiling[b.bin, 0])) for b in log.bins()]
 
 
-def _tail_row(b: BinMismatch, ceiling: float, tau: float) -> dict[str, str]:
+def _tail_row(b: BinMismatch, ceiling: float, tau: Tau) -> dict[str, str]:
     """By column; ``bin`` names the bin's colour."""
     known = isfinite(b.interval_low)
     return {
         "bin": f"bin-{b.bin}",
         "length": bin_name(b.start, b.end),
         "p5": number(b.lower_bound),
-        "verdict": b.verdict(tau),
+        "verdict": tau.verdict(b),
         "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_high)}]" if known else "one response",
         "upper bound": number(b.upper_bound),
         "ceiling": number(ceiling),
+        "relative p5": number(relative_p5(b.lower_bound, ceiling)),
         "tokens": f"{b.n_tokens:,}",
         "responses": f"{b.n_sequences:,}",
     }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
-from sparrow.mismatch import BinMismatch
+from sparrow.mismatch import BinMismatch, Tau
 from sparrow.run.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -32,6 +32,7 @@ MEANINGS = {
     "p5": "5th percentile of the acceptance rate over the tokens sampled at a length; what is known is a lower bound.",
     "95 % interval": "Of p5, from drawing the responses anew with replacement.",
     "upper bound": "The same percentile of the upper bound on acceptance; the truth lies between.",
+    "relative p5": "p5 as it would be if sparsity were all that lowers it, and not the ceiling's noise besides.",
     "ceiling": "p5 of dense rollouts with the same pair of engines: the noise floor, which no schedule exceeds.",
     "verdict": "holds: the whole interval reaches τ; below: neither it nor the upper bound does; else undecided.",
 }
@@ -68,7 +69,9 @@ def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
             found.setdefault(name, []).append(value)
         reached = [b for b in log.bins() if 2 * b.n_sequences >= log.bins()[0].n_sequences]
         least = min(reached, key=lambda b: b.lower_bound if isfinite(b.lower_bound) else 2)
-        found.setdefault("lowest p5", []).append((number(least.lower_bound), f"{least.verdict(log.tau)} τ {log.tau:g}"))
+        found.setdefault("lowest p5", []).append(
+            (number(least.lower_bound), f"{log.tau.verdict(least)} {tau_name(log.tau)}")
+        )
         found.setdefault("KV read", []).append((percent(log.kv_read()), "of the cache"))
     order = ("reward", "lowest p5", "tokens/s", "KV read", "entropy")
     return [(name, found[name]) for name in order if any(value != "n/a" for value, _ in found[name])]
@@ -122,12 +125,17 @@ def _rise(log: RunLog, values: FloatArray) -> str:
     return f"{number(first)} → {number(last)} (mean of the first and last {steps})"
 
 
-def describe_tail(b: BinMismatch, tau: float) -> str:
+def describe_tail(b: BinMismatch, tau: Tau) -> str:
     """The estimate, its interval, and how both stand to ``tau``."""
     interval = f" [{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else ""
-    found = b.verdict(tau)
-    against = f" against tau {tau:g} (upper bound {number(b.upper_bound)})"
-    return f"{number(b.lower_bound)}{interval}, {found}{against if found == 'undecided' else f' tau {tau:g}'}"
+    found = tau.verdict(b)
+    against = f" against {tau} (upper bound {number(b.upper_bound)})"
+    return f"{number(b.lower_bound)}{interval}, {found}{against if found == 'undecided' else f' {tau}'}"
+
+
+def tau_name(tau: Tau) -> str:
+    """Short: τ 0.86, relative τ 0.9."""
+    return str(tau).replace("tau", "τ")
 
 
 def describe_schedule(schedule: SparsitySchedule) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.errors import ConfigError
-from sparrow.mismatch import BetaTail, BinMismatch, Histogram
+from sparrow.mismatch import BetaTail, BinMismatch, Histogram, Tau
 from sparrow.mismatch.drafts import DraftBin
 from sparrow.mismatch.tail import FloatArray
 from sparrow.run.directory import METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
@@ -72,9 +72,9 @@ class RunLog:
         return [LoggedResponse.from_row(row, where) for row, where in found if row["step"] in steps]
 
     @property
-    def tau(self) -> float:
+    def tau(self) -> Tau:
         """The 5th percentile of acceptance that the run was to hold."""
-        return self.train["tau"]
+        return Tau.chosen(self.train["tau"], self.train.get("relative_tau"))
 
     @property
     def bin_tokens(self) -> int:
@@ -123,8 +123,8 @@ class RunLog:
         return self.series("response", "tokens") / np.where(seconds > 0, seconds, nan)
 
     def tail_by_step(self) -> FloatArray:
-        """p5 of acceptance (lower bound) by step and length bin, float64 [S, N]."""
-        by_step = [self.bins(index) for index in range(len(self.metrics))]
+        """p5 of acceptance (lower bound) by step and length bin, on the scale of tau, float64 [S, N]."""
+        by_step = [self.tau.scale(self.bins(index)) for index in range(len(self.metrics))]
         count = max((b.bin + 1 for bins in by_step for b in bins), default=0)
         tail_SN = np.full((len(by_step), count), nan)
         for index, bins in enumerate(by_step):

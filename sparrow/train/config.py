@@ -24,6 +24,7 @@ from sparrow.settings import (
     Seed,
     Settings,
     Share,
+    choose,
     require,
 )  # fmt: skip
 
@@ -213,7 +214,8 @@ class GuardConfig(Settings):
 
     # warn: say so. raise: read half as many pages again where it is so. stop: save a checkpoint and stop.
     action: Literal["warn", "raise", "stop"] = "warn"
-    # p5 is too low below this, in a length bin that enough responses reach; unset: 0.02 below tau.
+    # p5 (relative to its ceiling beside relative-tau) is too low below this, in a length bin that enough responses
+    # reach; unset: 0.02 below tau.
     threshold: BelowOne | None = None
     patience: Count = 3  # Steps in a row before it acts.
 
@@ -228,8 +230,12 @@ class TrainConfig(Settings):
     resume: bool = False  # Go on from the last checkpoint in run_dir.
     save_every: Count = 10  # Steps between checkpoints; the last step is always saved.
     keep_checkpoints: Count = 2  # Checkpoints kept; older ones are deleted once a newer one is complete.
-    # The 5th percentile of acceptance that every length bin should hold.
-    tau: Probability = 0.86
+    # The 5th percentile of acceptance (p5) that every length bin should hold, as it is measured; unset: 0.86, if
+    # relative-tau is unset too.
+    tau: Probability | None = None
+    # Instead of tau: what p5 should hold relative to its ceiling, that of dense rollouts with the same engines and
+    # lists (docs/calibration.md).
+    relative_tau: Probability | None = None
     bin_tokens: Count | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # Also log to these through accelerate.
@@ -247,6 +253,7 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        choose(self, "tau", "relative_tau", 0.86)
         lossless = self.rollout.mode == "lossless"
         apart = not (lossless and self.distill.enabled)
         require(self.distill, "enabled", apart, "off with lossless rollouts: the actor's adapter would verify too")

@@ -14,6 +14,8 @@ pages read as their power -0.7 (the published tables for p5 0.75 to 0.92, median
 0.97): a raise must suffice where it is slow, a cut must not go too far where it is steep. A budget that left no room
 is the bin's floor from then on. So every bin settles, whatever the noise; and the loop does not take back the pages
 that come free as the policy grows surer, which would hold p5 and lose the reward (docs/stability.md).
+
+A relative tau is held by the relative p5 (``mismatch.tau``), on which the rejected share is sparsity's alone.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from sparrow.measure import left_open
-from sparrow.mismatch import BinMismatch, MismatchReport, out_of_reach
+from sparrow.mismatch import BinMismatch, MismatchReport, Tau
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
@@ -57,8 +59,8 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
     Args:
         control: the schedule that the rollouts were sampled under, and the memory.
-        bins: their tail in the schedule's own bins, over all processes.
-        tau: the p5 to hold, in (0, 1).
+        bins: their tail in the schedule's own bins, over all processes, on the scale of ``tau``.
+        tau: what they are to hold, in (0, 1).
 
     Returns:
         The next schedule, in the same layout, with at least as many bins.
@@ -70,7 +72,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
     judged = set()
     for b in bins:
-        enough = b.n_sequences >= MIN_SEQUENCES
+        enough = b.n_sequences >= MIN_SEQUENCES and not math.isnan(b.interval_low)
         rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
         i, k, had_room = b.bin, table[b.bin], calm[b.bin]
         calm[i] = 0
@@ -151,7 +153,7 @@ class StepDown:
         tau: the p5 to hold.
     """
 
-    def __init__(self, ladder: Sequence[SparsitySchedule], every: int, tau: float) -> None:
+    def __init__(self, ladder: Sequence[SparsitySchedule], every: int, tau: Tau) -> None:
         self._ladder, self._every, self._tau, self._rung = ladder, every, tau, 0
 
     def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
@@ -159,10 +161,10 @@ class StepDown:
         if seen.step % self._every:
             return proposed
         if rung + 1 < len(self._ladder) and all(
-            b.interval_low >= self._tau for b in seen.tail_under(self._ladder[rung + 1])
+            b.interval_low >= self._tau.value for b in self._tau.scale(seen.tail_under(self._ladder[rung + 1]))
         ):
             self._rung += 1
-        elif rung and any(b.interval_high < self._tau for b in seen.tail_under(now)):
+        elif rung and any(b.interval_high < self._tau.value for b in self._tau.scale(seen.tail_under(now))):
             self._rung -= 1
         return proposed if self._rung == rung else self._ladder[self._rung]
 
@@ -176,7 +178,7 @@ class StepDown:
 class ClosedLoop:
     """Holds tau in every bin, see ``next_schedule``; a schedule that was moved already is measured first."""
 
-    def __init__(self, tau: float) -> None:
+    def __init__(self, tau: Tau) -> None:
         self._tau = tau
         self._calm: tuple[int, ...] = ()
         self._floor: tuple[int, ...] = ()
@@ -185,7 +187,8 @@ class ClosedLoop:
         if proposed != now:
             return proposed
         control = Control(now, self._calm, self._floor)
-        schedule, self._calm, self._floor = next_schedule(control, seen.report.bins, self._tau)
+        bins = self._tau.scale(seen.report.bins)
+        schedule, self._calm, self._floor = next_schedule(control, bins, self._tau.value)
         return schedule
 
     def state(self) -> dict[str, Any]:
@@ -203,7 +206,9 @@ class Guard:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._top_n = config.guard, config.rollout.top_n
-        self._threshold = config.tau - 0.02 if config.guard.threshold is None else config.guard.threshold
+        tau = Tau.chosen(config.tau, config.relative_tau)
+        given = config.guard.threshold
+        self._threshold = tau._replace(value=tau.value - 0.02 if given is None else given)
         self._lossless = config.rollout.mode == "lossless"
         self._best_p1 = 0.0
         self._reads_all = False
@@ -213,7 +218,7 @@ class Guard:
 
     def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
         bins = seen.report.bins
-        failing = below(bins, self._threshold)
+        failing = below(self._threshold.scale(bins), self._threshold.value)
         fallen = seen.report.p1_upper < FALLEN * self._best_p1
         self._best_p1 = max(self._best_p1, seen.report.p1)
         self.steps_below = self.steps_below + 1 if failing or fallen else 0
@@ -250,7 +255,8 @@ class Guard:
     @property
     def reason(self) -> str:
         """Why there is an alarm, and what to do about it."""
-        seen = f"p5 of acceptance has been below {self._threshold:g}, or p1 below half of its best, for "
+        what = f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
+        seen = f"{what}, or p1 below half of its best, for "
         if self._reads_all:
             return (
                 f"{seen}{self.steps_below} steps, though samples come from all that is cached: not sparsity is the "
@@ -286,15 +292,15 @@ class Movers:
 
     def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
         self.guard = Guard(config)
-        self._tau = config.tau
+        self._tau = tau = Tau.chosen(config.tau, config.relative_tau)
         self._asks = closed_loop or bool(config.distill.step_down)
         self._said = False
         self._movers: dict[str, Mover] = {}
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         if config.distill.step_down:
-            self._movers["step_down"] = StepDown(self._ladder, config.distill.step_down_every, config.tau)
+            self._movers["step_down"] = StepDown(self._ladder, config.distill.step_down_every, tau)
         if closed_loop:
-            self._movers["closed_loop"] = ClosedLoop(config.tau)
+            self._movers["closed_loop"] = ClosedLoop(tau)
         self._movers["guard"] = self.guard
 
     def next(self, now: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
@@ -305,10 +311,10 @@ class Movers:
         return proposed
 
     def complaint(self, seen: Evidence) -> str | None:
-        """That what is to be held is more than dense rollouts score, said once if anything here is to hold it."""
+        """That not even dense rollouts hold tau, or can be shown to, said once if anything here is to hold it."""
         if not self._asks or self._said:
             return None
-        found = out_of_reach(seen.report.bins, self._tau)
+        found = self._tau.out_of_reach(seen.report.bins)
         self._said = found is not None
         return found
 

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparrow.engines.base import Counters, Engine, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
-from sparrow.measure import pool
+from sparrow.measure import CEILING_RESPONSES, pool
 from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
@@ -41,9 +41,6 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 
 log = logging.getLogger(__name__)
 
-CEILING_RESPONSES = 64
-"""Sampled densely before the first step, at most as many as a step samples, where the schedule leaves no dense ones."""
-
 Listener = Callable[[str, Metrics], None]
 """Told ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
 ``("step", metrics)`` when a step ends.
@@ -57,7 +54,7 @@ class Trainer:
     """Trains ``model`` with rollouts from ``engine``.
 
     ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
-    under; with ``closed_loop`` the schedule follows the measured p5, so that it holds ``config.tau``.
+    under; with ``closed_loop`` the schedule follows the measured p5, so that it holds the config's tau.
 
     Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses, or
     processes that start from different weights.
@@ -131,7 +128,8 @@ class Trainer:
         self.ranks.on_main("start", self.run_dir.lock)
         saved = self.step
         try:
-            if not (self.ceiling or self.schedule.is_dense or self.config.rollout.mode == "lossless"):
+            lossless = self.config.rollout.mode == "lossless"
+            if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
                 self._measure_ceiling()
             self._sync()
             while self.step < self.config.steps:

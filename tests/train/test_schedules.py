@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import sparrow
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.errors import ConfigError, TrainingDiverged
-from sparrow.mismatch import BinMismatch, MismatchReport, mismatch_report
+from sparrow.mismatch import BinMismatch, MismatchReport, Tau, mismatch_report
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Trace
 from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
@@ -57,6 +57,55 @@ def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
     assert "at lengths 2000-4000 dense rollouts of this engine have p5 0.951 [0.948, 0.955]" in first
     assert "no schedule holds 0.98; lower tau" in first and second is None
     assert complaints(0.955) == complaints(0.98, closed_loop=False) == (None, None)
+
+
+def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
+    """A bin of engines with noise, whose p5 is so much relative to their ceiling."""
+    p5 = Tau(relative, relative=True).level(ceiling)
+    known = dict(ceiling=ceiling, ceiling_low=ceiling - half, ceiling_high=ceiling + half)
+    return replace(seen(bin, p5, p5 - half, p5 + half), **known)
+
+
+def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
+    start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
+    # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not told from dense.
+    assert ClosedLoop(Tau(0.96)).propose(start, start, evidence(noisy(0, 0.94))).top_k[0] > 97
+    loop = ClosedLoop(relative)
+    assert loop.propose(start, start, evidence(noisy(0, 0.94))) == start and loop.state()["calm"] == (1,)
+    assert loop.propose(start, start, evidence(noisy(0, 0.94))).top_k[0] < 97
+    raised = ClosedLoop(relative).propose(start, start, evidence(noisy(0, 0.88)))
+    rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
+    assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
+    # The ladder: a rung that sparsity surely allows, though its p5 is 0.05 lower than 0.94.
+    rungs = [start, SparsitySchedule((17, 40))]
+    down = StepDown(rungs, 1, relative)
+    assert down.propose(start, start, evidence(seen(0, 1.0), tails={(17, 40): [noisy(0, 0.94)]})) == rungs[1]
+    assert StepDown(rungs, 1, Tau(0.94)).propose(
+        start, start, evidence(seen(0, 1.0), tails={(17, 40): [noisy(0, 0.94)]})
+    ) == start  # fmt: skip
+    # The guard: 0.02 below, on the same scale; nothing is judged where no ceiling is known.
+    for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
+        watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
+        watching.propose(start, start, evidence(bin))
+        assert watching.steps_below == below_it
+    watching.propose(start, start, evidence(noisy(0, 0.87)))
+    assert "relative p5 of acceptance has been below 0.88, or p1" in watching.reason
+    assert ClosedLoop(relative).propose(start, start, evidence(seen(0, 0.5))) == start
+
+
+def test_what_is_too_near_the_ceiling_to_be_told_stays_dense_and_says_so():
+    movers = Movers(TrainConfig(relative_tau=0.99), SparsitySchedule.dense(), closed_loop=True)
+    dense = evidence(noisy(0, 1.0))
+    for _ in range(3):
+        assert movers.next(SparsitySchedule.dense(), dense).pages(1900) >= 122
+    assert "relative tau 0.99 lets p5 fall to 0.949, which is not told apart" in movers.complaint(dense)
+
+
+def test_exactly_one_tau_is_given():
+    assert (TrainConfig().tau, TrainConfig().relative_tau) == (0.86, None)
+    assert (TrainConfig(relative_tau=0.9).tau, TrainConfig(relative_tau=0.9).relative_tau) == (None, 0.9)
+    with pytest.raises(ConfigError, match=r"relative_tau is 0\.9, but must be left out beside tau"):
+        TrainConfig(tau=0.8, relative_tau=0.9)
 
 
 # --- the update, in numbers worked out by hand (3 pages are always kept) ---
@@ -202,7 +251,7 @@ def test_what_the_closed_loop_raises_the_guard_does_not_raise_again():
 def test_a_step_down_and_the_loop_take_turns():
     rungs = [SparsitySchedule((97, 200)), SparsitySchedule((47, 100)), SparsitySchedule((17, 40))]
     tails = {(47, 100): [seen(0, 0.95)], (17, 40): [seen(0, 0.8)]}
-    step_down, loop = StepDown(rungs, 2, 0.9), ClosedLoop(0.9)
+    step_down, loop = StepDown(rungs, 2, Tau(0.9)), ClosedLoop(Tau(0.9))
     first = evidence(seen(0, 0.99), step=1, tails=tails)
     assert step_down.propose(rungs[0], rungs[0], first) == rungs[0]  # not yet its turn
     second = first._replace(step=2)

@@ -1,0 +1,130 @@
+"""The p5 to hold, absolute or relative to the ceiling, and what of a measured p5 is the ceiling's.
+
+At one token the acceptance rate falls by half the mean size of what changes the logits (to first order). What the
+numerics of two programs change there is independent of what sparsity changes, so the two add like standard deviations,
+in squares and not in full: they cancel as often as not. And as rejected shares of tokens scale alike with both, so do
+percentiles. With c the ceiling, p5 of dense rollouts, the **relative p5** is what sparsity alone leaves:
+
+    1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
+
+It is 1 at the ceiling, and p5 itself where the ceiling is 1. Acceptances do not multiply (p5 / c), nor do losses add
+(1 - (c - p5)), unless what lowers the ceiling never cancels with sparsity's error. Short top-n lists do not: they leave
+out mass of both sides. There the relative p5 is too low, which asks for more pages and never for fewer.
+docs/calibration.md has what was measured of each of the three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from math import isnan, nan, sqrt
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from sparrow.mismatch.bootstrap import BinMismatch
+
+Span = tuple[float, float, float]
+"""An estimate and the ends of its 95 % interval; nan is what is not known."""
+
+
+class Tau(NamedTuple):
+    """A p5 to hold, in (0, 1)."""
+
+    value: float
+    relative: bool = False  # to the ceiling of each bin; else p5 as it is measured
+
+    @classmethod
+    def chosen(cls, absolute: float | None, relative: float | None) -> Tau:
+        """Of two settings the one that is not None."""
+        if relative is not None:
+            return cls(relative, relative=True)
+        assert absolute is not None, "settings.choose gives one of them a value"
+        return cls(absolute)
+
+    def __str__(self) -> str:
+        return f"relative tau {self.value:g}" if self.relative else f"tau {self.value:g}"
+
+    @property
+    def statistic(self) -> str:
+        """What is held."""
+        return "relative p5" if self.relative else "p5"
+
+    def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
+        """The bins with p5, its interval and its upper bound on the scale of ``value``; nan where no ceiling is known.
+
+        Their ceilings are left as they are.
+        """
+        return tuple(map(relative, bins)) if self.relative else tuple(bins)
+
+    def level(self, ceiling: float) -> float:
+        """The p5 that has to be measured where dense rollouts have ``ceiling``."""
+        return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2) if self.relative else self.value
+
+    def verdict(self, b: BinMismatch) -> Literal["holds", "below", "undecided"]:
+        """See ``BinMismatch.verdict``; undecided where tau is relative and no ceiling is known."""
+        (scaled,) = self.scale([b])
+        return scaled.verdict(self.value)
+
+    def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
+        """A sentence on the lengths where not even dense rollouts hold tau, or can be shown to; None if there are none.
+
+        Of a relative tau every ceiling allows more or less; but how near to the ceiling an actor is, is known no better
+        than the ceiling.
+        """
+        best = _of_dense if self.relative else _highest
+        short = [b for b in bins if best(b) < self.value]
+        if not short:
+            return None
+        b = min(short, key=best)
+        what = f"so no schedule holds {self.value:g}; lower tau"
+        if self.relative:
+            what = (
+                f"and {self} lets p5 fall to {self.level(b.ceiling):.3f}, which is not told apart from that; lower "
+                "relative tau, sample more responses"
+            )
+        return (
+            f"at lengths {b.start}-{b.end} dense rollouts of this engine have p5 {b.ceiling:.3f} "
+            f"[{b.ceiling_low:.3f}, {b.ceiling_high:.3f}], {what}, or bring engine and trainer closer (precision, "
+            "longer lists)"
+        )
+
+
+def relative_p5(p5: float, ceiling: float) -> float:
+    """What p5 would be if sparsity were all that lowers it; 1 at the ceiling or above."""
+    return 1 - sqrt(max((1 - p5) ** 2 - (1 - ceiling) ** 2, 0.0))
+
+
+def relative_span(p5: Span, ceiling: Span) -> Span:
+    """The relative p5 and its interval, from both intervals as if they were independent.
+
+    The interval of a difference, here of squares, is recovered from those of its two parts (Zou and Donner,
+    "Construction of confidence limits about effect measures: a general approach", Statistics in Medicine 2008). Where
+    both come from the same tokens it is too wide.
+    """
+    (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
+    # A bootstrap interval need not hold its estimate.
+    more = np.hypot(np.maximum(x_high - x, 0), np.maximum(c - c_low, 0))
+    less = np.hypot(np.maximum(x - x_low, 0), np.maximum(c_high - c, 0))
+    estimate, lower, upper = (1 - np.sqrt(np.maximum(x - c + np.array([0, more, -less]), 0))).tolist()
+    return estimate, lower, upper
+
+
+def relative(b: BinMismatch) -> BinMismatch:
+    """A bin with p5, its interval and its upper bound relative to its ceiling; nan where that was not measured."""
+    p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
+    upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)
+    return replace(b, lower_bound=p5, interval_low=low, interval_high=high, upper_bound=upper)
+
+
+def _ceiling(b: BinMismatch) -> Span:
+    return b.ceiling, b.ceiling_low, b.ceiling_high
+
+
+def _highest(b: BinMismatch) -> float:
+    return b.ceiling_high
+
+
+def _of_dense(b: BinMismatch) -> float:
+    """The lower end of the relative p5 that dense rollouts would have; nan where they were not measured."""
+    return relative_span(_ceiling(b), _ceiling(b))[1]
