@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import triton
@@ -33,6 +33,7 @@ from sparrow.attention import Choice, DecodeWorkspace, PageLayout, choose, cuda,
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
 from sparrow.attention.decode import DecodeBatch
+from sparrow.attention.pages import LandmarkDtype
 from sparrow.attention.triton import LaunchConfig
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -54,6 +55,8 @@ CASES = [
     (24, 30_000, 2, 253),
     (96, 10_000, 2, 151),
 ]
+# Draft steps, as CASES.
+DRAFTS = [(64, 15_000, 2, 61), (32, 30_000, 2, 61), (8, 30_000, 2, 61), (64, 4_096, 2, 61), (64, 15_000, 4, 61)]
 # Batches that keep every page, against FlashAttention.
 DENSE = [(64, 15_000), (32, 30_000), (8, 30_000), (64, 4_096), (64, 1_024), (128, 300), (8, 1_024), (1, 1_024)]
 # Shape and query heads per kv head: batches of the rollout trace, whose rows differ in length, with its 0.86 table.
@@ -97,16 +100,20 @@ class Pool:
     """Caches of all layers, ``[blocks, K, P, 2 D]`` and a tail of landmarks in one allocation each."""
 
     def __init__(
-        self, tokens: int, layers: int, D: int = 128, dtype: torch.dtype = torch.bfloat16, P: int = 16
-    ) -> None:
-        blocks, stride = tokens // P, P * K * 2 * D + K * D
-        self.k, self.v, self.marks, self.layout, self.D = [], [], [], PageLayout(P), D
+        self, tokens: int, layers: int, D: int = 128, dtype: torch.dtype = torch.bfloat16, P: int = 16,
+        landmark_dtype: LandmarkDtype = "auto",
+    ) -> None:  # fmt: skip
+        self.layout = PageLayout(P, landmark_dtype=landmark_dtype)
+        self.k, self.v, self.marks, self.D, mark = [], [], [], D, self.layout.landmark_type(dtype)
+        ratio = dtype.itemsize // mark.itemsize
+        blocks, stride = tokens // P, P * K * 2 * D + K * D // ratio
         for _ in range(layers):
             memory = torch.empty(blocks, stride, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
             kv = memory.as_strided((blocks, K, P, 2 * D), (stride, P * 2 * D, 2 * D, 1))
             self.k.append(kv[..., :D])
             self.v.append(kv[..., D:])
-            self.marks.append(memory.as_strided((blocks, 1, K, D), (stride, K * D, D, 1), P * K * 2 * D))
+            tail = memory.view(mark)
+            self.marks.append(tail.as_strided((blocks, 1, K, D), (stride * ratio, K * D, D, 1), P * K * 2 * D * ratio))
             self.update_landmarks(-1, torch.arange(blocks * P, device="cuda"))
 
     def update_landmarks(self, layer: int, slots: torch.Tensor) -> None:
@@ -145,7 +152,9 @@ class Case:
         budget = torch.minimum(ranked, top_k)
         scored = torch.where((budget > 0) & (budget < ranked), ranked, 0)
         tokens = self.length - (ranked - budget) * P
-        return int((scored + 2 * tokens).sum()) * K * self.pool.D * self.pool.k[0].element_size()
+        row = K * self.pool.D
+        marks, kv = row * self.pool.marks[0].element_size(), 2 * row * self.pool.k[0].element_size()
+        return int(scored.sum()) * marks + int(tokens.sum()) * kv
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
         """What is shipped, unless given a configuration."""
@@ -234,9 +243,32 @@ def ragged(pool: Pool, limit: float) -> list[dict[str, Any]]:
     return rows
 
 
-def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
-    limit, pool, rows = read_limit(), Pool(TOKENS, LAYERS), []
+def landmarks(limit: float) -> list[dict[str, Any]]:
+    """Draft steps with landmarks stored in the cache's dtype and in 8 bits."""
+    rows = []
+    for dtype in get_args(LandmarkDtype):
+        pool = Pool(TOKENS, LAYERS, landmark_dtype=dtype)
+        for B, L, G, k in DRAFTS:
+            case = Case(pool, B, L, G, k)
+            row = dict(B=B, L=L, G=G, k=k, landmark_dtype=dtype, **case.time(None, "step"))
+            row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
+            rows.append(row)
+            print(
+                f"{(B, L, G, k)} landmarks {dtype}: {row['us']:.1f} us ({row['p10']:.1f} .. {row['p90']:.1f}), "
+                f"{row['limit_us'] / row['us']:.0%} of limit",
+                flush=True,
+            )
+        del pool, case
+    return rows
+
+
+def bench(cases: Sequence[tuple[int, int, int, int]], only_landmarks: bool) -> dict[str, Any]:
+    limit = read_limit()
     print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
+    by_dtype = landmarks(limit)
+    if only_landmarks:
+        return dict(triton=triton.__version__, read_limit=limit, landmarks=by_dtype)
+    pool, rows = Pool(TOKENS, LAYERS), []
     print("  B      L  G    k | limit us  step us (p10 .. p90)  of limit | dense us  of limit | speed-up")
     for B, L, G, k in cases:
         case = Case(pool, B, L, G, k)
@@ -288,7 +320,7 @@ def bench(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
         del case
     return dict(
         triton=triton.__version__, read_limit=limit, cases=rows, dense=dense_rows, ragged=batches,
-        shapes=shapes,
+        shapes=shapes, landmarks=by_dtype,
     )  # fmt: skip
 
 
@@ -306,12 +338,13 @@ def dense_configs() -> list[LaunchConfig]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
+    parser.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     cases = [CASES[i] for i in args.cases]
     Case.triton = args.triton
-    save(args.out / "kernels.json", bench(cases))
+    save(args.out / ("landmarks.json" if args.landmarks else "kernels.json"), bench(cases, args.landmarks))
 
 
 if __name__ == "__main__":

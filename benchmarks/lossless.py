@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from rollout_trace import SLOTS, responses, simulate, states
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
+from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.adapt import DraftLength
 
 SETTLE, TIMED, SECONDS = 4, 16, 4.0
@@ -196,7 +197,9 @@ def measure(arguments: argparse.Namespace) -> None:
     cases = [(int(pages), float(rate)) for pages, rate in (case.split(":") for case in arguments.cases)]
     decoding = None
     if arguments.variant == "lossless":
-        schedule = SparsitySchedule.fixed(cases[0][0], dense_layers=tuple(arguments.dense_layers))
+        schedule = SparsitySchedule.fixed(
+            cases[0][0], dense_layers=tuple(arguments.dense_layers), landmark_dtype=arguments.landmarks
+        )
         decoding = Decoding.lossless(schedule, draft_tokens=k)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding)
@@ -294,6 +297,7 @@ def main() -> None:
         help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
     )  # fmt: skip
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
+    parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000 and the host at 8 x 1024")
     parser.add_argument("--out", required=True)

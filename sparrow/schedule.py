@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +24,7 @@ from sparrow.errors import ConfigError
 
 ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
 LARGEST_PAGE = 2**16
+LandmarkDtype = Literal["auto", "fp8_e4m3"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class SparsitySchedule:
     sink_pages: int = 1  # pages always kept at the start of the sequence
     recent_pages: int = 2  # pages always kept at its end, the partly filled one included
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
+    landmark_dtype: LandmarkDtype = "auto"  # pages' mean keys are stored in the cache's dtype, or in 8 bits
     # where the table comes from (preset name, or model, data and intervals of a calibration)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -49,6 +51,10 @@ class SparsitySchedule:
             object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
         for name in ("bin_tokens", "page_size", "sink_pages", "recent_pages"):
             object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
+        if self.landmark_dtype not in get_args(LandmarkDtype):
+            raise ConfigError(
+                f"a schedule's landmark_dtype is one of {get_args(LandmarkDtype)}, got {self.landmark_dtype!r}"
+            )
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
         for i, k in enumerate(self.top_k):

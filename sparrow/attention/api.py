@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sparrow.attention import reference
-from sparrow.attention.decode import DecodeBatch, DecodeImplementation, DecodeWorkspace
-from sparrow.attention.pages import PageLayout
+from sparrow.attention.decode import DecodeBatch, DecodeImplementation, DecodeWorkspace, fp8_lacking
+from sparrow.attention.pages import LandmarkDtype, PageLayout
 from sparrow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,16 +81,17 @@ def paged_decode(
     Args:
         q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided, D contiguous.
         k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole number of pages.
-        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the cache;
-            updated in place.
+        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the cache, or in
+            float8_e4m3fn if the layout says so; updated in place.
         block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
-        layout: page size and always-kept pages.
+        layout: page size, always-kept pages, dtype of landmarks.
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
-            cache in the same dtype; needs ``workspace``) or ``cuda`` (on Hopper, pages of 16, head
-            dims 64 and 128, groups up to 8, one 16-bit dtype; needs ``workspace``, and compiles itself at its first
-            call). There is no fallback; ``choose`` says which is fastest.
+            cache in the same dtype; needs ``workspace``, and for landmarks in 8 bits compute capability 8.9) or
+            ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, one 16-bit dtype; needs
+            ``workspace``, and compiles itself at its first call). There is no fallback; ``choose`` says which is
+            fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
@@ -152,6 +153,7 @@ def choose(
     group: int,
     dtype: torch.dtype,
     device: torch.device,
+    landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
     """What is to decode such a model on ``device``: exactly what is asked for or, if nothing is, the fastest.
 
@@ -162,6 +164,8 @@ def choose(
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}")
+    if landmark_dtype == "fp8_e4m3" and (lacking := fp8_lacking(device)):
+        raise ConfigError(lacking)
     if device.type == "cpu":
         if asked not in (None, "reference"):
             raise ConfigError(f"there are no {asked} kernels on a CPU; ask for none (leave sparrow_kernels out)")
@@ -191,9 +195,9 @@ def update_landmarks(
 
     Args:
         k_cache: strided view ``[blocks, K, block tokens, D]``, the keys written already.
-        landmark_cache: ``[blocks, block tokens / P, K, D]``, in the dtype of the cache.
+        landmark_cache: as in ``paged_decode``.
         slot_mapping_T: slots just written, integers.
-        layout: page size.
+        layout: page size and dtype of landmarks.
         implementation: as in ``paged_decode``; ``cuda`` has Triton's.
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.

@@ -22,6 +22,7 @@ PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
 MAX_PAGES = 16384
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
 PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
 
@@ -87,6 +88,18 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
 
+@cache
+def fp8_lacking(device: torch.device) -> str | None:
+    """Why the kernels cannot serve landmarks in 8 bits there, in a sentence; None if they can."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        return None
+    needed, name = ".".join(map(str, FP8_CAPABILITY)), torch.cuda.get_device_name(device)
+    return (
+        f"landmarks in fp8_e4m3 need a GPU of compute capability {needed} or more, {name} has less; set landmark_dtype "
+        "to 'auto'"
+    )
+
+
 class DecodeWorkspace:
     """Scratch memory of decode steps, allocated once and shared by all layers; one stream at a time may use it.
 
@@ -148,9 +161,19 @@ def check_shapes(batch: DecodeBatch) -> None:
         )
 
 
+def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
+    """Raises ValueError: landmarks of another shape or dtype than the keys and the layout ask for."""
+    blocks, K, block_tokens, D = k_cache.shape
+    shape, dtype = (blocks, block_tokens // layout.page_size, K, D), layout.landmark_type(k_cache.dtype)
+    if landmark_cache.shape != shape or landmark_cache.dtype != dtype:
+        raise ValueError(
+            f"landmarks must be {shape} in {dtype}, got {tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
+        )
+
+
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
     """Raises ValueError: a cache that the kernels cannot serve."""
-    blocks, K, block_tokens, D = k_cache.shape
+    block_tokens, D = k_cache.shape[2:]
     P = layout.page_size
     if P not in PAGE_SIZES or block_tokens % P:
         raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
@@ -158,11 +181,7 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
         raise ValueError(f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'")
     if k_cache.dtype not in QUERY_DTYPES:
         raise ValueError(f"caches must be float16 or bfloat16, got {k_cache.dtype}")
-    if landmark_cache.shape != (blocks, block_tokens // P, K, D) or landmark_cache.dtype != k_cache.dtype:
-        raise ValueError(
-            f"landmarks must be {(blocks, block_tokens // P, K, D)} in {k_cache.dtype}, got "
-            f"{tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
-        )
+    check_landmarks(k_cache, landmark_cache, layout)
     if k_cache.stride(3) != 1 or landmark_cache.stride(3) != 1:
         raise ValueError("keys and landmarks must be contiguous along the head dim")
 

@@ -10,9 +10,15 @@ N pages. Page n of a sequence holds its tokens n*P .. n*P + P - 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+LandmarkDtype = Literal["auto", "fp8_e4m3"]
+"""How landmarks are stored: in the keys' dtype, or in 8 bits (1 sign, 4 exponent, 3 mantissa), beyond 448 as 448."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
@@ -22,10 +28,17 @@ class PageLayout:
     page_size: int = 16  # P, tokens in a page
     sink_pages: int = 1  # pages always kept at the start
     recent_pages: int = 2  # pages always kept at the end, the partly filled one included; at least 1
+    landmark_dtype: LandmarkDtype = "auto"
 
     def __post_init__(self) -> None:
+        if self.landmark_dtype not in get_args(LandmarkDtype):
+            raise ValueError(f"landmark_dtype is {self.landmark_dtype!r}, expected one of {get_args(LandmarkDtype)}")
         if self.page_size < 1 or self.sink_pages < 0 or self.recent_pages < 1:
             raise ValueError(f"need page_size >= 1, sink_pages >= 0, recent_pages >= 1, got {self}")
+
+    def landmark_type(self, keys: torch.dtype) -> torch.dtype:
+        """The dtype of landmarks of keys in the dtype ``keys``."""
+        return keys if self.landmark_dtype == "auto" else FP8
 
 
 def page_count(length: Tensor, page_size: int) -> Tensor:
@@ -33,13 +46,15 @@ def page_count(length: Tensor, page_size: int) -> Tensor:
     return (length + page_size - 1) // page_size
 
 
-def landmarks(k_BKNPD: Tensor) -> Tensor:
+def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     """What a page is ranked by: mean keys ``[B, K, N, D]``.
 
-    The mean is taken in float32 and stored in the keys' dtype, as a KV cache holds it. A page that is
-    not yet full has no meaningful landmark and is never ranked: it is among the recent pages.
+    The mean is taken in float32 and rounded once to what is stored, as a KV cache holds it. A page that is not yet full
+    has no meaningful landmark and is never ranked: it is among the recent pages.
     """
-    return k_BKNPD.float().mean(-2).to(k_BKNPD.dtype)
+    mean = k_BKNPD.float().mean(-2)
+    # Without the limits some devices would make NaN of what is beyond them.
+    return mean.to(k_BKNPD.dtype) if dtype == "auto" else mean.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparrow.attention.decode import DecodeBatch, DecodeWorkspace, check_shapes
+from sparrow.attention.decode import DecodeBatch, DecodeWorkspace, check_landmarks, check_shapes
 from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores, select_pages
 
 
@@ -35,7 +35,7 @@ def decode(
     B, H, D = q_BHD.shape
     K, S, P = k_BKSD.shape[1], k_BKSD.shape[2], layout.page_size
     with torch.no_grad():
-        marks = _page_landmarks(k_BKSD, start_B, P)
+        marks = _page_landmarks(k_BKSD, start_B, layout)
         scores = page_scores(q_BHD[:, :, None], marks)
         keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
@@ -52,8 +52,9 @@ def decode(
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
-    """Raises ValueError: shapes that do not belong together."""
+    """Raises ValueError: shapes that do not belong together, or landmarks in another dtype than the layout says."""
     check_shapes(batch)
+    check_landmarks(batch.k_cache, batch.landmark_cache, batch.layout)
 
 
 def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False) -> Tensor:
@@ -92,11 +93,12 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
 
 def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
     """Recomputes, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
+    check_landmarks(k_cache, landmark_cache, layout)
     block_tokens, P = k_cache.shape[2], layout.page_size
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()
     block, token = last // block_tokens, last % block_tokens
     keys_TPKD = k_cache[block[:, None], :, token[:, None] + torch.arange(1 - P, 1, device=last.device)]
-    landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2))
+    landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
 
 def teacher_forced(
@@ -128,7 +130,7 @@ def teacher_forced(
     real_BT = (position_BT >= 0) & (position_BT < length_B[:, None])
     page_BT = (position_BT // P).clamp(0, N - 1)
     with torch.no_grad():
-        marks = _page_landmarks(k_BKTD, start_B, P)
+        marks = _page_landmarks(k_BKTD, start_B, layout)
     chunks = []
     for q0 in range(0, T, query_chunk):
         now = slice(q0, min(T, q0 + query_chunk))
@@ -158,14 +160,14 @@ def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Te
     return token_BKMP.flatten(2), seen_BKMP.flatten(2)
 
 
-def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, P: int) -> Tensor:
+def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
     """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole page fits."""
-    K, S, D = k_BKSD.shape[1:]
+    (K, S, D), P = k_BKSD.shape[1:], layout.page_size
     whole = S // P
     k = k_BKSD[:, :, : whole * P]
     if start_B is not None:
         column_BT = (start_B[:, None] + torch.arange(whole * P, device=k.device)).clamp(max=S - 1)
         k = k_BKSD.gather(2, column_BT[:, None, :, None].expand(-1, K, -1, D))
-    marks = landmarks(k.unflatten(2, (whole, P)))
+    marks = landmarks(k.unflatten(2, (whole, P)), layout.landmark_dtype)
     missing = -(-S // P) - whole
     return F.pad(marks, (0, 0, 0, missing)) if missing else marks

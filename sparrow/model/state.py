@@ -45,7 +45,10 @@ class Actor:
     dense: bool = False  # decode steps attend to everything just now
 
     def __post_init__(self) -> None:
-        self.layout = PageLayout(self.schedule.page_size, self.schedule.sink_pages, self.schedule.recent_pages)
+        schedule = self.schedule
+        self.layout = PageLayout(
+            schedule.page_size, schedule.sink_pages, schedule.recent_pages, schedule.landmark_dtype
+        )
         self.table = ScheduleTable(self.schedule)
 
     @property

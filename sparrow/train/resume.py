@@ -20,7 +20,7 @@ FIXED = (
     "distill.adapter", "distill.step_down",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: it may have moved
-LAYOUT = ("page_size", "bin_tokens", "sink_pages", "recent_pages", "dense_layers")
+LAYOUT = ("page_size", "bin_tokens", "sink_pages", "recent_pages", "dense_layers", "landmark_dtype")
 
 
 def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:

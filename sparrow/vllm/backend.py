@@ -136,14 +136,18 @@ class SparseImpl(VLLMClass):
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
             blocks, K, N, D = keys.shape
-            pages, interior = N // self.runtime.layout.page_size, 2 * K * N * D
-            if kv_cache.stride(0) < interior + pages * K * D:
+            pages, interior = N // self.runtime.layout.page_size, 2 * K * N * D * kv_cache.itemsize
+            dtype, block = self.runtime.layout.landmark_type(kv_cache.dtype), kv_cache.stride(0) * kv_cache.itemsize
+            if block < interior + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block takes {kv_cache.stride(0)} elements, leaving no room for its {pages} landmarks after "
-                    f"{interior}; another plugin or option rearranges vLLM's KV cache: start without it"
+                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {interior}; "
+                    "another plugin or option rearranges vLLM's KV cache: start without it"
                 )
-            tail = kv_cache.storage_offset() + interior
-            marks = torch.as_strided(kv_cache, (blocks, pages, K, D), (kv_cache.stride(0), K * D, D, 1), tail)
+            tail = kv_cache.storage_offset() * kv_cache.itemsize + interior
+            marks = torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
+                kv_cache.untyped_storage(), tail // dtype.itemsize, (blocks, pages, K, D),
+                (block // dtype.itemsize, K * D, D, 1),
+            )  # fmt: skip
             self._viewed, self._cached_views = kv_cache, (keys, values, marks)
         return self._cached_views
 
@@ -215,7 +219,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.kernels = attention.choose(
             config.kernels(vllm_config), page_size=schedule.page_size, head_dim=spec.head_size,
             kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=spec.dtype,
-            device=device,
+            device=device, landmark_dtype=schedule.landmark_dtype,
         )  # fmt: skip
         layer.impl.begins_step = True  # vLLM asks in the order of the model
     index = extract_layer_index(layer.layer_name)
@@ -229,7 +233,9 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
             runtime.last_decoded = layer.impl.is_sparse_layer
-    marks = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize
+    elements = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size
+    marks = elements * runtime.layout.landmark_type(spec.dtype).itemsize
+    marks = -(-marks // spec.dtype.itemsize) * spec.dtype.itemsize
     runtime.landmark_share = marks / (spec.page_size_bytes + marks)
     return replace(spec, page_size_padded=spec.page_size_bytes + marks)
 

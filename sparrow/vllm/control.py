@@ -119,17 +119,19 @@ def check(vllm_config: Any) -> None:
             logger.info(
                 "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
                 "tokens by %d: %s), vLLM's dense attention verifies them; logits of drafts take %.2f GiB, landmarks "
-                "%.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
+                "(%s) %.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
                 f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens,
                 runtime.backend, runtime.kernels, runtime.dense_layers or "none", schedule.page_size,
                 schedule.bin_tokens, schedule.to_dict()["top_k"], runtime.draft_bytes / 2**30,
-                100 * runtime.landmark_share, decoding.draft_tokens,
+                schedule.landmark_dtype, 100 * runtime.landmark_share, decoding.draft_tokens,
             )  # fmt: skip
             return
         logger.info(
-            "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s",
+            "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s; "
+            "landmarks (%s) %.1f%% of the KV cache",
             runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,
-            schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"],
+            schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"], schedule.landmark_dtype,
+            100 * runtime.landmark_share,
         )  # fmt: skip
         below, above = between_graphs(vllm_config)
         if below < above:

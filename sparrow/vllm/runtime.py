@@ -19,7 +19,7 @@ from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
-LAYOUT = ("page_size", "sink_pages", "recent_pages", "dense_layers")
+LAYOUT = ("page_size", "sink_pages", "recent_pages", "dense_layers", "landmark_dtype")
 """What CUDA graphs and landmarks are made for: a running engine cannot change it."""
 
 
@@ -37,7 +37,9 @@ class Runtime:
         self.decoding = decoding
         self.is_lossless = decoding.mode == "lossless"
         schedule = self._started_with = decoding.schedule
-        self.layout = PageLayout(schedule.page_size, schedule.sink_pages, schedule.recent_pages)
+        self.layout = PageLayout(
+            schedule.page_size, schedule.sink_pages, schedule.recent_pages, schedule.landmark_dtype
+        )
         self.sparse_layers: list[int] = []
         self.dense_layers: list[int] = []
         self.backend = ""

@@ -31,16 +31,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparrow.mismatch import beta_tail_fit, plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.model import actor
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Floats = NDArray[np.float64]
 
 
-def schedule(budget: int, dense_layers: Sequence[int] = (), page_size: int = 16) -> SparsitySchedule:
+def schedule(
+    budget: int, dense_layers: Sequence[int] = (), page_size: int = 16, landmark_dtype: LandmarkDtype = "auto"
+) -> SparsitySchedule:
     """``budget`` tokens read at every length by all layers but ``dense_layers``."""
     layout = SparsitySchedule.dense(page_size=page_size)
     pages = budget // page_size - layout.sink_pages - layout.recent_pages
-    return SparsitySchedule.fixed(pages, page_size=page_size, dense_layers=tuple(dense_layers))
+    options = dict[str, Any](page_size=page_size, dense_layers=tuple(dense_layers), landmark_dtype=landmark_dtype)
+    return SparsitySchedule.fixed(pages, **options)
 
 
 def acceptance(p: Tensor, q: Tensor) -> Tensor:

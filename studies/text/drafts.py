@@ -44,7 +44,8 @@ class DenseCache:
         layers = list(zip(*texts, strict=True))
         keys = [torch.cat([cache.keys for cache in layer]) for layer in layers]
         values = [torch.cat([cache.values for cache in layer]) for layer in layers]
-        return cls(keys, values, [landmarks(k.unflatten(2, (-1, layout.page_size))) for k in keys])
+        pages = [k.unflatten(2, (-1, layout.page_size)) for k in keys]
+        return cls(keys, values, [landmarks(page, layout.landmark_dtype) for page in pages])
 
 
 @dataclass
@@ -99,7 +100,7 @@ class Cycles:
 
 
 def layout_of(schedule: SparsitySchedule) -> PageLayout:
-    return PageLayout(schedule.page_size, schedule.sink_pages, schedule.recent_pages)
+    return PageLayout(schedule.page_size, schedule.sink_pages, schedule.recent_pages, schedule.landmark_dtype)
 
 
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:

@@ -16,7 +16,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import acceptance
 import drafts
@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean
 from sparrow.mode import Decoding
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Array = NDArray[Any]
 Cycle = tuple[int, int]  # position of the first draft's input, and tokens that the cycle gave
@@ -103,6 +103,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[])
+    parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
@@ -113,7 +114,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     from vllm import LLM
 
     card = json.loads((args.checkpoint / "card.json").read_text())
-    context, kept = card["context"], acceptance.schedule(args.budget, args.dense_layers)
+    context, kept = card["context"], acceptance.schedule(args.budget, args.dense_layers, 16, args.landmarks)
     lengths = np.linspace(context // 8, context - args.tokens - args.drafts - 1, args.requests).astype(int)
     rows = windows(np.load(args.checkpoint / "held_out.npy"), args.requests, context)
     prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]

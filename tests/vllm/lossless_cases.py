@@ -22,6 +22,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from sparrow import SparsitySchedule
+from sparrow.attention.pages import landmarks
 from sparrow.mode import Decoding
 from sparrow.vllm import lossless as sparrow_in_vllm
 from sparrow.vllm import speculator
@@ -231,15 +232,17 @@ class Landmarks:
                 page = torch.arange(length // P)
                 if len(page):
                     block, begin = table[b, page * P // N].long(), page * P % N
-                    fresh = keys[block[:, None], :, begin[:, None] + torch.arange(P)].mean(1)
-                    gap = (marks[block, page % (N // P)] - fresh).abs().max()
+                    own = keys[block[:, None], :, begin[:, None] + torch.arange(P)]
+                    fresh = landmarks(own.transpose(1, 2), layer.impl.runtime.layout.landmark_dtype)
+                    gap = (marks[block, page % (N // P)].float() - fresh.float()).abs().max()
                     self.worst = max(self.worst, float(gap))
                     self.pages += len(page)
 
 
-def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch):
+@pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
+def test_landmarks_are_fresh_after_every_cycle(folder, monkeypatch, landmark_dtype):
     found = Landmarks(monkeypatch)
-    with engine(folder, lossless(8)) as llm:
+    with engine(folder, lossless(8, landmark_dtype=landmark_dtype)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
         counts = counters(llm)
     assert found.pages > 500

@@ -146,15 +146,17 @@ def test_what_it_takes_is_said_at_start(made, monkeypatch):
     ours = SimpleNamespace(info=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name))
     stock = 2 * 32 * 2 * 32 * 4  # bytes of a block of 32 tokens
-    padded = stock + 2 * 2 * 32 * 4  # with two landmarks
+    padded, in_8_bits = stock + 2 * 2 * 32 * 4, stock + 2 * 2 * 32  # with two landmarks
     assert 1 - stock / padded == pytest.approx(0.0303, abs=1e-4)
+    assert 1 - stock / in_8_bits == pytest.approx(0.0078, abs=1e-4)
     blocks = []
-    for decoding in (None, cases.lossless(2)):
+    for decoding in (None, cases.lossless(2), cases.lossless(2, landmark_dtype="fp8_e4m3")):
         with cases.engine(made[0], decoding) as llm:
             blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
-    assert blocks == [2**26 // (2 * size) for size in (stock, padded)]
-    [line] = said
-    assert line.endswith("landmarks 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence")
+    assert blocks == [2**26 // (2 * size) for size in (stock, padded, in_8_bits)]
+    line, other = said
+    assert "landmarks (fp8_e4m3) 0.8% of the KV cache" in other
+    assert line.endswith("landmarks (auto) 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence")
 
 
 def test_thousands_of_requests_leave_nothing_behind(made):

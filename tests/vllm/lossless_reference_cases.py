@@ -81,9 +81,11 @@ def made(tmp_path_factory):
     return folder, model
 
 
-def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycles):
+@pytest.mark.parametrize("landmark_dtype", ["fp8_e4m3", "auto"])
+def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycles, landmark_dtype):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
-    with cases.engine(folder, cases.lossless(K, pages=PAGES)) as llm:
+    set_schedule(model, DRAFTS.replace(top_k=(PAGES,), landmark_dtype=landmark_dtype))  # the other tests' at last
+    with cases.engine(folder, cases.lossless(K, pages=PAGES, landmark_dtype=landmark_dtype)) as llm:
         llm.collective_rpc("sparrow_acceptance")
         completions = generate(llm, asked, 24, temperature=0.7, seed=3)
         metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])

@@ -12,7 +12,7 @@
 // tensor-core tile; heads of a group are its columns, up to 8. "Logits" are to base 2.
 //
 // Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in a block of the
-// cache, SINK and RECENT pages always kept, BF16 (else float16), WARPS, STAGES pages in flight per warp, RESIDENT
+// cache, SINK and RECENT pages always kept, BF16 (else float16), FP8 (landmarks in e4m3, else as the keys), WARPS, STAGES pages in flight per warp, RESIDENT
 // programs that are to fit on a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that are ranked.
 
 #include "select.cuh"
@@ -23,6 +23,30 @@ DEVICE void load_queries(u32* q, const Program& p) {
 #pragma unroll
   for (int i = 0; i < 2 * STEPS; ++i) q[i] = p.row8 < G ? from[4 * i + p.column2] : 0u;
 }
+
+#if FP8
+// The same in float16 and in the order of ``marks_times_queries``. Those in bfloat16 are scaled by a power of 2, the same
+// for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter, and the
+// ranking stays as it is.
+DEVICE void load_ranking_queries(u32* q, const Program& p) {
+  const uint2* const from = (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
+#pragma unroll
+  for (int j = 0; j < STEPS; ++j) {
+    const uint2 four = p.row8 < G ? from[4 * j + p.column2] : make_uint2(0, 0);
+    q[2 * j] = four.x, q[2 * j + 1] = four.y;
+  }
+#if BF16
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 2 * STEPS; ++i) largest = max(largest, max(q[i] & 0x7fff, q[i] >> 16 & 0x7fff));
+  const int exponent = __reduce_max_sync(ALL, largest) >> 7;
+  const float scale = __int_as_float(min(254, 2 * 127 + 14 - exponent) << 23);
+#pragma unroll
+  for (int i = 0; i < 2 * STEPS; ++i)
+    q[i] = pack_halves(__int_as_float(q[i] << 16) * scale, __int_as_float(q[i] & 0xffff0000u) * scale);
+#endif
+}
+#endif
 
 // What a thread saw while it scored pages.
 struct Seen {
@@ -54,6 +78,10 @@ DEVICE void stage_blocks(const Program& p) {
 
 // Replaces blocks by scores. The warps share the tiles of 16 landmarks, TILES_IN_FLIGHT of each on their way.
 DEVICE Seen score_pages(const Program& p, const u32* q) {
+#if FP8
+  u32 ranking_q[2 * STEPS];
+  load_ranking_queries(ranking_q, p);
+#endif
   Seen seen = {infinity(), -infinity(), 0, 0};
   const int tiles = (p.ranked_end + 15) / 16, own = p.warp < tiles ? (tiles - p.warp + WARPS - 1) / WARPS : 0;
 #pragma unroll 1
@@ -67,10 +95,14 @@ DEVICE Seen score_pages(const Program& p, const u32* q) {
   for (int i = 0; i < own; ++i) {
     wait_for_all_but<TILES_IN_FLIGHT - 1>();
     __syncwarp();
-    const u32 tile = p.warp_ring + place * TILE;
+    const u32 tile = p.warp_ring + place * MARK_TILE;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
+#if FP8
+    marks_times_queries(even, odd, tile, ranking_q, p.lane);
+#else
     times_queries(even, odd, tile, q, p.lane);
-    // The mean query's score, times G; columns beyond the group are no queries.
+#endif
+    // The mean query's score, times G (and the queries' scale); columns beyond the group are no queries.
     float first = 0.f, second = 0.f;
     if (2 * p.column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
     if (2 * p.column2 + 1 < G) first += even[1] + odd[1], second += even[3] + odd[3];
@@ -336,8 +368,12 @@ DEVICE void write_landmark(const Program& p) {
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < P; ++i) sum += widen(from[i * p.a.token]);
-    p.a.landmarks[block * p.a.landmark_block + inside * p.a.landmark_page + p.head * p.a.landmark_head + d] =
-        (u16)pack(sum / P, 0.f);
+    Mark* const to = p.a.landmarks + block * p.a.landmark_block + inside * p.a.landmark_page + d;
+#if FP8
+    to[p.head * p.a.landmark_head] = to_e4m3(sum / P);
+#else
+    to[p.head * p.a.landmark_head] = (u16)pack(sum / P, 0.f);
+#endif
   }
 }
 

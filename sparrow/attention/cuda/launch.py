@@ -99,7 +99,7 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
         raise ValueError(reason)
     tensors = dict(keys=batch.k_cache, values=batch.v_cache, landmarks=batch.landmark_cache, queries=batch.q_BHD)
     for name, x in tensors.items():
-        if x.data_ptr() % 16 or any(stride % 8 for stride in x.stride()[:-1]):
+        if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
             raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")
 
 
@@ -157,8 +157,9 @@ class Launches:
         b, w, c = self.batch, self.workspace, self.config
         defines = dict(
             D=b.head_dim, G=b.group, K=b.kv_heads, PER_BLOCK=b.pages_per_block, SINK=b.layout.sink_pages,
-            RECENT=b.layout.recent_pages, BF16=int(b.q_BHD.dtype == torch.bfloat16), WARPS=c.warps, STAGES=c.stages,
-            RESIDENT=c.resident, BINS=BINS, CANDIDATES=CANDIDATES,
+            RECENT=b.layout.recent_pages, BF16=int(b.q_BHD.dtype == torch.bfloat16),
+            FP8=int(b.layout.landmark_dtype == "fp8_e4m3"), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
+            BINS=BINS, CANDIDATES=CANDIDATES,
         )  # fmt: skip
         kernel = _kernel(tuple(defines.items()), c.shared_bytes(b.head_dim, self.capacity), b.q_BHD.device)
         tensors = (

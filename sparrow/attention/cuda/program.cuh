@@ -6,13 +6,20 @@
 constexpr int THREADS = 32 * WARPS;
 constexpr int SLOT = 2 * TILE;                // keys and values of a page
 constexpr int COPY_ROWS = 32 / CHUNKS;        // that a warp copies at once
-constexpr int TILES_IN_FLIGHT = 2 * STAGES;   // of landmarks, per warp
+constexpr int MARK_COPY_ROWS = 32 / MARK_CHUNKS;
+constexpr int TILES_IN_FLIGHT = STAGES * SLOT / MARK_TILE;  // of landmarks, per warp
 constexpr int AT_ONCE = 8;                    // scores that a thread looks at before it waits for the first
 constexpr int ALWAYS = SINK + RECENT;         // pages always kept; a row with ranked pages has them all
 
+#if FP8
+typedef unsigned char Mark;
+#else
+typedef u16 Mark;
+#endif
+
 struct Args {
   const u16 *q, *k, *v;
-  u16 *landmarks;
+  Mark *landmarks;
   const int* table;
   u16 *out;
   int *rows;
@@ -51,8 +58,9 @@ struct Program {
   const int* table;
   // Where this thread copies to and from.
   u32 warp_ring;
-  int copy_row, copy_chunk;
-  const u16 *keys, *values, *landmarks;
+  int copy_row, copy_chunk, mark_row, mark_chunk;
+  const u16 *keys, *values;
+  const Mark *landmarks;
 
   DEVICE Program(const Args& a, unsigned char* memory)
       : a(a), lane(threadIdx.x % 32), warp(threadIdx.x / 32), row8(lane / 4), column2(lane % 4), ring(memory) {
@@ -72,8 +80,9 @@ struct Program {
     table = a.table + b * a.table_row;
     warp_ring = shared_address(ring) + warp * STAGES * SLOT;
     copy_row = lane / CHUNKS, copy_chunk = lane % CHUNKS;
+    mark_row = lane / MARK_CHUNKS, mark_chunk = lane % MARK_CHUNKS;
     keys = a.k + head * a.head + copy_chunk * 8, values = a.v + head * a.head + copy_chunk * 8;
-    landmarks = a.landmarks + head * a.landmark_head + copy_chunk * 8;
+    landmarks = a.landmarks + head * a.landmark_head + mark_chunk * (16 / (int)sizeof(Mark));
   }
 
   DEVICE int page_at(int n) const {  // id of the row's n-th page
@@ -96,10 +105,10 @@ struct Program {
   // Copies the landmarks of 16 pages, from the first of the warp's i-th tile on; `list` holds their blocks.
   DEVICE void load_landmarks(int i, int place) const {
 #pragma unroll
-    for (int j = 0; j < 16 / COPY_ROWS; ++j) {
-      const int row = j * COPY_ROWS + copy_row;
+    for (int j = 0; j < 16 / MARK_COPY_ROWS; ++j) {
+      const int row = j * MARK_COPY_ROWS + mark_row;
       const int n = min((warp + i * WARPS) * 16 + row, pages - 1);
-      copy16(warp_ring + place * TILE + swizzled(row, copy_chunk),
+      copy16(warp_ring + place * MARK_TILE + swizzled_mark(row, mark_chunk),
              landmarks + list[n] * a.landmark_block + n % PER_BLOCK * a.landmark_page);
     }
   }

@@ -13,10 +13,16 @@ constexpr int ROW = 2 * D;         // bytes of a row
 constexpr int TILE = P * ROW;      // keys of a page, its values, or 16 landmarks
 constexpr int CHUNKS = ROW / 16;   // 16 bytes each, swizzled within a row so that a column of tiles has no conflicts
 constexpr int STEPS = D / 16;      // of a product of tiles
+constexpr int MARK_ROW = FP8 ? D : ROW;         // bytes of a landmark
+constexpr int MARK_TILE = 16 * MARK_ROW;
+constexpr int MARK_CHUNKS = MARK_ROW / 16;
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 DEVICE int swizzled(int row, int chunk) { return row * ROW + ((chunk ^ (row & 7)) << 4); }
+DEVICE int swizzled_mark(int row, int chunk) {  // rows of 4 chunks are half as wide as the banks
+  return row * MARK_ROW + ((chunk ^ (MARK_CHUNKS == 4 ? row >> 1 & 3 : row & 7)) << 4);
+}
 // Of what is read once in a step, and leaves the cache to what is read again; zeros beyond `bytes`, 0 or 16.
 DEVICE void copy16(u32 to, const void* from, int bytes = 16) {
   unsigned long long policy;
@@ -46,15 +52,15 @@ DEVICE u32 transposed(u32 x) {
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
+#define MULTIPLY(TYPE)                                                                                               \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32"                                         \
+               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                              \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                      \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+template <bool IN_BF16 = BF16>
 DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a[16, 16] b[16, 8]
-#if BF16
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-#else
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-#endif
-               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (IN_BF16) MULTIPLY("bf16");
+  else MULTIPLY("f16");
 }
 // A tile's 16 rows times the queries, even and odd steps added apart, which do not wait for each other.
 DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
@@ -74,6 +80,35 @@ DEVICE u32 pack(float low, float high) {
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
 #endif
   return y;
+}
+DEVICE u32 pack_halves(float low, float high) {
+  u32 y;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+  return y;
+}
+DEVICE unsigned char to_e4m3(float x) {  // 448 at the most
+  u16 y;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(0.f), "f"(x));
+  return (unsigned char)y;
+}
+DEVICE u32 from_e4m3(u32 pair) {  // two in the lower half, as float16, which holds them exactly
+  u32 y;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)pair));
+  return y;
+}
+// 16 landmarks in e4m3 times queries in float16. A thread gets 4 dimensions in a row, 4 * column2 on, of each 16: these
+// stand for a step's 2 * column2 and 2 * column2 + 8, in the queries too.
+DEVICE void marks_times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+  for (int j = 0; j < STEPS; j += 2) {
+    u32 x[4];
+    load_tiles(x, tile + swizzled_mark(row, j + chunk));
+    const u32 left[4] = {from_e4m3(x[0]), from_e4m3(x[1]), from_e4m3(x[0] >> 16), from_e4m3(x[1] >> 16)};
+    const u32 next[4] = {from_e4m3(x[2]), from_e4m3(x[3]), from_e4m3(x[2] >> 16), from_e4m3(x[3] >> 16)};
+    multiply<false>(even, left, q[2 * j], q[2 * j + 1]);
+    multiply<false>(odd, next, q[2 * j + 2], q[2 * j + 3]);
+  }
 }
 DEVICE float widen(u16 x) {
 #if BF16

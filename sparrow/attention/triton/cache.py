@@ -75,4 +75,16 @@ def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, 
     d = tl.arange(0, DP)
     k_PD = tl.load(k + token[:, None] * stride_token + d[None, :], mask=(d < D)[None, :], other=0.0)
     mean = tl.sum(k_PD.to(tl.float32), 0) / P
+    if mark.dtype.element_ty == tl.float8e4nv:
+        mean = round_to_e4m3(mean)
     tl.store(mark + d, mean.to(mark.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def round_to_e4m3(x):
+    """The nearest of e4m3's values, ties to even, and 448 beyond it: float32, the same on all devices."""
+    x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # of 2^-6 at least: subnormals below
+    # Where the last place of a float32 is the last of e4m3's, 20 binary places down, adding rounds.
+    large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
+    return (x + large) - large

@@ -155,7 +155,7 @@ class Call:
         )
         forced_select.landmark_kernel[(triton.cdiv(N, 16), self.items)](
             self.k, marks, self.start, self.length, *self.k.stride()[:3], N, K=K, D=self.heads["D"],
-            DP=self.heads["DP"], P=P, TILE=16, num_warps=2,
+            DP=self.heads["DP"], P=P, TILE=16, FP8=layout.landmark_dtype == "fp8_e4m3", num_warps=2,
         )  # fmt: skip
         scores = torch.empty(self.items * C * N, dtype=torch.float32, device=device)
         kept = torch.empty(self.items * C * triton.next_power_of_2(max(N, 32)) // 32, dtype=torch.int32, device=device)

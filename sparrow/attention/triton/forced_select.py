@@ -7,15 +7,16 @@ import triton
 import triton.language as tl
 
 from sparrow.attention.division import page_counts
+from sparrow.attention.triton.cache import round_to_e4m3
 from sparrow.attention.triton.kernels import above_and_tied, load_rows
 
 
 @triton.jit
 def landmark_kernel(
     k, landmarks, start, length, stride_row, stride_head, stride_token, N,
-    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest."""
+    """Mean keys ``[B, K, N, D]`` of full pages; zeros for the rest. With FP8, rounded to e4m3 in the keys' dtype."""
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -26,7 +27,10 @@ def landmark_kernel(
     total = tl.zeros((TILE, DP), tl.float32)
     for p in range(P):
         total += tl.load(k + (token + p)[:, None] * stride_token + d[None, :], mask=full, other=0.0).to(tl.float32)
-    mean = (total / P).to(landmarks.dtype.element_ty)
+    mean = total / P
+    if FP8:
+        mean = round_to_e4m3(mean)
+    mean = mean.to(landmarks.dtype.element_ty)
     tl.store(landmarks + (item * N + n[:, None]) * D + d[None, :], mean, mask=(n < N)[:, None] & (d < D)[None, :])
 
 

@@ -11,7 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
-from sparrow.attention.decode import DecodeBatch, DecodeWorkspace, check_cache, check_for_kernels, device_limits
+from sparrow.attention.decode import (
+    DecodeBatch,
+    DecodeWorkspace,
+    check_cache,
+    check_for_kernels,
+    device_limits,
+    fp8_lacking,
+)
 from sparrow.attention.division import Division, divide
 from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import cache, kernels
@@ -21,7 +28,7 @@ from sparrow.attention.triton.tuning import LaunchConfig, choose
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     """Raises ValueError: what these kernels cannot serve."""
     check_for_kernels(batch, workspace)
-    _check_device(batch.k_cache)
+    _check_device(batch.k_cache, batch.layout)
 
 
 def run(
@@ -94,7 +101,7 @@ class Launches:
 def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
     """Recomputes the landmarks of the pages that these slots complete; see ``sparrow.attention.update_landmarks``."""
     check_cache(k_cache, landmark_cache, layout)
-    _check_device(k_cache)
+    _check_device(k_cache, layout)
     T, K, D = slot_mapping_T.shape[0], k_cache.shape[1], k_cache.shape[3]
     if T == 0:
         return
@@ -125,7 +132,9 @@ def _can_overlap(x: Tensor) -> bool:
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def _check_device(k_cache: Tensor) -> None:
+def _check_device(k_cache: Tensor, layout: PageLayout) -> None:
     interpreted = not isinstance(kernels.attend_kernel, triton.JITFunction)
     if k_cache.device.type == "cpu" and not interpreted:
         raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
+    if layout.landmark_dtype == "fp8_e4m3" and (lacking := fp8_lacking(k_cache.device)):
+        raise ValueError(lacking)

@@ -14,24 +14,28 @@ from sparrow.attention.cuda.compile import compiled
 from sparrow.attention.decode import H200
 
 DEFINES = dict(
-    D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, WARPS=4, STAGES=3, RESIDENT=2, BINS=1024, CANDIDATES=256
+    D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, FP8=0, WARPS=4, STAGES=3, RESIDENT=2, BINS=1024,
+    CANDIDATES=256,
 )  # fmt: skip
 
 
+@pytest.mark.parametrize("FP8", [0, 1])
 @pytest.mark.parametrize("changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)])
-def test_the_source_compiles_for_hopper(changes):
+def test_the_source_compiles_for_hopper(changes, FP8):
     pytest.importorskip("cuda.bindings.nvrtc")
-    code, _ = compiled("decode.cu", tuple((DEFINES | changes).items()), "sm_90")
+    code, _ = compiled("decode.cu", tuple((DEFINES | changes | dict(FP8=FP8)).items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
     assert [bytes([n])[0] for n in range(256)] == list(range(256)), "the compiler wrote into bytes that Python shares"
 
 
-@pytest.mark.parametrize("D, G", [(128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8)])
+@pytest.mark.parametrize(
+    "D, G, FP8", [(128, 1, 0), (128, 2, 0), (128, 4, 0), (128, 8, 0), (64, 2, 0), (64, 8, 0), (128, 4, 1), (64, 8, 1)]
+)
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(items, D, G):
+def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(items, D, G, FP8):
     pytest.importorskip("cuda.bindings.nvrtc")
     config = launch.choose_config(items, D, 2560, H200)
-    defines = DEFINES | dict(D=D, G=G, WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident)
+    defines = DEFINES | dict(D=D, G=G, FP8=FP8, WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident)
     _, log = compiled("decode.cu", tuple(defines.items()), "sm_90", "--ptxas-options=-v")
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}
     registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8

@@ -129,7 +129,7 @@ def expected_pages(case: Case, b: int) -> torch.Tensor:
     q, k = case.q[b : b + 1, :, own].cpu(), case.k[b : b + 1, :, own].cpu()
     N = -(-length // P)
     whole = k[:, :, : length // P * P].unflatten(2, (length // P, P))
-    marks = torch.nn.functional.pad(landmarks(whole), (0, 0, 0, N - length // P))
+    marks = torch.nn.functional.pad(landmarks(whole, case.layout.landmark_dtype), (0, 0, 0, N - length // P))
     t = torch.arange(length)
     keep = select_pages(page_scores(q, marks), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout)
     dense = (t < int(case.prompt[b]))[:, None] & (torch.arange(N) <= t[:, None] // P)
@@ -150,6 +150,16 @@ ROWS = [(0, 46, 11), (5, 33, 1), (2, 1, 1)]
 @pytest.mark.parametrize(("G", "page_size"), [(1, 4), (2, 8), (3, 4), (8, 16)])
 def test_selects_what_decoding_selects(G, page_size):
     check_selection(make_case(ROWS, K=1, G=G, D=16, layout=PageLayout(page_size)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_selects_what_decoding_selects_by_landmarks_in_8_bits(dtype):
+    layout = PageLayout(16, landmark_dtype="fp8_e4m3")
+    case = make_case([(1, 250, 3)], K=1, G=2, D=16, layout=layout, dtype=dtype)
+    # Means of 16 such keys need more bits, so that other pages rank first.
+    case.k.copy_(torch.randint(-20, 21, case.k.shape, generator=torch.Generator().manual_seed(1)))
+    check_selection(case)
+    assert not torch.equal(expected_pages(case, 0), expected_pages(replace(case, layout=PageLayout(16)), 0))
 
 
 def test_positions_in_several_chunks(monkeypatch):

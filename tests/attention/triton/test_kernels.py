@@ -43,6 +43,7 @@ from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
+FP8 = PageLayout(landmark_dtype="fp8_e4m3")
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
 CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
@@ -83,10 +84,10 @@ class Case:
 
 
 def make_caches(
-    kind: str, blocks: int, K: int, block_tokens: int, D: int, P: int, dtype: torch.dtype
+    kind: str, blocks: int, K: int, block_tokens: int, D: int, layout: PageLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each block's padded tail."""
-    tail, pages = 64, block_tokens // P
+    tail, pages, mark = 64, block_tokens // layout.page_size, layout.landmark_type(dtype)
     size = 2 * block_tokens * K * D
     stride = size + pages * K * D + tail
     memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
@@ -99,7 +100,10 @@ def make_caches(
     else:  # NH2D: tokens before heads
         kv = memory.as_strided((blocks, block_tokens, K, 2 * D), (stride, K * 2 * D, 2 * D, 1)).transpose(1, 2)
         k, v = kv.split(D, dim=-1)
-    return k, v, memory.as_strided((blocks, pages, K, D), (stride, K * D, D, 1), size)
+    ratio = dtype.itemsize // mark.itemsize
+    marks = memory.view(mark).as_strided((blocks, pages, K, D), (stride * ratio, K * D, D, 1), size * ratio)
+    marks.view(torch.uint8 if ratio > 1 else torch.int16).fill_(0x7F if ratio > 1 else 0x7FFF)  # NaN
+    return k, v, marks
 
 
 def make_case(
@@ -121,7 +125,7 @@ def make_case(
     block_tokens = P * pages_per_block
     needed = [-(-length // block_tokens) for length in lengths]
     blocks = sum(needed) + extra_blocks
-    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, P, dtype)
+    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, layout, dtype)
     order = torch.randperm(blocks, generator=rng)
     table = torch.full((B, max(1, *needed) + 1), 2**30, dtype=torch.int32)
     used = 0
@@ -134,7 +138,7 @@ def make_case(
             for cache in (k, v):
                 cache[block, :, :tokens] = torch.randn(K, tokens, D, generator=rng).to(DEVICE, dtype)
             full = tokens // P
-            marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, dtype)
+            marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
     q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
     q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
     qkv = torch.full((B, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
@@ -228,13 +232,30 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config):
+def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config, landmark_dtype):
+    layout = PageLayout(P, landmark_dtype=landmark_dtype)
     case = make_case(
-        [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=PageLayout(P), pages_per_block=per_block,
-        dtype=dtype, kind=kind,
+        [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=layout, pages_per_block=per_block, dtype=dtype,
+        kind=kind,
     )  # fmt: skip
     check(case, config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_ranking_by_landmarks_in_8_bits(config, dtype):
+    case = make_case(
+        [517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], layout=FP8, pages_per_block=2, dtype=dtype
+    )
+    check(case, config)
+    # Queries beyond float16's range, and a group whose queries are all zero.
+    if dtype == torch.bfloat16:
+        case.q.mul_(2.0**40)
+        case.q[2] = 0
+        case.k_cache.mul_(2.0**-40)
+        check(case, config)
 
 
 @pytest.mark.parametrize("layout", [PageLayout(16, 0, 1), PageLayout(16, 3, 4)])
@@ -248,20 +269,26 @@ def test_the_shipped_table_serves_small_and_large_batches():
     check(make_case([40] * 50 + [100], [1] * 51, K=4, G=1), None)
 
 
-def scored_case(scores: list[float], top_k: int, dtype: torch.dtype) -> Case:
+def scored_case(scores: list[float], top_k: int, dtype: torch.dtype, layout: PageLayout = PageLayout()) -> Case:  # noqa: B008
     """One sequence whose page n is scored ``scores[n]``: the query picks dimension 0 of the landmarks."""
-    case = make_case([16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, extra_blocks=0)
+    case = make_case([16 * len(scores)], [top_k], K=1, G=1, dtype=dtype, layout=layout, extra_blocks=0)
     case.q.zero_()
     case.q[..., 0] = 1
     scores_N = torch.tensor(scores, device=DEVICE, dtype=dtype)
     marks_ND = torch.copysign(torch.zeros(len(scores), 64, device=DEVICE, dtype=dtype), scores_N[:, None])
     marks_ND[:, 0] = scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
-    case.landmark_cache[case.table[0, : len(scores)].long(), 0, 0] = marks_ND
+    case.landmark_cache[case.table[0, : len(scores)].long(), 0, 0] = marks_ND.to(case.landmark_cache.dtype)
     return case
 
 
-def check_selection(scores: list[float], top_k: int, config: Config, dtype: torch.dtype = torch.bfloat16):
-    case = scored_case(scores, top_k, dtype)
+def check_selection(
+    scores: list[float],
+    top_k: int,
+    config: Config,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: PageLayout = PageLayout(),  # noqa: B008
+) -> None:
+    case = scored_case(scores, top_k, dtype, layout)
     if isinstance(config, cuda.CudaConfig):
         return check(case, config)  # it leaves no list of all pages kept
     workspace = make_workspace(case)
@@ -300,6 +327,16 @@ def test_equal_scores_keep_the_earlier_pages(config):
 def test_selection_is_exact_for_extreme_scores(config, scores):
     for top_k in (1, 2, 11, 20, len(scores) - 4):
         check_selection(scores, top_k, config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_landmark_in_8_bits_is_read_exactly(config, dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    order = torch.randperm(254, generator=torch.Generator().manual_seed(0))
+    scores = every[~every.isnan()][order].tolist()
+    for top_k in (1, 9, 100, 200, 250):
+        check_selection(scores, top_k, config, dtype, FP8)
 
 
 @settings(max_examples=25 if INTERPRETED else 100, deadline=None)
@@ -375,11 +412,15 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
     "config, dtype",
     [(config, dtype) for config in (ONE, THREE, *CUDA_CONFIGS) for dtype in (torch.float16, torch.bfloat16)],
 )
-def test_decoding_completes_landmarks(config, dtype):
+@pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
+def test_decoding_completes_landmarks(config, dtype, layout):
     case = make_case(
         [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
-        dtype=dtype,
+        dtype=dtype, layout=layout,
     )  # fmt: skip
+    if layout is FP8:  # sums are exact, so that landmarks are the reference's to the bit; some are beyond 448
+        case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
+        case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
     slots = torch.tensor([case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE)
     update_landmarks(case.k_cache, expected, slots, layout=case.layout, implementation="triton")
@@ -389,14 +430,31 @@ def test_decoding_completes_landmarks(config, dtype):
     assert torch.equal(case.landmark_cache.float().nan_to_num(7.0), expected.float().nan_to_num(7.0))
     replace(case, landmark_cache=by_reference).expected(case.q.dtype)
     error = (by_reference.float() - expected.cpu().float()).nan_to_num(0.0).abs()
-    assert (error <= torch.finfo(dtype).eps * expected.cpu().float().nan_to_num(0.0).abs()).all()
+    eps = 0.0 if layout is FP8 else torch.finfo(dtype).eps
+    assert (error <= eps * expected.cpu().float().nan_to_num(0.0).abs()).all()
+
+
+@pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_landmarks_in_8_bits_are_the_references(kind, dtype):
+    P, K, D, layout = 8, 2, 80, PageLayout(8, landmark_dtype="fp8_e4m3")
+    k, _, marks = make_caches(kind, 6, K, 2 * P, D, layout, dtype)
+    # Multiples of 2^-10, whose sums are exact; means from below e4m3's smallest value to beyond its largest.
+    scale = 2.0 ** (torch.arange(6) * 4 - 10)
+    k[:] = (torch.randint(-8, 9, k.shape) * scale[:, None, None, None]).to(DEVICE, dtype)
+    expected = marks.clone()
+    slots = torch.arange(5, 6 * 2 * P, device=DEVICE)
+    reference.update_landmarks(k, expected, slots, layout)
+    update_landmarks(k, marks, slots, layout=layout, implementation="triton")
+    assert torch.equal(marks.float(), expected.float()) and marks.dtype == torch.float8_e4m3fn
+    assert marks.float().abs().amax() == 448 and (marks.float().abs() == 2**-9).any()
 
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
     P, per_block, K, D = 8, 2, 2, 80
-    k, _, marks = make_caches(kind, 5, K, P * per_block, D, P, dtype)
+    k, _, marks = make_caches(kind, 5, K, P * per_block, D, PageLayout(P), dtype)
     k[:, :, :] = torch.randn(5, K, P * per_block, D).to(DEVICE, dtype)
     # Page 1 of block 3 and page 0 of block 1 are completed; page 0 of block 4 is not; -1 and -9 are padding.
     slots = torch.tensor([-1, 3 * 16 + 15, 4 * 16 + 6, -9, 1 * 16 + 6, 1 * 16 + 7], device=DEVICE)
@@ -414,7 +472,7 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
 
 
 def test_landmarks_of_a_long_prefill_equal_the_references():
-    k, _, marks = make_caches("HN2D", 70, 1, 16, 64, 16, torch.float16)
+    k, _, marks = make_caches("HN2D", 70, 1, 16, 64, PageLayout(), torch.float16)
     k[:] = torch.randint(-8, 9, k.shape).to(DEVICE, torch.float16)  # means are exact
     expected = marks.clone()
     slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(DEVICE)
@@ -428,7 +486,7 @@ def test_landmarks_of_a_long_prefill_equal_the_references():
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
 def test_tokens_are_stored_in_their_slots(kind):
     K, D = 3, 80
-    k, v, _ = make_caches(kind, 5, K, 16, D, 16, torch.bfloat16)
+    k, v, _ = make_caches(kind, 5, K, 16, D, PageLayout(), torch.bfloat16)
     qkv = torch.randn(4, 9, D).to(DEVICE, torch.bfloat16)
     key, value, slots = qkv[:, 3:6], qkv[:, 6:], torch.tensor([37, -1, 64, 3], device=DEVICE)
     sparrow_triton.store_tokens(key, value, k, v, slots)
@@ -510,7 +568,7 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
     config = cuda.launch.choose_config(80, 64, 32, H200)
     assert defines == dict(
-        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, WARPS=config.warps, STAGES=config.stages,
+        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, FP8=0, WARPS=config.warps, STAGES=config.stages,
         RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
     )  # fmt: skip
     assert (shared_bytes, threads) == (config.shared_bytes(64, 32), 32 * config.warps)
@@ -547,6 +605,7 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("length_B must be contiguous int32", case, length=case.length.long())
     refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
     refuse("landmarks must be", case, landmark_cache=case.landmark_cache[:, :, :1])
+    refuse(r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8)
     refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
     refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     with pytest.raises(ValueError, match="cannot be ranked"):
@@ -554,10 +613,12 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @pytest.mark.parametrize("config", [*PATHS, pytest.param(None, id="shipped")])
-def test_long_sequences(config):
-    check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], D=128, dtype=torch.bfloat16), config)
-    check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, D=128, dtype=torch.bfloat16), config)
+def test_long_sequences(config, layout):
+    shape = dict(D=128, dtype=torch.bfloat16, layout=layout)
+    check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], **shape), config)
+    check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, **shape), config)
 
 
 @pytest.mark.gpu

@@ -264,6 +264,18 @@ def test_pages_of_other_sizes(folder, model):
         pass
 
 
+def test_landmarks_in_8_bits_select_the_same_pages_as_in_transformers(folder, model):
+    schedule = SMALL.replace(landmark_dtype="fp8_e4m3")
+    with engine(folder, schedule) as sparrow:
+        assert sparrow.describe()["schedule"]["landmark_dtype"] == "fp8_e4m3"
+        rollouts = sparrow.generate(RAGGED, SAMPLED)
+        with pytest.raises(ConfigError, match=r"started with \{'landmark_dtype': 'fp8_e4m3'\}.*start a new engine"):
+            sparrow.set_schedule(SMALL)
+    scoring = HFEngine(model, schedule, eos_ids=[])
+    assert logprob_gap(rollouts, scoring.score(rollouts, schedule, SAMPLED.temperature)) < 1e-4
+    assert logprob_gap(rollouts, scoring.score(rollouts, SMALL, SAMPLED.temperature)) > 1e-2  # other pages are chosen
+
+
 def test_the_environment_alone_is_enough(folder, monkeypatch):
     monkeypatch.setenv("SPARROW_SCHEDULE", SMALL.to_json())
     llm = LLM(model=str(folder), skip_tokenizer_init=True, **tiny.OPTIONS)
