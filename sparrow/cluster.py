@@ -198,7 +198,11 @@ def plan(
     if acceptance is None:
         return Plan(memory, step(dense), sparse)
     pairs = zip(shares, dense, strict=True)
-    lossless = [predict_lossless(shape, machine, share, run, acceptance, *batching).rollout for share, run in pairs]
+    stored = "auto" if schedule is None else schedule.landmark_dtype
+    lossless = [
+        predict_lossless(shape, machine, share, run, acceptance, *batching, landmark_dtype=stored).rollout
+        for share, run in pairs
+    ]
     return Plan(memory, step(dense), sparse, step(lossless))
 
 

@@ -204,7 +204,8 @@ def decode_step(
     bandwidth = machine.read_bytes_s * overheads.read_fraction
     key_bytes = shape.kv_heads * shape.head_dim * shape.kv_bytes
     kv = 2 * key_bytes * float((shape.layers - sparse_layers) * length.sum() + sparse_layers * read.sum())
-    landmarks = key_bytes * float(sparse_layers * (-(-length[partial] // schedule.page_size)).sum())
+    landmark_bytes = key_bytes if schedule.landmark_dtype == "auto" else shape.kv_heads * shape.head_dim
+    landmarks = landmark_bytes * float(sparse_layers * (-(-length[partial] // schedule.page_size)).sum())
     weights = shape.weights * shape.weight_bytes
     overhead_s = overheads.layer_s * shape.layers + overheads.sparse_layer_s * sparse_layers
     overhead_s += (overheads.row_s + overheads.lists_s) * length.size

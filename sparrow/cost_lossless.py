@@ -30,7 +30,7 @@ from sparrow.cost import (
     decode_step,
     simulate_rollout,
 )
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 REFERENCE_TOKENS = 1024  # the draft budget that a given acceptance is for
 BUDGET_POWER = 0.7  # the rejected share falls with the budget to the power -0.7, as published for p5
@@ -55,7 +55,7 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads:
 
     Args:
         cycles: measured ones: ``shape`` (of ``SHAPES``), ``batch``, ``length``, ``pages``, ``drafts`` of at least 1
-            and ``ms``, without top lists.
+            and ``ms``, without top lists; ``landmark_dtype`` where it is not ``auto``.
         machine: what they ran on.
         overheads: of its dense steps.
     """
@@ -74,7 +74,9 @@ def cycle_seconds(
     cycle: Mapping[str, Any], machine: Machine, constants: Cycle, overheads: Overheads = VLLM_H200
 ) -> float:
     """Predicted seconds of a cycle that was measured, given as in ``fit_cycles``."""
-    drafting = Drafting(cycle["drafts"], SparsitySchedule.fixed(cycle["pages"], dense_layers=()), 1.0)
+    stored = cycle.get("landmark_dtype", "auto")
+    schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
+    drafting = Drafting(cycle["drafts"], schedule, 1.0)
     lengths, plain = [cycle["length"]] * cycle["batch"], replace(overheads, lists_s=0.0, host_s=0.0)
     step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
     return step.seconds * drafting.tokens_per_cycle
@@ -127,11 +129,14 @@ def lossless_step(
     return StepCost(*found.tolist())
 
 
-def choices(acceptance: float) -> list[Drafting]:
-    """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``."""
+def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[Drafting]:
+    """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
+
+    It is taken to be the same for landmarks in 8 bits (``docs/selectors.md``).
+    """
     found = []
     for pages in DRAFT_PAGES:
-        schedule = SparsitySchedule.fixed(pages, dense_layers=())
+        schedule = SparsitySchedule.fixed(pages, dense_layers=(), landmark_dtype=landmark_dtype)
         budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
         rejected = min(1.0, (1 - acceptance) * (budget / REFERENCE_TOKENS) ** -BUDGET_POWER)
         found += [Drafting(k, schedule, 1 - rejected) for k in DRAFT_TOKENS]
@@ -150,8 +155,9 @@ class LosslessPrediction:
 def predict_lossless(
     shape: ModelShape, machine: Machine, responses: ArrayLike, dense: RolloutEstimate, acceptance: float,
     prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
+    landmark_dtype: LandmarkDtype = "auto",
 ) -> LosslessPrediction:  # fmt: skip
-    """The best of ``choices(acceptance)`` for a rollout of these responses, and what it takes.
+    """The best of ``choices(acceptance, landmark_dtype)`` for a rollout of these responses, and what it takes.
 
     ``acceptance`` is the mean at drafts that read ``REFERENCE_TOKENS``. A choice is judged by the mean batch, at half,
     once and one and a half times the mean length that a token is sampled at.
@@ -167,7 +173,9 @@ def predict_lossless(
     def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
         return lossless_step(shape, machine, lengths, drafting, overheads, cycle)
 
-    best = min(choices(acceptance), key=lambda drafting: sum(cost(n, drafting).seconds for n in typical))
+    best = min(
+        choices(acceptance, landmark_dtype), key=lambda drafting: sum(cost(n, drafting).seconds for n in typical)
+    )
     tunable = [replace(best, tokens=k) for k in sorted({0, (best.tokens + 1) // 2, best.tokens})]
 
     def fastest(lengths: NDArray[np.int64]) -> StepCost:

@@ -120,6 +120,20 @@ def test_acceptance_is_given_at_1024_tokens_and_rejection_falls_with_the_budget(
     assert 1 - by_pages[253] == pytest.approx(0.1 * 4**-0.7) and 1 - by_pages[29] == pytest.approx(0.1 * 2**0.7)
 
 
+def test_landmarks_in_8_bits_shorten_draft_steps_by_their_bytes():
+    cycle = dict(shape="qwen3-1.7b", batch=64, length=15_000, pages=61, drafts=12)
+    whole, halved = (
+        cycle_seconds({**cycle, "landmark_dtype": stored}, H200, CYCLE_H200) for stored in ("auto", "fp8_e4m3")
+    )
+    saved = 12 * 28 * 64 * 938 * 8 * 128  # bytes: of 12 drafts, 28 layers, 64 x 938 pages
+    assert whole - halved == pytest.approx(saved / (H200.read_bytes_s * VLLM_H200.read_fraction))
+    shape, responses = SHAPES["qwen3-1.7b"], np.full(64, 12_000)
+    dense = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-1.7b")).dense
+    faster = predict_lossless(shape, H200, responses, dense, 0.94, landmark_dtype="fp8_e4m3")
+    assert faster.drafting.schedule.landmark_dtype == "fp8_e4m3"
+    assert faster.speedup > predict_lossless(shape, H200, responses, dense, 0.94).speedup
+
+
 def predicted(shape, responses, acceptance=0.94, **options):
     lossy = predict(SHAPES[shape], H200, responses, SparsitySchedule.preset(shape), **options)
     return lossy, predict_lossless(SHAPES[shape], H200, responses, lossy.dense, acceptance, **options)

@@ -262,6 +262,15 @@ def test_a_schedule_with_duplicate_keys_is_refused():
         SparsitySchedule.from_json('{"top_k": [1], "page_size": 8, "top_k": [2]}')
 
 
+def test_landmarks_are_stored_as_a_schedule_says():
+    schedule = SparsitySchedule.from_dict({"top_k": [1], "landmark_dtype": "fp8_e4m3"})
+    assert SparsitySchedule.from_json(schedule.to_json()) == schedule != schedule.replace(landmark_dtype="auto")
+    assert SparsitySchedule.preset("qwen3-4b").landmark_dtype == "auto"
+    for wrong in ("fp8", None, ["auto"]):
+        with pytest.raises(ConfigError, match=r"landmark_dtype is one of \('auto', 'fp8_e4m3'\), got"):
+            SparsitySchedule(top_k=(1,), landmark_dtype=wrong)
+
+
 @pytest.mark.parametrize("name", ["page_size", "sink_pages", "recent_pages", "bin_tokens"])
 def test_a_schedule_of_2_to_the_60_pages_is_refused(name):
     with pytest.raises(ConfigError, match=rf"{name} is a whole number in 0\.\.1073741824, got {2**60}"):

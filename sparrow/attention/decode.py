@@ -88,7 +88,6 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
 
-@cache
 def fp8_lacking(device: torch.device) -> str | None:
     """Why the kernels cannot serve landmarks in 8 bits there, in a sentence; None if they can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sparrow.commands.base import Command
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import LandmarkDtype, SparsitySchedule
 from sparrow.settings import Count, Positive, Probability, Share
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ class Cost(Command):
     # Lossless: mean acceptance of drafts that read 1,024 tokens, as sparrow measure --mode lossless finds it; for other
     # budgets the rejected share is taken to fall as their power -0.7.
     acceptance: Probability = 0.94
+    # How landmarks are stored, in every mode; unset: as the schedule says, which of the published ones is auto.
+    landmark_dtype: LandmarkDtype | None = None
     # Share of a dense step's time that is rollout, where it is known; unset: training is priced by its FLOPs.
     rollout_share: Share | None = None
 
@@ -47,6 +49,8 @@ class Cost(Command):
         shape = find_shape(self.model)
         lengths = one_gpu.response_lengths(self.median, self.cutoff, self.responses)
         schedule, machine = SparsitySchedule.load(self.schedule), MACHINES[self.gpu]
+        if self.landmark_dtype is not None:
+            schedule = schedule.replace(landmark_dtype=self.landmark_dtype)
         batching = (self.prompt, self.max_batch)
         if self.gpus > 1:
             gpus = cluster.Cluster(machine, self.gpus, self.tensor_parallel)
@@ -56,7 +60,10 @@ class Cost(Command):
         else:
             share = self.rollout_share
             lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=share)
-            lossless = predict_lossless(shape, machine, lengths, lossy.dense, self.acceptance, *batching)
+            stored = schedule.landmark_dtype
+            lossless = predict_lossless(
+                shape, machine, lengths, lossy.dense, self.acceptance, *batching, landmark_dtype=stored
+            )
             rows = lossless_rows(lossy, lossless)
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"

@@ -49,6 +49,18 @@ def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(
         choose("cuda", **MODEL | change, device=GPU)
 
 
+def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
+    stored = dict(landmark_dtype="fp8_e4m3")
+    assert str(choose(None, **MODEL, **stored, device=GPU)) == "cuda, triton for up to 4 rows"
+    assert choose(None, **MODEL, **stored, device=torch.device("cpu")) == Choice("reference")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    for asked in (None, "triton"):
+        with pytest.raises(ConfigError, match=r"compute capability 8\.9 or more, A100 has less; set landmark_dtype to"):
+            choose(asked, **MODEL, **stored, device=GPU)
+    assert choose(None, **MODEL, device=GPU) == Choice("triton")
+
+
 def test_other_gpus_are_tritons_and_a_cpu_is_the_references(hopper, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
