@@ -1,4 +1,4 @@
-"""How responses are decoded: ``dense``, ``lossless`` or ``lossy``, and what each of them needs to know."""
+"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and what each of them needs to know."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any, Literal, get_args
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-Mode = Literal["dense", "lossless", "lossy"]
+Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step verifies, samples are the
-dense policy's. ``lossy``: decode steps read what a schedule says, samples are the sparse actor's."""
+dense policy's. ``lossy``: decode steps read what a schedule says, samples are the sparse actor's. ``auto``: lossless up
+to a length and lossy from there on, which training moves (``sparrow.dial``)."""
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """What drafts read unless told otherwise: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_TOKENS = 12
 """The most tokens drafted at a time: what gives most at long context and 95 % acceptance."""
+
+AUTO_ELSEWHERE = (
+    "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
+    "cache would share blocks that hold unverified tokens; take mode 'lossless' or 'lossy'"
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +31,8 @@ class Decoding:
     """A mode and its settings; anything that takes one takes what ``load`` takes."""
 
     mode: Mode
-    schedule: SparsitySchedule  # lossy: what a step reads; lossless: what a draft reads; dense: everything
+    # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
+    schedule: SparsitySchedule
     draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
     # lossless: choose the number of drafts, 0 included, by the speed and acceptance measured; else always as many
     adapt_draft_tokens: bool = True
@@ -59,9 +66,11 @@ class Decoding:
                 ``draft_schedule``, ``draft_tokens`` and ``adapt_draft_tokens`` for lossless; or a schedule or
                 ``Decoding`` itself.
 
-        Raises ConfigError: an unknown mode or setting, or a schedule that cannot be read.
+        Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be read.
         """
         if isinstance(value, cls):
+            if value.mode == "auto":
+                raise ConfigError(AUTO_ELSEWHERE)
             return value
         if isinstance(value, SparsitySchedule):
             return cls.lossy(value)
@@ -76,6 +85,8 @@ class Decoding:
             return cls.lossy(value)
         settings = dict(value)
         mode = settings.pop("mode")
+        if mode == "auto":
+            raise ConfigError(AUTO_ELSEWHERE)
         known = {
             "dense": [],
             "lossless": ["draft_schedule", "draft_tokens", "adapt_draft_tokens"],
@@ -105,7 +116,7 @@ class Decoding:
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
         """The same mode under another schedule; between dense and lossy the schedule decides."""
-        return replace(self, schedule=schedule) if self.mode == "lossless" else Decoding.lossy(schedule)
+        return replace(self, schedule=schedule) if self.mode in ("lossless", "auto") else Decoding.lossy(schedule)
 
 
 def _schedule(value: Any) -> SparsitySchedule:

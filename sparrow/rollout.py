@@ -62,6 +62,18 @@ def derived_seed(*entropy: int) -> int:
 
 
 @dataclass(frozen=True)
+class Verification:
+    """What of a response was verified, where an engine stops verifying on the way.
+
+    Its first ``tokens`` tokens are samples of the dense policy. Those after them are the sparse actor's, over a cache
+    that holds what sparse steps wrote: no later token of the response could be exact again.
+    """
+
+    tokens: int
+    acceptance: NDArray[np.float32]  # [tokens], the chance that each one's draft was kept; nan where none was looked at
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One sampled response and what the actor thought of it."""
 
@@ -71,6 +83,7 @@ class Rollout:
     top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
     top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
     finish_reason: Literal["stop", "length"]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
+    verification: Verification | None = None  # of ``mode=auto``; otherwise all tokens are alike, as the mode says
 
     def __len__(self) -> int:
         return len(self.response_ids)

@@ -21,6 +21,7 @@ ELSEWHERE = {
     "attention/triton/launch.py": "attention/triton/test_kernels.py",
     "commands/": "test_cli.py",
     "engines/base.py": "engines/test_hf.py",
+    "engines/responses.py": "engines/test_hf.py",
     "engines/vllm/client.py": "engines/vllm/test_engine.py",
     "errors.py": "commands/test_bad_input.py",
     "files.py": "test_fuzz.py",

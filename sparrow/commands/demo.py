@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Literal
 
 import tyro
 
 from sparrow.commands.arguments import from_toml
 from sparrow.commands.base import Command
 from sparrow.commands.train import Train
-from sparrow.mode import Mode
 from sparrow.settings import Count, Seed
 
 
@@ -23,7 +23,7 @@ class Demo(Command):
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 8  # Training steps.
     # lossy: under the schedule that comes with the reasoner. lossless: drafts read what that schedule says.
-    mode: Mode = "lossy"
+    mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:
         self.training().run()

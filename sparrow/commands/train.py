@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow import files
 from sparrow.commands.base import Command
+from sparrow.errors import ConfigError
+from sparrow.mode import AUTO_ELSEWHERE
 from sparrow.train.config import TrainConfig
 
 if TYPE_CHECKING:
+    from sparrow.dial import Dial
     from sparrow.engines.base import Engine
     from sparrow.mode import Decoding
 
@@ -41,6 +44,11 @@ class Train(TrainConfig, Command):
     # a100, h100, h200 or b200 with options, as in h200:gpus=8,median=9000 (responses' median length; unset: 0.43 of
     # rollout.max-new-tokens) or acceptance=0.95 (of lossless drafts).
     dry_run: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rollout.mode == "auto" and self.engine != "hf":
+            raise ConfigError(f"engine is {self.engine!r}, but {AUTO_ELSEWHERE}")
 
     def run(self) -> None:
         if self.dry_run is not None:
@@ -74,7 +82,8 @@ class Train(TrainConfig, Command):
             engine = self._start_engine(model, tokenizer, decoding)
         with Progress(self.steps, shown=main_process) as progress:
             try:
-                Trainer(self, model, tokenizer, task, engine, decoding.schedule, progress, closed_loop).train()
+                start = (self, model, tokenizer, task, engine, decoding.schedule, progress, closed_loop)
+                Trainer(*start, self._dial(model, decoding)).train()
             finally:
                 engine.close()
         PartialState().destroy_process_group()
@@ -91,6 +100,17 @@ class Train(TrainConfig, Command):
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = copy.deepcopy(model) if own and self.engine == "hf" else model
         return load_engine(self.engine, self.model, actor, tokenizer, decoding, self.optimizer.precision)
+
+    def _dial(self, model: Any, decoding: Decoding) -> Dial | None:
+        if decoding.mode != "auto":
+            return None
+        from sparrow.cost import MACHINES, ModelShape
+        from sparrow.dial import Dial, price
+        from sparrow.mismatch import Tau
+
+        shape, responses = ModelShape.from_config(model.config.to_dict()), self.rollout.prompts * self.rollout.samples
+        costs = price(shape, MACHINES[self.machine], decoding.schedule, decoding.draft_tokens, responses)
+        return Dial(Tau.chosen(self.tau, self.relative_tau), costs)
 
     def interrupted(self) -> str:
         if not any(Path(self.run_dir, "checkpoints").glob("step-*")):

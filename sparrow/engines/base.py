@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -95,6 +95,18 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything. The engine cannot be used afterwards."""
         return
+
+
+@runtime_checkable
+class PartVerifier(Protocol):
+    """An engine in ``mode=auto``. Implementation: ``hf.HFEngine``."""
+
+    def verify_up_to(self, length: float) -> None:
+        """From the next ``generate`` on, verify what is sampled where ``page_end`` of the tokens cached, the prompt's
+        included, is below ``length``, and nothing from there on; ``Rollout.verification`` tells.
+
+        Raises ConfigError: the engine was started in another mode.
+        """
 
 
 class Scorer(Protocol):

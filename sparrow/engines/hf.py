@@ -6,6 +6,7 @@ Shapes: B sequences, T response tokens, k drafts of a cycle, n entries of a top-
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from transformers import (
 )
 
 from sparrow.engines.base import Counters, Engine, Scorer
+from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding
@@ -40,7 +42,8 @@ class HFEngine(Engine, Scorer):
     Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
 
     A ``schedule`` is decoded under as it is (lossy, or dense if it reads everything); a ``Decoding`` says how. Lossless
-    decoding always drafts ``draft_tokens``: nothing is gained here by fewer. ``batch_size`` sequences are decoded
+    decoding always drafts ``draft_tokens``: nothing is gained here by fewer. In mode auto responses are lossless up to
+    what ``verify_up_to`` says, without end before that, and lossy from there on. ``batch_size`` sequences are decoded
     together, and ``token_budget`` padded tokens scored together, under autocast to the dtype ``autocast`` if there is
     one.
 
@@ -63,6 +66,7 @@ class HFEngine(Engine, Scorer):
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast
         self._counters = Counters(0, 0)
+        self._verified_up_to = math.inf
         self._scorer = TokenScorer(model)  # before routing: a model that it refuses is left as it was
         set_schedule(model, self.schedule)
 
@@ -90,38 +94,66 @@ class HFEngine(Engine, Scorer):
     def _decode(
         self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int], watch: Watch
     ) -> list[Rollout]:
-        device, B = self.model.device, len(prompts)
-        longest, steps, temperature = max(map(len, prompts)), sampling.max_new_tokens, sampling.temperature
-        ids = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        sequences = CachedSequences(self.model, torch.tensor([longest - len(p) for p in prompts], device=device))
-        uniform = self._uniform(seeds, sampling).to(device)
-        found = _Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
+        B, steps = len(prompts), sampling.max_new_tokens
+        uniform = self._uniform(seeds, sampling).to(self.model.device)
+        found = Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
         calls, sparse_steps = sparse_calls(self.model), 0
-        rows = torch.arange(B)  # which response each row of the cache belongs to
+        everything = torch.full((B,), steps)
+        if self.decoding.mode == "auto":
+            found.verified = self._to_verify(prompts, steps)
+            parts = [(found.verified, True), (everything, False)]
+        else:
+            parts = [(everything, self.decoding.mode == "lossless")]
+        for limit_B, drafting in parts:
+            if len(rows := found.open(limit_B)):
+                sparse_steps += self._go_on(
+                    prompts, rows, found, sampling.temperature, uniform, limit_B, drafting, watch
+                )
+        watch(int(found.length.sum()), B)
+        self._check_sparse(calls, sparse_steps)
+        return found.rollouts(prompts)
 
+    def _go_on(
+        self, prompts: list[Sequence[int]], rows: Tensor, found: Responses, temperature: float, uniform: Tensor,
+        limit_B: Tensor, drafting: bool, watch: Watch,
+    ) -> int:  # fmt: skip
+        """Continue the responses ``rows`` up to their limits; the sparse steps that it took.
+
+        What they hold so far is prefilled densely, which also gives the next token.
+        """
+        device = self.model.device
+        texts = [[*prompts[b], *found.tokens[b, : found.length[b]].tolist()] for b in rows.tolist()]
+        longest, sparse_steps = max(map(len, texts)), 0
+        ids = torch.tensor([[0] * (longest - len(t)) + t for t in texts], device=device)
+        sequences = CachedSequences(self.model, torch.tensor([longest - len(t) for t in texts], device=device))
         logits = sequences.read(ids, logits_to_keep=1)
-        cycle = _sampled(logits, temperature, uniform[2, :, :1])
-        while len(going := found.append(rows, cycle)):
-            watch(int(found.length.sum()), B - len(going))
+        cycle = _sampled(logits, temperature, uniform[2, rows.to(device), found.length[rows].to(device)][:, None])
+        while len(going := found.append(rows, cycle, limit_B)):
+            watch(int(found.length.sum()), found.finished)
             newest = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][going]
             if len(going) < len(rows):
                 sequences.select(going)
                 rows = rows[going.cpu()]
-            length, left = found.length[rows].to(device), steps - found.length[rows].to(device)
+            length, left = found.length[rows].to(device), (limit_B - found.length)[rows].to(device)
             cached = sequences.lengths
-            drafts = (left - 1).clamp(max=self.decoding.draft_tokens if self.decoding.mode == "lossless" else 0)
-            place = (length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)).clamp(max=steps - 1)
+            drafts = (left - 1).clamp(max=self.decoding.draft_tokens if drafting else 0)
+            place = (length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)).clamp(
+                max=uniform.shape[2] - 1
+            )
             numbers = uniform[:, rows.to(device)[:, None], place]
-            if self.decoding.mode == "lossless":
+            if drafting:
                 cycle = speculate(sequences, newest, drafts, temperature, numbers)
                 sparse_steps += int(drafts.max())
             else:
                 cycle = _sampled(sequences.read(newest[:, None]), temperature, numbers[2])
                 sparse_steps += 1
-            self._count(cached + 1, drafts, cycle)
-        watch(int(found.length.sum()), B)
-        self._check_sparse(calls, sparse_steps)
-        return found.rollouts(prompts)
+            self._count(cached + 1, drafts, cycle, drafting)
+        return sparse_steps
+
+    def _to_verify(self, prompts: list[Sequence[int]], steps: int) -> Tensor:
+        """In ``mode=auto``: how many leading tokens of each response are verified, int64 ``[B]``."""
+        lengths = np.array([len(p) for p in prompts])[:, None] + np.arange(steps)
+        return torch.from_numpy((self.schedule.page_end(lengths) < self._verified_up_to).sum(1))
 
     def _uniform(self, seeds: list[int], sampling: Sampling) -> Tensor:
         """float64 ``[3, B, T]``: numbers that belong to the response and the place in it, whatever is beside it.
@@ -129,7 +161,7 @@ class HFEngine(Engine, Scorer):
         They draw drafts, accept them, and draw all other tokens. A place may be drafted more than once with the same
         number, but what comes before it never depends on that number, so it is as good as a new one.
         """
-        if sampling.temperature == 0 or self.decoding.mode != "lossless":
+        if sampling.temperature == 0 or self.decoding.mode not in ("lossless", "auto"):
             drawn = torch.stack([_uniform(sampling.max_new_tokens, seed) for seed in seeds])
             return drawn.expand(3, -1, -1)
         streams = [[derived_seed(seed, 0), derived_seed(seed, 1), seed] for seed in seeds]
@@ -175,6 +207,18 @@ class HFEngine(Engine, Scorer):
         set_schedule(self.model, schedule)
         self.decoding = self.decoding.with_schedule(schedule)
 
+    def verify_up_to(self, length: float) -> None:
+        """See ``PartVerifier.verify_up_to``.
+
+        Where verification ends, what was verified is prefilled again. No cache outlives its response here, so none that
+        holds unverified tokens is ever used for another.
+        """
+        if self.decoding.mode != "auto":
+            raise ConfigError(
+                f"the engine was started in mode {self.decoding.mode!r}, and only mode auto stops verifying"
+            )
+        self._verified_up_to = length
+
     def counters(self) -> Counters:
         counters, self._counters = self._counters, Counters(0, 0)
         return counters
@@ -201,14 +245,13 @@ class HFEngine(Engine, Scorer):
                 f"expected {NAME!r}"
             )
 
-    def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle) -> None:
+    def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
         """Count a step over sequences that hold ``length`` ``[B]`` tokens, the one read first included."""
         num_layers = self.model.config.get_text_config().num_hidden_layers
         dense = len(set(self.schedule.dense_layers))
         length_B, drafts_B, count_B = (x.cpu().numpy() for x in (length, drafts, cycle.count))
         place = np.arange(cycle.tokens.shape[1])
         at_BT = length_B[:, None] + place
-        lossless = self.decoding.mode == "lossless"
         sparse_at = at_BT[place < drafts_B[:, None]] if lossless else length_B
         read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
         found = Counters(int(read), num_layers * int(at_BT[place < count_B[:, None]].sum()))
@@ -225,50 +268,6 @@ class HFEngine(Engine, Scorer):
                 acceptance=DraftAcceptance.of(alpha_Bk[looked_at], position, self.schedule.bin_tokens),
             )
         self._counters += found
-
-
-class _Responses:
-    """The responses of a batch while they grow. Shapes as above; T is the longest response allowed."""
-
-    def __init__(self, B: int, sampling: Sampling, vocabulary: int, eos: Tensor) -> None:
-        T, n = sampling.max_new_tokens, min(sampling.top_n, vocabulary)
-        self.eos = eos
-        self.tokens, self.logprobs = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
-        self.top_ids, self.top_logprobs = torch.zeros(B, T, n, dtype=torch.int32), torch.zeros(B, T, n)
-        self.length = torch.zeros(B, dtype=torch.long)
-        self.stopped = torch.zeros(B, dtype=torch.bool)
-
-    def append(self, rows: Tensor, cycle: Cycle) -> Tensor:
-        """Add a cycle's tokens to the responses ``rows`` ``[B]``, up to their ends; the indices of those that go on."""
-        T, n = self.top_logprobs.shape[1:]
-        tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
-        place = torch.arange(tokens.shape[1])
-        ends = torch.isin(tokens, self.eos) & (place < count[:, None])
-        stopped = ends.any(1)
-        count = torch.where(stopped, ends.int().argmax(1) + 1, count)
-        b, i = (place < count[:, None]).nonzero(as_tuple=True)
-        to = rows[b], self.length[rows[b]] + i
-        log_p = cycle.log_p[b.to(cycle.log_p.device), i.to(cycle.log_p.device)]
-        best = log_p.topk(n, dim=-1)
-        self.tokens[to] = tokens[b, i]
-        self.logprobs[to] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
-        self.top_ids[to], self.top_logprobs[to] = best.indices.int().cpu(), best.values.cpu()
-        self.length[rows] += count
-        self.stopped[rows] = stopped
-        return (~stopped & (self.length[rows] < T)).nonzero()[:, 0].to(cycle.count.device)
-
-    def rollouts(self, prompts: list[Sequence[int]]) -> list[Rollout]:
-        return [
-            Rollout(
-                prompt_ids=prompts[b],
-                response_ids=self.tokens[b, :n].numpy(),
-                logprobs=self.logprobs[b, :n].numpy(),
-                top_ids=self.top_ids[b, :n].numpy(),
-                top_logprobs=self.top_logprobs[b, :n].numpy(),
-                finish_reason="stop" if self.stopped[b] else "length",
-            )
-            for b, n in enumerate(self.length.tolist())
-        ]
 
 
 def _watch_after(watch: Watch, tokens_before: int, finished_before: int, tokens: int, finished: int) -> None:

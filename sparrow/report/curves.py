@@ -209,6 +209,13 @@ PANELS: dict[str, dict[str, Panel]] = {
             of(100, read="kv.read_fraction"),
             0,
         ),
+        "dial": Panel(
+            "Unverified tokens",
+            "Share of the response tokens that mode auto sampled without verification.",
+            "%",
+            of(100, unverified="dial.unverified_fraction"),
+            0,
+        ),
         "cycle": Panel(
             "Tokens per cycle",
             "Tokens that one verification of a sequence yields: accepted drafts and one more.",

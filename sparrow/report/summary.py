@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
+import numpy as np
+
 from sparrow.mismatch import BinMismatch, Tau
 from sparrow.run.log import FloatArray, RunLog
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
@@ -25,9 +27,12 @@ MEANINGS = {
     "drafts per token": "Tokens drafted for each token sampled.",
     "tokens per cycle": "Tokens that one verification of a sequence yields.",
     "drafts accepted": "Exact acceptance rate of the drafts that verification looked at, at the last step.",
+    "unverified": "Share of the tokens that were sampled without verification: of all steps, and of the last.",
+    "predicted gain": "Speed over lossless rollouts by the cost model, at the last step.",
+    "dial": "How mode auto decoded at a length in the last step, and what it made of that.",
     "guard": "Steps at which the acceptance rate was judged too low to train on.",
-    "mode": "How rollouts are decoded: lossless samples are exactly the dense policy's.",
-    "schedule": "What decode steps of sparse layers read.",
+    "mode": "How rollouts are decoded: lossless samples are exactly the dense policy's, and auto's where it verifies.",
+    "schedule": "What decode steps of sparse layers read, drafts among them.",
     "drafts read": "What the sparse steps that draft read.",
     "p5": "5th percentile of the acceptance rate over the tokens sampled at a length; what is known is a lower bound.",
     "95 % interval": "Of p5, from drawing the responses anew with replacement.",
@@ -86,8 +91,10 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
         schedule += f"; at the start {describe_schedule(start)}"
     named = {name: log.train.get(name) for name in ("model", "task", "dataset", "engine")}
     texts = {name: value if isinstance(value, str) else ", ".join(value) for name, value in named.items() if value}
-    if (log.train.get("rollout") or {}).get("mode") == "lossless":
-        return [*texts.items(), ("mode", "lossless"), ("drafts read", schedule)]
+    mode = (log.train.get("rollout") or {}).get("mode")
+    if mode in ("lossless", "auto"):
+        read = "drafts read" if mode == "lossless" else "schedule"
+        return [*texts.items(), ("mode", mode), (read, schedule)]
     return [*texts.items(), ("schedule", schedule)]
 
 
@@ -110,6 +117,14 @@ def result_rows(log: RunLog) -> list[NamedValue]:
                 (f"drafts accepted at {bin_name(b.start, b.end)} tokens", f"{number(b.mean)}, p5 {number(b.p5)}")
                 for b in drafting.bins
             ),
+        ]
+    if dial := log.metrics[-1].get("dial"):
+        share, tokens = log.series("dial", "unverified_fraction"), log.series("response", "tokens")
+        whole = percent(float(np.average(share, weights=tokens)))
+        rows += [
+            ("unverified", f"{whole}, at the last step {percent(share[-1])}"),
+            ("predicted gain", f"{dial['speedup']:.2f}x over lossless"),
+            *((f"dial at {bin_name(b['start'], b['end'])} tokens", f"{b['mode']}; {b['why']}") for b in dial["bins"]),
         ]
     if alarms.size:
         first = f"first at step {alarms[0]}"

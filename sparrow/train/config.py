@@ -14,6 +14,7 @@ from pydantic import Field
 
 from sparrow.errors import ConfigError
 from sparrow.mode import DRAFT_TOKENS, Decoding, Mode
+from sparrow.schedule import SparsitySchedule
 from sparrow.settings import (
     Count,
     CountOrZero,
@@ -81,11 +82,12 @@ class DecodingOptions(Settings):
 
     # dense: every step reads the whole cache. lossy: steps read what the schedule says, and samples are the sparse
     # actor's. lossless: sparse steps draft, a dense step verifies, and samples are the dense policy's; this needs no
-    # schedule. Unset: lossy under a schedule, else dense.
+    # schedule. auto (sparrow train with the engine hf): lossless, and lossy from a length on that the run finds, where
+    # the schedule holds tau and gains time; drafts read the schedule too. Unset: lossy under a schedule, else dense.
     mode: Mode | None = None
     # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer at any length.
     draft_schedule: str | None = None
-    draft_tokens: Count = DRAFT_TOKENS  # Lossless: the most tokens drafted before each verification.
+    draft_tokens: Count = DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
     # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included; else always as many.
     adapt_draft_tokens: bool = True
 
@@ -111,6 +113,18 @@ class DecodingOptions(Settings):
             return Decoding.lossless(
                 **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens
             )
+        if self.mode == "auto":
+            moved = isinstance(self, RolloutConfig)
+            require(self, "mode", moved, "one of dense, lossless and lossy: only sparrow train moves auto")
+            require(
+                self, "draft_schedule", self.draft_schedule is None, "left out with auto, whose drafts read schedule"
+            )
+            if not chosen or start:
+                raise ConfigError(
+                    f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified steps read, such as "
+                    "qwen3-4b-0.86; give one, or use mode lossless"
+                )
+            return Decoding("auto", SparsitySchedule.load(chosen), self.draft_tokens)
         unused = DecodingOptions()
         for name in ("draft_schedule", "draft_tokens", "adapt_draft_tokens"):
             require(self, name, getattr(self, name) == getattr(unused, name), "left out unless mode is lossless")
@@ -238,6 +252,8 @@ class TrainConfig(Settings):
     relative_tau: Probability | None = None
     bin_tokens: Count | None = None  # Width of the length bins that the tail is reported in; unset: the schedule's.
     logged_rollouts: CountOrZero = 4  # Responses per step kept for the token view of the report.
+    # With rollout.mode auto: the GPU whose predicted speed, in vLLM, decides where lossy is faster.
+    machine: Literal["a100", "h100", "h200", "b200"] = "h200"
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # Also log to these through accelerate.
     # grpo: group mean and std. dr_grpo: group mean. rloo: mean of the others.
     advantage: AdvantageKind = "grpo"
@@ -253,8 +269,10 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        told = self.rollout.mode != "auto" or self.tau is not None or self.relative_tau is not None
+        require(self, "tau", told, "given with rollout.mode auto (or relative_tau): unverified tokens are to hold it")
         choose(self, "tau", "relative_tau", 0.86)
-        lossless = self.rollout.mode == "lossless"
+        lossless = self.rollout.mode in ("lossless", "auto")
         apart = not (lossless and self.distill.enabled)
         require(self.distill, "enabled", apart, "off with lossless rollouts: the actor's adapter would verify too")
         plain = not (self.lora.r and self.distill.enabled)

@@ -293,7 +293,7 @@ class Movers:
     def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
         self.guard = Guard(config)
         self._tau = tau = Tau.chosen(config.tau, config.relative_tau)
-        self._asks = closed_loop or bool(config.distill.step_down)
+        self._asks = closed_loop or bool(config.distill.step_down) or config.rollout.mode == "auto"
         self._said = False
         self._movers: dict[str, Mover] = {}
         self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]

@@ -21,13 +21,15 @@ from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from sparrow.engines.base import Counters, Engine, total
+from sparrow.dial import Dial
+from sparrow.engines.base import Counters, Engine, PartVerifier, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import CEILING_RESPONSES, pool
 from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
+from sparrow.train import dialing
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
 from sparrow.train.experience import Assessment, Experience
@@ -54,10 +56,11 @@ class Trainer:
     """Trains ``model`` with rollouts from ``engine``.
 
     ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
-    under; with ``closed_loop`` the schedule follows the measured p5, so that it holds the config's tau.
+    under; with ``closed_loop`` the schedule follows the measured p5, so that it holds the config's tau. With a
+    ``dial``, for an engine in ``mode=auto``, responses are verified up to where that says.
 
-    Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses, or
-    processes that start from different weights.
+    Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
+    processes that start from different weights, or an engine that no dial can turn.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Trainer:
         schedule: SparsitySchedule,
         listener: Listener = lambda event, metrics: None,
         closed_loop: bool = False,
+        dial: Dial | None = None,
     ) -> None:
         check_trackers(config.trackers)
         self.config, self.tokenizer, self.engine = config, tokenizer, engine
@@ -78,6 +82,12 @@ class Trainer:
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
         self.movers = Movers(config, schedule, closed_loop)
+        self.dial = dial
+        if dial and not isinstance(engine, PartVerifier):
+            raise ConfigError(
+                f"{type(engine).__name__} verifies all of a response or nothing, so that mode auto cannot run on it; "
+                "take mode lossless or lossy"
+            )
         self.ceiling = Ceiling()
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
@@ -128,7 +138,7 @@ class Trainer:
         self.ranks.on_main("start", self.run_dir.lock)
         saved = self.step
         try:
-            lossless = self.config.rollout.mode == "lossless"
+            lossless = self.dial or self.config.rollout.mode == "lossless"
             if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
                 self._measure_ceiling()
             self._sync()
@@ -216,6 +226,9 @@ class Trainer:
             try:
                 self.engine.wake()
                 self.engine.set_schedule(schedule)
+                if self.dial:
+                    assert isinstance(self.engine, PartVerifier)
+                    self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
                 deque(weights, maxlen=0)  # the other processes wait for this one's part of what is left
@@ -228,7 +241,11 @@ class Trainer:
         """How far the actor was from the policy, and all that can be said before the update."""
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
-        if self.config.rollout.mode == "lossless":
+        if self.dial:
+            exact = dialing.verified(experience.rollouts, assessment.acceptances)
+            if any(a.lower.size for a in exact):
+                self.ceiling.measure(pool([a for a in exact if a.lower.size], bin_tokens, seed=self.step))
+        elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
         elif not self.learner.distiller:  # an actor with an adapter is another model even where it reads everything
             self.ceiling.measure(report, self.schedule.dense_up_to)
@@ -254,6 +271,11 @@ class Trainer:
 
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step))
+        said: Metrics = {}
+        if self.dial:
+            said["dial"] = dialing.turn(
+                self.dial, experience.rollouts, assessment.acceptances, self.schedule, self.ceiling, self.step
+            )
         seen = Evidence(self.step + 1, report, tail_under)
         self._set_schedule(self.movers.next(self.schedule, seen))
         if (complaint := self.movers.complaint(seen)) and self.ranks.is_main:
@@ -261,7 +283,7 @@ class Trainer:
         guard = self.movers.guard
         if guard.warning and self.ranks.is_main:
             log.warning(guard.warning)
-        return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}}
+        return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **said}
 
     def _set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on; the engine gets it with the next weights."""
@@ -290,6 +312,8 @@ class Trainer:
 
     def _save(self) -> None:
         steering = {**self.movers.state(), "ceiling": self.ceiling.state()}
+        if self.dial:
+            steering["dial"] = self.dial.state()
         state = TrainerState(self.step, self.cursor, self.schedule, steering)
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
@@ -315,6 +339,8 @@ class Trainer:
         memory = {name: kept for name, kept in state.steering.items() if not (moved and name == "step_down")}
         self.movers.load(memory, self.schedule)
         self.ceiling.load(state.steering.get("ceiling", ()))
+        if self.dial and "dial" in state.steering:
+            self.dial.load(state.steering["dial"])
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}

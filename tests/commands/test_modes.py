@@ -10,6 +10,7 @@ from sparrow.commands.train import Train
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.mode import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
+from sparrow.report import summary_rows, write_report
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DecodingOptions, DistillConfig, GuardConfig, RolloutConfig, TrainConfig
 from tests.conftest import fails
@@ -44,6 +45,11 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
         ({"mode": "dense"}, "fixed:9", r"'fixed:9', but mode is 'dense'.*leave one out"),
         ({"mode": "lossy"}, None, r"mode is 'lossy', which needs a schedule.*or use mode lossless"),
         ({"mode": "lossy"}, "dense", r"mode is 'lossy', which needs a schedule"),
+        (
+            {"mode": "auto"},
+            "fixed:9",
+            r"mode is 'auto', but must be one of dense, lossless and lossy: only sparrow train",
+        ),
         ({"draft_tokens": 4}, "fixed:9", r"draft_tokens is 4, but must be left out unless mode is lossless"),
         (
             {"mode": "lossy", "draft_schedule": "fixed:1"},
@@ -57,7 +63,32 @@ def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
         DecodingOptions(**options).decoding(schedule)
 
 
+def test_auto_drafts_and_decodes_under_one_schedule():
+    found = RolloutConfig(mode="auto", draft_tokens=4).decoding("fixed:9")
+    assert found == Decoding("auto", SparsitySchedule.fixed(9), 4)
+    assert found.with_schedule(SparsitySchedule.fixed(2)) == Decoding("auto", SparsitySchedule.fixed(2), 4)
+    for schedule in ("dense", None, "auto", "auto:fixed:9"):
+        with pytest.raises(ConfigError, match="mode auto needs one that drafts and unverified steps read"):
+            RolloutConfig(mode="auto").decoding(schedule)
+    with pytest.raises(ConfigError, match="draft_schedule is 'fixed:1', but must be left out with auto"):
+        RolloutConfig(mode="auto", draft_schedule="fixed:1").decoding("fixed:9")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "vllm:max_num_seqs=4", "http://localhost:8000"])
+def test_auto_is_refused_where_verification_cannot_end_on_the_way(engine, checkpoint, tmp_path, capsys):
+    message = fails(
+        capsys, "train", "--model", checkpoint, "--task", "trace:lines=4", "--run-dir", str(tmp_path / "no"),
+        "--schedule", "fixed:1", "--rollout.mode", "auto", "--tau", "0.9", "--engine", engine, code=2,
+    )  # fmt: skip
+    assert f"engine is '{engine}', but mode 'auto' needs" in message and "vLLM verifies all of a response" in message
+    with pytest.raises(ConfigError, match="mode 'auto' needs sparrow train with its engine hf"):
+        Decoding.load(Decoding("auto", SparsitySchedule.fixed(1)))
+
+
 def test_settings_that_lossless_rollouts_cannot_have_are_refused():
+    with pytest.raises(ConfigError, match=r"tau is None, but must be given with rollout\.mode auto"):
+        TrainConfig(rollout=RolloutConfig(mode="auto"))
+    assert TrainConfig(rollout=RolloutConfig(mode="auto"), relative_tau=0.98).tau is None
     lossless = RolloutConfig(mode="lossless")
     with pytest.raises(ConfigError, match=r"distill\.enabled is True, but must be off with lossless rollouts"):
         TrainConfig(rollout=lossless, distill=DistillConfig(enabled=True))
@@ -149,3 +180,24 @@ def test_vllm_is_told_how_to_decode(monkeypatch, checkpoint):
     for spec in ("vllm", "http://localhost:1"):
         loading.load_engine(spec, checkpoint, None, None, Decoding.lossless(draft_tokens=4), "fp32")
     assert told == [Decoding.lossless(draft_tokens=4)] * 2
+
+
+@pytest.mark.slow
+def test_an_auto_run_says_what_it_left_unverified_and_why(checkpoint, tmp_path):
+    run = tmp_path / "run"
+    schedule = SparsitySchedule((0,), bin_tokens=64, page_size=8, dense_layers=(0,)).to_json()
+    main(
+        ["train", "--model", checkpoint, "--task", "trace:lines=24", "--run-dir", str(run), "--steps", "2",
+         "--rollout.prompts", "2", "--rollout.samples", "4", "--rollout.max-new-tokens", "24", "--rollout.top-n", "200",
+         "--tau", "0.5", "--rollout.mode", "auto", "--schedule", schedule, "--rollout.draft-tokens", "3"]
+    )  # fmt: skip
+    rows = [json.loads(line)["dial"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["verified_up_to"] is None and rows[0]["unverified_fraction"] == 0
+    # A model of a few layers gains nothing on an H200, whatever its tail is like.
+    assert {b["mode"] for b in rows[0]["bins"]} == {"lossless"} and all(b["speedup"] < 1.01 for b in rows[0]["bins"])
+    said = dict(summary_rows(run))
+    assert said["unverified"] == "0 %, at the last step 0 %" and said["predicted gain"] == "1.00x over lossless"
+    why = [value for name, value in said.items() if name.startswith("dial at ")]
+    assert len(why) == len(rows[1]["bins"]) and all(value.startswith("lossless; ") for value in why)
+    report = write_report(run).read_text(encoding="utf-8")
+    assert why[0].split("; ")[1].split("'")[0] in report and "1.00x over lossless" in report

@@ -1,5 +1,7 @@
 """The transformers engine: sparse decode, its teacher-forced equal, and what it refuses."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -229,3 +231,51 @@ def test_engine_notices_when_sparse_attention_is_not_what_ran():
         UnsupportedModel, match=r"made 0 sparse attention calls in 4 decode steps where 8 were due.*'sdpa'"
     ):
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))
+
+
+AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,))
+
+
+def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
+    rows = [p.tolist() for p in prompts()]
+    sampling = Sampling(STEPS, seed=3)
+    lossless = HFEngine(tiny_model(), Decoding.lossless(AUTO, draft_tokens=3), eos_ids=[7]).generate(rows, sampling)
+    found = HFEngine(tiny_model(), Decoding("auto", AUTO, 3), eos_ids=[7]).generate(rows, sampling)
+    for a, b in zip(found, lossless, strict=True):
+        assert np.array_equal(a.response_ids, b.response_ids) and np.array_equal(a.logprobs, b.logprobs)
+        assert b.verification is None and a.verification.tokens == len(a) == len(a.verification.acceptance)
+        alpha = a.verification.acceptance
+        assert np.isnan(alpha[0]) and 0.5 < np.isfinite(alpha).mean() < 1 and np.nanmax(alpha) <= 1
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_auto_is_exact_up_to_where_it_verifies_and_sparse_after_it(temperature):
+    engine = HFEngine(tiny_model(), Decoding("auto", AUTO, 3), eos_ids=[7], batch_size=3)
+    engine.verify_up_to(96)
+    rows = [p.tolist() for p in prompts([9, 60, 70, 130])]
+    rollouts = engine.generate(rows, Sampling(STEPS, temperature, VOCAB, seed=3))
+    counted = engine.counters()
+    assert counted.cycles and counted.acceptance.drafts == sum(
+        int(np.isfinite(r.verification.acceptance).sum()) for r in rollouts
+    )
+    dense = engine.score(rollouts, SparsitySchedule.dense(), temperature)
+    # A page that ends at 96 belongs to the next bin; one token more is the policy's, for the prefill gives it.
+    ends = [min(len(r), max(0, 89 - len(p)) + 1) for p, r in zip(rows, rollouts, strict=True)]
+    assert [r.verification.tokens for r in rollouts] == ends and ends[3] == 1
+    for r, scores, end in zip(rollouts, dense, ends, strict=True):
+        apart = np.abs(r.top_logprobs - scores.top_logprobs).max(1)
+        assert apart[:end].max() < 2e-4
+        # What follows is what a lossy actor samples after a dense prompt of all that was verified.
+        if end < len(r):
+            assert apart[end:].max() > 0.01
+            names = ("response_ids", "logprobs", "top_ids", "top_logprobs")
+            rest = {name: getattr(r, name)[end - 1 :] for name in names}
+            tail = replace(r, prompt_ids=[*r.prompt_ids, *r.response_ids[: end - 1].tolist()], **rest)
+            forced = engine.score([tail], AUTO, temperature)[0]
+            assert np.abs(tail.top_logprobs - forced.top_logprobs).max() < 2e-4
+
+
+def test_only_an_engine_in_mode_auto_stops_verifying():
+    engine = HFEngine(tiny_model(), Decoding.lossless(AUTO), eos_ids=[7])
+    with pytest.raises(ConfigError, match="started in mode 'lossless', and only mode auto"):
+        engine.verify_up_to(64)

@@ -1,0 +1,184 @@
+"""One dial from lossless to lossy: verification is skipped where the tail allows it and time is gained.
+
+A run begins lossless. Verification tells, for nothing, how likely each draft is to be kept, and so what decoding under
+the same schedule without verification would do, by length bin. A bin turns lossy where the lower limit of that p5 holds
+tau and the cost model says that lossy is faster. From then on the p5 of its own, unverified tokens decides, for drafts
+flatter: they have a dense history, and unverified tokens read what sparse steps wrote.
+
+Once a token of a response went unverified, the cache holds keys that the policy would not have written, and nothing
+after it can be exact. So a response is verified up to some length and not beyond, and the lossy bins are always those
+from one length on. They are taken on one at a time, the longest first, so that each is tried before more of the history
+is sparse (one where lossy gains nothing comes with the next shorter). One that fails goes back at once with all shorter
+ones, and waits twice as long before every further try.
+
+Pure arithmetic on numbers that were measured elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import inf, isinf, isnan
+from typing import Any, Literal
+
+from sparrow.cost import VLLM_H200, Machine, ModelShape, Overheads, decode_step, kv_capacity
+from sparrow.cost_lossless import Drafting, lossless_step
+from sparrow.mismatch import BinMismatch, Tau
+from sparrow.mismatch.bootstrap import plain
+from sparrow.schedule import SparsitySchedule
+
+MIN_SEQUENCES = 8
+"""A bin that fewer responses reach turns nothing lossy; what is known to fail there turns it back all the same."""
+FASTER = 1.01  # a bin turns lossy from this predicted speed-up over lossless on, and back below 1
+WAIT = 8  # steps before a bin that failed is tried again; twice as many after each further failure
+
+Price = Callable[[int, float], tuple[float, float]]
+"""Seconds of a token, lossless and lossy, at a length in tokens and with drafts of this mean acceptance."""
+
+
+@dataclass(frozen=True)
+class DialBin:
+    """How responses were decoded at lengths in [start, end), and what the dial makes of it."""
+
+    start: int
+    end: int
+    mode: Literal["lossless", "lossy"]  # in the step that was measured
+    p5: float  # of drafts where lossless, of the unverified tokens themselves where lossy; on tau's scale
+    low: float  # lower limit of its 95 % interval
+    tokens: int  # that p5 is made of
+    lossless_s: float  # predicted seconds of a token, and the speed-up of lossy
+    speedup: float
+    verdict: Literal["ready", "even", "holds", "fails", "waits", "unknown"]
+    why: str  # in words
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return plain(asdict(self))
+
+
+class Dial:
+    """Where verification ends, step by step.
+
+    Args:
+        tau: what unverified tokens are to hold, on the trainer's scale.
+        price: what a token costs.
+    """
+
+    def __init__(self, tau: Tau, price: Price) -> None:
+        self._tau, self._price = tau, price
+        self._waits: dict[int, int] = {}  # by bin, the steps before another try
+        self._failures: dict[int, int] = {}
+        self.verified_up_to = inf
+        """Tokens of a sequence, the prompt included, up to which it is verified: the start of the first lossy bin."""
+
+    def turn(self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]) -> tuple[DialBin, ...]:
+        """Decide where verification ends from now on, by what the last rollouts have shown.
+
+        Args:
+            drafts: the tail of drafts' acceptance by length bin, with the ceiling beside it if it is known.
+            own: the tail of unverified tokens under the dense policy, in the same bins.
+
+        Returns:
+            The bins that were measured, by rising length, with what is said of each.
+        """
+        self._waits = {b: left - 1 for b, left in self._waits.items() if left > 1}
+        lossless = [(b, self._draft_bin(b)) for b in drafts if b.end <= self.verified_up_to]
+        lossy = [(b, self._own_bin(b)) for b in own if b.start >= self.verified_up_to]
+        if failed := [b for b, judged in lossy if judged.verdict == "fails"]:
+            for b in failed:
+                self._failures[b.bin] = self._failures.get(b.bin, 0) + 1
+                self._waits[b.bin] = WAIT * 2 ** (self._failures[b.bin] - 1)
+            left = [b.start for b, judged in lossy if b.start >= failed[-1].end and judged.verdict == "holds"]
+            self.verified_up_to = min(left, default=inf)
+        else:
+            for b, judged in reversed(lossless):
+                if judged.verdict == "ready":
+                    self.verified_up_to = b.start
+                if judged.verdict not in ("even", "unknown"):
+                    break
+        return tuple(judged for _, judged in [*lossless, *lossy])
+
+    def _draft_bin(self, b: BinMismatch) -> DialBin:
+        p5, low = (self._as_scored(x, b.ceiling) for x in (b.lower_bound, b.interval_low))
+        lossless_s, speedup = self._priced(b)
+        found = f"drafts' {self._tau.statistic} {p5:.3f} [{low:.3f} at least]"
+        verdict: Literal["ready", "even", "waits", "unknown"]
+        if b.n_sequences < MIN_SEQUENCES:
+            verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
+        elif not low >= self._tau.value:
+            verdict, why = "waits", f"{found} does not surely hold {self._tau}"
+        elif b.bin in self._waits:
+            verdict, why = "waits", f"it failed before, and is tried again in {self._waits[b.bin]} steps"
+        elif speedup < FASTER:
+            verdict = "even" if speedup >= 1 else "waits"
+            why = f"lossy would be {speedup:.2f}x as fast as lossless"
+        else:
+            verdict, why = "ready", f"{found} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+        return DialBin(b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
+
+    def _own_bin(self, b: BinMismatch) -> DialBin:
+        (scaled,), (lossless_s, speedup) = self._tau.scale([b]), self._priced(b)
+        p5, low, enough = scaled.lower_bound, scaled.interval_low, b.n_sequences >= MIN_SEQUENCES
+        found = f"{self._tau.statistic} {p5:.3f} of its own tokens"
+        verdict: Literal["holds", "fails", "unknown"]
+        if not p5 >= self._tau.value if enough else scaled.interval_high < self._tau.value:
+            verdict, why = "fails", f"{found} is below {self._tau}"
+        elif enough and speedup < 1:
+            verdict, why = "fails", f"lossy is {speedup:.2f}x as fast as lossless"
+        elif enough:
+            verdict, why = "holds", f"{found} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+        else:
+            verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
+        return DialBin(b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
+
+    def _as_scored(self, drafts: float, ceiling: float) -> float:
+        """What the trainer would score where verification finds a p5 of ``drafts``: one program beside itself, whose
+        ceiling is 1."""
+        if self._tau.relative or isnan(ceiling):
+            return drafts
+        return Tau(drafts, relative=True).level(ceiling)
+
+    def _priced(self, b: BinMismatch) -> tuple[float, float]:
+        """Predicted seconds of a lossless token, and the speed-up of lossy."""
+        lossless_s, lossy_s = self._price((b.start + b.end) // 2, b.mean)
+        return lossless_s, lossless_s / lossy_s
+
+    def state(self) -> dict[str, Any]:
+        """The memory, for ``load`` after a detour through JSON."""
+        up_to = None if isinf(self.verified_up_to) else self.verified_up_to
+        return {"verified_up_to": up_to, "waits": list(self._waits.items()), "failures": list(self._failures.items())}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from what ``state`` returned."""
+        up_to = state["verified_up_to"]
+        self.verified_up_to = inf if up_to is None else up_to
+        self._waits, self._failures = dict(state["waits"]), dict(state["failures"])
+
+
+def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
+    """Predicted speed-up of a rollout over a lossless one; ``tokens`` are those sampled, by the start of their bin."""
+    lossless_s = [(tokens.get(b.start, 0) * b.lossless_s, b.speedup if b.mode == "lossy" else 1.0) for b in bins]
+    spent = sum(seconds / speedup for seconds, speedup in lossless_s)
+    return sum(seconds for seconds, _ in lossless_s) / spent if spent else 1.0
+
+
+def price(
+    shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int,
+    overheads: Overheads = VLLM_H200,
+) -> Price:  # fmt: skip
+    """What the cost model says of lossy decoding under ``schedule``, and of lossless whose drafts read the same.
+
+    Args:
+        draft_tokens: the most tokens drafted at a time; as few are taken as are fastest, 0 included.
+        batch: sequences decoded together; fewer where their cache would not fit.
+    """
+
+    def of(length: int, acceptance: float) -> tuple[float, float]:
+        lengths = [length] * max(1, min(batch, kv_capacity(shape, machine) // length))
+        lossless_s = min(
+            lossless_step(shape, machine, lengths, Drafting(k, schedule, acceptance), overheads).seconds
+            for k in range(draft_tokens + 1)
+        )
+        return lossless_s, decode_step(shape, machine, lengths, schedule, overheads).seconds
+
+    return of

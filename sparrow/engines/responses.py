@@ -1,0 +1,77 @@
+"""The responses of a batch while they grow, token by token or cycle by cycle.
+
+Shapes: B sequences, T response tokens, n entries of a top-n list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from sparrow.model.speculative import Cycle
+from sparrow.rollout import Rollout, Sampling, Verification
+
+
+class Responses:
+    """The responses of a batch while they grow; T is the longest response allowed."""
+
+    def __init__(self, B: int, sampling: Sampling, vocabulary: int, eos: Tensor) -> None:
+        T, n = sampling.max_new_tokens, min(sampling.top_n, vocabulary)
+        self.eos = eos
+        self.tokens, self.logprobs = torch.zeros(B, T, dtype=torch.long), torch.zeros(B, T)
+        self.top_ids, self.top_logprobs = torch.zeros(B, T, n, dtype=torch.int32), torch.zeros(B, T, n)
+        self.acceptance = torch.full((B, T), torch.nan)
+        self.length = torch.zeros(B, dtype=torch.long)
+        self.stopped = torch.zeros(B, dtype=torch.bool)
+        self.verified: Tensor | None = None  # int64 [B], where verification ends on the way: after so many tokens
+
+    def open(self, limit_B: Tensor) -> Tensor:
+        """The responses that have neither ended nor reached their limit."""
+        return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
+
+    @property
+    def finished(self) -> int:
+        return int((self.stopped | (self.length == self.tokens.shape[1])).sum())
+
+    def append(self, rows: Tensor, cycle: Cycle, limit_B: Tensor) -> Tensor:
+        """Add a cycle's tokens to the responses ``rows``, up to their ends; the indices in it of those that go on."""
+        n = self.top_logprobs.shape[2]
+        tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
+        place = torch.arange(tokens.shape[1])
+        ends = torch.isin(tokens, self.eos) & (place < count[:, None])
+        stopped = ends.any(1)
+        count = torch.where(stopped, ends.int().argmax(1) + 1, count)
+        b, i = (place < count[:, None]).nonzero(as_tuple=True)
+        to = rows[b], self.length[rows[b]] + i
+        log_p = cycle.log_p[b.to(cycle.log_p.device), i.to(cycle.log_p.device)]
+        best = log_p.topk(n, dim=-1)
+        self.tokens[to] = tokens[b, i]
+        self.logprobs[to] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
+        self.top_ids[to], self.top_logprobs[to] = best.indices.int().cpu(), best.values.cpu()
+        alpha = torch.cat([cycle.acceptance.cpu(), torch.full((len(rows), 1), torch.nan)], 1)
+        self.acceptance[to] = alpha[b, i]
+        self.length[rows] += count
+        self.stopped[rows] = stopped
+        return (~stopped & (self.length < limit_B)[rows]).nonzero()[:, 0].to(cycle.count.device)
+
+    def rollouts(self, prompts: list[Sequence[int]]) -> list[Rollout]:
+        return [
+            Rollout(
+                prompt_ids=prompts[b],
+                response_ids=self.tokens[b, :n].numpy(),
+                logprobs=self.logprobs[b, :n].numpy(),
+                top_ids=self.top_ids[b, :n].numpy(),
+                top_logprobs=self.top_logprobs[b, :n].numpy(),
+                finish_reason="stop" if self.stopped[b] else "length",
+                verification=self._verification(b, n),
+            )
+            for b, n in enumerate(self.length.tolist())
+        ]
+
+    def _verification(self, b: int, length: int) -> Verification | None:
+        if self.verified is None:
+            return None
+        tokens = min(length, int(self.verified[b]) + 1)  # the first token after a prefill is the policy's too
+        return Verification(tokens, self.acceptance[b, :tokens].numpy())

@@ -1,0 +1,75 @@
+"""What the dial is told of a step, and what the run log says of it; the rule itself is ``sparrow.dial``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isinf
+from typing import Any
+
+import numpy as np
+
+from sparrow.dial import Dial, gain
+from sparrow.measure import TokenAcceptance, pool
+from sparrow.mismatch import BinMismatch, Ceiling
+from sparrow.rollout import Rollout
+from sparrow.schedule import SparsitySchedule
+
+
+def verified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
+    """The tokens of each response that were verified; without sparsity, only engine and trainer differ there."""
+    return [
+        TokenAcceptance(*(x[: _verified(r)] for x in found)) for r, found in zip(rollouts, acceptances, strict=True)
+    ]
+
+
+def unverified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
+    """The tokens of each response that were not."""
+    return [
+        TokenAcceptance(*(x[_verified(r) :] for x in found)) for r, found in zip(rollouts, acceptances, strict=True)
+    ]
+
+
+def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
+    """Acceptance of the drafts that verification looked at, exact, at the length that the schedule went by."""
+    found = []
+    for r in rollouts:
+        alpha = r.verification.acceptance if r.verification else np.zeros(0, np.float32)
+        at = np.flatnonzero(~np.isnan(alpha))
+        found.append(TokenAcceptance(alpha[at], alpha[at], schedule.page_end(len(r.prompt_ids) + at)))
+    return found
+
+
+def tail(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int) -> tuple[BinMismatch, ...]:
+    """By length bin; nothing if there are no tokens."""
+    some = [r for r in responses if r.lower.size]
+    return pool(some, bin_tokens, seed).bins if some else ()
+
+
+def turn(
+    dial: Dial, rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance], schedule: SparsitySchedule,
+    ceiling: Ceiling, seed: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Turn the dial by what a step has shown; for the log: where verification ended, and each length's mode and why.
+
+    Args:
+        rollouts, acceptances: of the step, over all processes.
+        schedule: what drafts and unverified steps read.
+        ceiling: what dense rollouts score.
+        seed: of the intervals.
+    """
+    width, up_to = schedule.bin_tokens, dial.verified_up_to
+    own = unverified(rollouts, acceptances)
+    drafts = ceiling.beside(tail(drafted(rollouts, schedule), width, seed))
+    bins = dial.turn(drafts, tail(own, width, seed))
+    sampled = np.bincount(np.concatenate([a.position for a in acceptances]) // width)
+    return {
+        "verified_up_to": None if isinf(up_to) else up_to,
+        "unverified_fraction": sum(a.lower.size for a in own) / sum(map(len, rollouts)),
+        "speedup": gain(bins, {i * width: int(n) for i, n in enumerate(sampled)}),
+        "bins": [b.to_dict() for b in bins],
+    }
+
+
+def _verified(rollout: Rollout) -> int:
+    assert rollout.verification is not None, "an engine that turns the dial says what it verified"
+    return rollout.verification.tokens
