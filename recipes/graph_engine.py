@@ -9,6 +9,10 @@ Eviction: tokens that attention has not looked at lately leave the cache and nev
 as in H2O (arXiv 2306.14048) it goes on being counted while decoding, here with a window that fades. Kept are as many
 tokens per kv head as the schedule would read, among them always its sink and recent pages.
 
+The dial: sequences are decoded densely up to a length and sparsely from there on. Samples of the dense model are what
+lossless decoding gives, drafts and all, so nothing needs to be drafted. What drafts would have been worth is taken from
+a teacher-forced sparse pass over some of the dense samples; its history is sparse too, which real drafts' is not.
+
 Noise: at a share of the positions the distribution is mixed with the uniform one.
 
 Shapes: B sequences, T prompt tokens, S cached tokens, H query heads, K kv heads, G = H / K, D head dim, P page size,
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,12 +33,17 @@ from transformers import Qwen3ForCausalLM
 
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
-from sparrow.rollout import Rollout, Sampling
-from sparrow.schedule import SparsitySchedule
+from sparrow.mismatch import acceptance_bounds
+from sparrow.model.actor import teacher_forced
+from sparrow.model.scoring import Batch
+from sparrow.rollout import Rollout, Sampling, Verification, split
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 WINDOW = 16
 """Queries over which attention is remembered for eviction."""
 TOP_N = 20
+MEASURED_EVERY = 4
+"""One response of so many is measured under the schedule while it is verified."""
 
 
 class GraphEngine(HFEngine):
@@ -74,13 +84,54 @@ class GraphEngine(HFEngine):
         self._best_ids = torch.zeros(S, B, TOP_N, dtype=torch.long, device=device)
         self._best = torch.zeros(S, B, TOP_N, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._verified_up_to: float | None = None
         super().__init__(model, schedule, eos_ids, batch_size)
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; page counts only."""
         super().set_schedule(schedule)
-        self._top_k.copy_(torch.from_numpy(schedule.pages(np.arange(self.max_length + 1))))
+        self._fill_table()
+
+    def verify_up_to(self, length: float) -> None:
+        """See ``PartVerifier.verify_up_to``."""
+        self._verified_up_to = length
+        self._fill_table()
+
+    def _fill_table(self) -> None:
+        length = np.arange(self.max_length + 1)
+        pages = self.schedule.pages(length)
+        if self._verified_up_to is not None:
+            pages = np.where(self.schedule.page_end(length) < self._verified_up_to, ALL_PAGES, pages)
+        self._top_k.copy_(torch.from_numpy(pages))
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
+        """See ``Engine.generate``; with what was verified, where the engine was told how far to."""
+        rollouts = super().generate(prompts, sampling)
+        if self._verified_up_to is None:
+            return rollouts
+        counts = [self._verified(r, self._verified_up_to) for r in rollouts]
+        found = [np.full(n, np.nan, np.float32) for n in counts]
+        some = [i for i in range(0, len(rollouts), MEASURED_EVERY) if counts[i]]
+        cut = [_first_tokens(rollouts[i], counts[i]) for i in some]
+        for i, r, top in zip(some, cut, self._sparse_top(cut, sampling.temperature) if cut else (), strict=True):
+            found[i] = acceptance_bounds(r.top_ids, r.top_logprobs, top).lower.astype(np.float32)
+        return [replace(r, verification=Verification(len(x), x)) for r, x in zip(rollouts, found, strict=True)]
+
+    def _verified(self, rollout: Rollout, up_to: float) -> int:
+        length = len(rollout.prompt_ids) + np.arange(len(rollout))
+        verified = self.schedule.page_end(length) < up_to
+        verified[0] = True  # the prompt's last token is read densely
+        return int(verified.sum())
+
+    def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
+        """Log-probs of the top tokens by response, of a sparse pass, float32 ``[T, n]``."""
+        columns = ([getattr(r, name) for r in rollouts] for name in ("prompt_ids", "response_ids", "top_ids"))
+        batch = Batch.build(*columns, self.model.device)
+        # The reference, which needs no compiler: at these lengths it is fast enough.
+        with self._inference(), teacher_forced(self.model, batch.prompt_lengths, self.schedule, "reference"):
+            scores = self._scorer(batch, temperature)
+        return split(scores.top_logprobs.cpu().numpy(), [len(r) for r in rollouts])
 
     @torch.no_grad()
     def _decode(
@@ -272,6 +323,11 @@ class GraphEngine(HFEngine):
 
     def _check_sparse(self, calls_before: int, decode_steps: int) -> None:
         raise NotImplementedError("HFEngine's decode loop does not run here")
+
+
+def _first_tokens(rollout: Rollout, count: int) -> Rollout:
+    names = ("response_ids", "logprobs", "top_ids", "top_logprobs")
+    return replace(rollout, **{name: getattr(rollout, name)[:count] for name in names})
 
 
 def _rank(values: Tensor) -> Tensor:

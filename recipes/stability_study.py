@@ -42,7 +42,7 @@ class Arm:
 
     Attributes:
         schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop towards 0.N, started
-            dense; auto:N:START from one of the others).
+            dense; auto:N:START from one of the others), or dial:N (the dial towards 0.N, over ``--dial``).
         correction, advantage, normalization: as in ``sparrow train``.
         samples: responses per prompt.
         actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all that is kept),
@@ -59,6 +59,7 @@ class Arm:
     actor: str = ""
 
 
+DIALS = ("98", "985", "99", "999")
 SCHEDULES = ("fixed:4", *(f"p{100 * target:.0f}" for target in TARGETS))
 CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
 
@@ -71,6 +72,7 @@ def arms() -> dict[str, Arm]:
         found[f"auto{n}"] = Arm(f"auto:{n}")
         found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
     found |= {f"auto{n}-sparse_rl": Arm(f"auto:{n}", "sparse_rl") for n in (92, 95)}
+    found |= {f"dial{n}": Arm(f"dial:{n}") for n in DIALS}
     found |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
     found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
     found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
@@ -106,6 +108,8 @@ class Options:
     held_out: int = 256  # How many there are.
     held_out_every: int = 10  # Steps between evaluations; the start and the end are always evaluated.
     calibration: int = 128  # Responses that schedules are calibrated on.
+    # Top-k pages by length bin that arms with the dial draft under, and decode under where nothing is verified.
+    dial: tuple[int, ...] = (13, 21, 23, 38, 48, 58, 58)
 
 
 def main(options: Options) -> None:
@@ -220,9 +224,10 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     """The run itself."""
     from graph_engine import GraphEngine
 
+    from sparrow.dial import Dial
     from sparrow.engines.hf import eos_ids
     from sparrow.errors import TrainingDiverged
-    from sparrow.mismatch import split_by_bin
+    from sparrow.mismatch import Tau, split_by_bin
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks import Trace
@@ -239,7 +244,11 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     arm_name, _, number = name.rpartition("-")
     arm, seed = arms()[arm_name], int(number)
     model, tokenizer = load(device, options.model)
-    schedule = find_schedule(arm, options.out / "schedules.json")
+    kind, _, tau = arm.schedule.partition(":")
+    if kind == "dial":
+        schedule = SparsitySchedule(options.dial, **LAYOUT)
+    else:
+        schedule = find_schedule(arm, options.out / "schedules.json")
     eos, batch_size = eos_ids(model, tokenizer), options.prompts * arm.samples
     engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines))
     dense = SparsitySchedule.dense(**LAYOUT)
@@ -279,20 +288,20 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         tail["bins"] = [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins]
         return found
 
-    kind, _, tau = arm.schedule.partition(":")
     distill = DistillConfig(
         enabled=arm.actor.partition(":")[0].endswith("worn"), learning_rate=1e-3,
         adapter=options.adapter and str(options.adapter),
     )  # fmt: skip
     config = TrainConfig(
         run_dir=str(path.with_suffix("")), steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
-        advantage=arm.advantage, tau=float(f"0.{tau.split(':')[0]}") if kind == "auto" else 0.86,
+        advantage=arm.advantage, tau=float(f"0.{tau.split(':')[0]}") if tau and kind in ("auto", "dial") else 0.86,
         rollout=RolloutConfig(options.prompts, arm.samples, response(options.lines)),
         optimizer=OptimizerConfig(options.learning_rate, token_budget=16_384),
         correction=CorrectionConfig(arm.correction),
         loss=LossConfig(normalization=arm.normalization), distill=distill,
     )  # fmt: skip
-    trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener, kind == "auto")
+    dial = Dial(Tau(config.tau), as_if_large(schedule, batch_size)) if kind == "dial" else None
+    trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener, kind == "auto", dial)
     assess, trainer.learner.assess = trainer.learner.assess, recorded
     start = {"arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate}
     start["top_k"] = schedule.to_dict()["top_k"]
@@ -326,6 +335,24 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
         return SparsitySchedule.fixed(int(name[6:]), **LAYOUT)
     table = json.loads(calibrated.read_text(encoding="utf-8"))[name]
     return SparsitySchedule(tuple(table), **LAYOUT)
+
+
+def as_if_large(schedule: Any, batch: int) -> Any:
+    """What tokens would cost Qwen3-1.7B on an H200 at as many times the length as its bins of 2,000 tokens are wider.
+
+    It reads the same share of the cache, in pages of 16; the first two layers are dense.
+    """
+    from sparrow.cost import MACHINES, SHAPES
+    from sparrow.dial import price
+    from sparrow.mode import DRAFT_TOKENS
+    from sparrow.schedule import SparsitySchedule
+
+    large = SparsitySchedule((0,))
+    scale = large.bin_tokens / schedule.bin_tokens
+    kept = [(k + schedule.sink_pages + schedule.recent_pages) * schedule.page_size * scale for k in schedule.top_k]
+    pages = [round(tokens / large.page_size) - large.sink_pages - large.recent_pages for tokens in kept]
+    of = price(SHAPES["qwen3-1.7b"], MACHINES["h200"], large.replace(top_k=tuple(pages)), DRAFT_TOKENS, batch)
+    return lambda length, acceptance: of(round(length * scale), acceptance)
 
 
 def make_engine(arm: Arm, model: Any, schedule: Any, eos: list[int], batch_size: int, longest: int) -> Any:
@@ -383,6 +410,7 @@ def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
         "read": metrics["kv"]["read_fraction"],
         "top_k": metrics["schedule"]["top_k"],
         "seconds": _rounded(list(metrics["seconds"].values()), 2),
+        **({"dial": metrics["dial"]} if "dial" in metrics else {}),
     }
 
 

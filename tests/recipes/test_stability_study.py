@@ -4,12 +4,14 @@ import ast
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from sparrow.cost import MACHINES, SHAPES, decode_step
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
@@ -18,7 +20,7 @@ from tests.train.test_distill import ON, SCHEDULE, run
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from graph_engine import GraphEngine
 from stability_statistics import against_dense, arrival, last_reward, outcome, tau, threshold
-from stability_study import Arm, Options, fail, find_schedule, quantized, train
+from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
 from stability_summary import PAGE, load, render, tables
 
 pytestmark = pytest.mark.slow
@@ -47,6 +49,44 @@ def test_the_graph_engine_samples_from_the_reference(top_k):
         assert (rollout.finish_reason == "stop") == (rollout.response_ids[-1] == 7)
     lengths = [np.arange(len(r.prompt_ids) + 1, len(r.prompt_ids) + len(r)) for r in rollouts]
     assert counted.tokens_held == 4 * sum(int(n.sum()) for n in lengths)
+
+
+def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it():
+    schedule = SparsitySchedule((1,), **LAYOUT)
+    graph = engine(schedule)
+    graph.verify_up_to(48)
+    rollouts = graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3))
+    # Up to length 44 the page being written ends below 48.
+    ends = [min(len(r), 45 - len(r.prompt_ids)) for r in rollouts]
+    assert [r.verification.tokens for r in rollouts] == ends and any(
+        len(r) > n for r, n in zip(rollouts, ends, strict=True)
+    )
+    dense = graph.score(rollouts, SparsitySchedule.dense(), 1.0)
+    for r, scores, end in zip(rollouts, dense, ends, strict=True):
+        assert np.abs(r.top_logprobs - scores.top_logprobs)[:end].max() < 2e-4
+        assert len(r) == end or np.abs(r.top_logprobs - scores.top_logprobs)[end:].max() > 0.01
+    # One response in four is measured, as a sparse actor would have scored what was verified.
+    assert [np.isfinite(r.verification.acceptance).all() for r in rollouts] == [True, False, False]
+    first = rollouts[0]
+    cut = replace(
+        first, **{n: getattr(first, n)[: ends[0]] for n in ("response_ids", "logprobs", "top_ids", "top_logprobs")}
+    )
+    sparse = graph.score([cut], schedule, 1.0)[0]
+    expected = np.minimum(np.exp(sparse.top_logprobs), np.exp(cut.top_logprobs)).sum(1)
+    assert first.verification.acceptance == pytest.approx(expected, abs=1e-4) and expected.min() < 0.99
+    graph.verify_up_to(float("inf"))
+    again = engine(SparsitySchedule.dense(**LAYOUT)).generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3))
+    for r, other in zip(graph.generate(prompts(), Sampling(40, 1.0, VOCAB, seed=3)), again, strict=True):
+        assert r.verification.tokens == len(r) and np.array_equal(r.response_ids, other.response_ids)
+
+
+def test_tokens_are_priced_at_the_length_they_stand_for():
+    schedule = SparsitySchedule((13, 21), bin_tokens=64, page_size=4, dense_layers=(0,))
+    lossless, lossy = as_if_large(schedule, 192)(160, 0.99)
+    # 64 tokens stand for 2,000: 24 pages of 4 for 3,000 tokens, the pages of 16 at length 5,000 for 187 of them.
+    large = SparsitySchedule((100, 187 - 2), dense_layers=(0, 1))
+    expected = decode_step(SHAPES["qwen3-1.7b"], MACHINES["h200"], [5000] * 192, large).seconds
+    assert lossy == pytest.approx(expected, rel=0.01) and 1.05 < lossless / lossy < 1.15
 
 
 def test_eviction_keeps_the_budget_and_never_brings_a_token_back():
@@ -145,6 +185,17 @@ def test_a_step_of_a_run_is_recorded(tmp_path):
     assert start["arm"] == "dense" and before["step"] == 0 and step["step"] == 1
     assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, "actor and policy are one"
     assert sum(n for _, n, *_ in step["bins"]) == pytest.approx(16 * step["length"])
+
+
+def test_a_step_under_the_dial_is_recorded(tmp_path):
+    path = tmp_path / "dial98-0.jsonl"
+    options = Options(
+        out=tmp_path, steps=1, prompts=2, lines=2, held_out_lines=2, held_out=2, held_out_every=1, calibration=2
+    )
+    train(options, "dial98-0", torch.device("cpu"), float("inf"), path)
+    start, _, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    assert start["schedule"] == "dial:98" and step["dial"]["unverified_fraction"] == 0
+    assert step["dial"]["bins"] and all(b["mode"] == "lossless" for b in step["dial"]["bins"])
 
 
 @pytest.mark.parametrize("recipe", ["train_reasoner", "stability_study", "distill_study"])
