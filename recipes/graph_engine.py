@@ -84,7 +84,7 @@ class GraphEngine(HFEngine):
         self._best_ids = torch.zeros(S, B, TOP_N, dtype=torch.long, device=device)
         self._best = torch.zeros(S, B, TOP_N, device=device)
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._verified_up_to: float | None = None
+        self._dense_below: float | None = None
         super().__init__(model, schedule, eos_ids, batch_size)
         self.set_schedule(schedule)
 
@@ -95,22 +95,22 @@ class GraphEngine(HFEngine):
 
     def verify_up_to(self, length: float) -> None:
         """See ``PartVerifier.verify_up_to``."""
-        self._verified_up_to = length
+        self._dense_below = length
         self._fill_table()
 
     def _fill_table(self) -> None:
         length = np.arange(self.max_length + 1)
         pages = self.schedule.pages(length)
-        if self._verified_up_to is not None:
-            pages = np.where(self.schedule.page_end(length) < self._verified_up_to, ALL_PAGES, pages)
+        if self._dense_below is not None:
+            pages = np.where(self.schedule.page_end(length) < self._dense_below, ALL_PAGES, pages)
         self._top_k.copy_(torch.from_numpy(pages))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``; with what was verified, where the engine was told how far to."""
         rollouts = super().generate(prompts, sampling)
-        if self._verified_up_to is None:
+        if self._dense_below is None:
             return rollouts
-        counts = [self._verified(r, self._verified_up_to) for r in rollouts]
+        counts = [self._verified(r, self._dense_below) for r in rollouts]
         found = [np.full(n, np.nan, np.float32) for n in counts]
         some = [i for i in range(0, len(rollouts), MEASURED_EVERY) if counts[i]]
         cut = [_first_tokens(rollouts[i], counts[i]) for i in some]
