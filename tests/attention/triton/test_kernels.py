@@ -277,7 +277,11 @@ def scored_case(scores: list[float], top_k: int, dtype: torch.dtype, layout: Pag
     scores_N = torch.tensor(scores, device=DEVICE, dtype=dtype)
     marks_ND = torch.copysign(torch.zeros(len(scores), 64, device=DEVICE, dtype=dtype), scores_N[:, None])
     marks_ND[:, 0] = scores_N  # and zeros of its sign, so that -0.0 stays -0.0 when the products are added
-    case.landmark_cache[case.table[0, : len(scores)].long(), 0, 0] = marks_ND.to(case.landmark_cache.dtype)
+    # As bytes: not every torch assigns to an index in 8 bits.
+    cache, marks = (x.view(torch.uint8 if layout is FP8 else x.dtype) for x in (
+        case.landmark_cache, marks_ND.to(case.landmark_cache.dtype)
+    ))  # fmt: skip
+    cache[case.table[0, : len(scores)].long(), 0, 0] = marks
     return case
 
 
