@@ -14,6 +14,7 @@ from sparrow.cost import MACHINES, train_seconds
 from sparrow.cost import SHAPES as SHAPES_OF
 
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
+LANDMARKS = ("auto", "fp8_e4m3")
 PUBLISHED = {
     "qwen3-1.7b": (2561, 5662, 2.21),
     "qwen3-4b": (1369, 3308, 2.41),
@@ -84,6 +85,20 @@ def logprob_cost() -> str:
             rows.append([shape, f"{batch} x {length:,}", *cells])
     head = ["shape", "sequences x tokens", "stock: sampled", "stock: top 20", "Sparrow: sampled", "Sparrow: top 20"]
     return table(head, rows)
+
+
+def landmarks() -> str:
+    """The decode kernels alone: draft steps by the dtype of landmarks."""
+    stored = {x: [row for row in load("landmarks")["landmarks"] if row["landmark_dtype"] == x] for x in LANDMARKS}
+    rows = [{**row, "fp8": fp8} for row, fp8 in zip(*stored.values(), strict=True)]
+    cells: dict[str, Column] = {
+        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
+        "16 bits, us": "{us:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['us']:.0%}",
+        "8 bits, us": "{fp8[us]:.0f}", "of its limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['us']:.0%}",
+        "bytes": lambda row: f"{row['fp8']['limit_us'] / row['limit_us']:.2f}",
+        "time": lambda row: f"{row['fp8']['us'] / row['us']:.2f}",
+    }  # fmt: skip
+    return declared(rows, cells)
 
 
 def capacity() -> str:
@@ -199,6 +214,7 @@ TABLES = {
     "attention": attention,
     "uneven attention": uneven_attention,
     "other shapes": shapes,
+    "landmarks": landmarks,
     "capacity": capacity,
     "validation": validation,
     "profile": profile,
