@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,10 +27,10 @@ from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
 from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
-from sparrow.mismatch import MismatchReport
+from sparrow.mismatch import Ceiling, MismatchReport
 from sparrow.mode import Decoding
 from sparrow.rollout import Rollout
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class SparseGRPOTrainer(Trainer):
     process, get another dense forward pass, from which follow bounds on every token's acceptance rate. Logged are
     ``sparrow/*`` as ``sparrow.integrations.metrics`` names them, pooled over processes, and on every log the share of
     cached tokens that was read and what became of drafts. The last measurement is kept as ``report``, for a controller
-    that calls ``set_schedule``.
+    that calls ``set_schedule``. Before the first batch its prompts are sampled densely, for the ceiling of p5.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
@@ -83,8 +84,10 @@ class SparseGRPOTrainer(Trainer):
             raise ConfigError("sparse rollouts need vLLM; set use_vllm=True in GRPOConfig")
         self.measure_every = measure_every
         stock: Any = self.vllm_generation
-        self.vllm_generation: Any = Recording(stock, top_n, sequences, self._is_measured)
+        self.vllm_generation: Any = Recording(stock, top_n, sequences, self._is_measured, self._densely)
         self._measured: list[TokenAcceptance] = []
+        self._of_dense: list[TokenAcceptance] = []
+        self._ceiling = Ceiling()
         self._described = self._rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         runs = self._described[0].get("mode", "lossy")  # older plugins do not say
@@ -112,10 +115,12 @@ class SparseGRPOTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """See ``transformers.Trainer``. The first call after a rollout finds the policy that the actor came from."""
-        recorded, self.vllm_generation.recorded = self.vllm_generation.recorded, []
-        for rollout in recorded:
-            top = policy_top_logprobs(model, rollout, self.temperature, self.accelerator.device)
-            self._measured.append(token_acceptance(rollout, top, self.schedule))
+        generation = self.vllm_generation
+        for recorded, measured in ((generation.recorded, self._measured), (generation.dense, self._of_dense)):
+            for rollout in recorded:
+                top = policy_top_logprobs(model, rollout, self.temperature, self.accelerator.device)
+                measured.append(token_acceptance(rollout, top, self.schedule))
+        generation.recorded, generation.dense = [], []
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -123,8 +128,13 @@ class SparseGRPOTrainer(Trainer):
         if self.model.training:
             logs |= self._counted()
             if self._measured:
-                self.report = pool(gather_object(self._measured), self.schedule.bin_tokens)
-                self._measured = []
+                report = pool(gather_object(self._measured), self.schedule.bin_tokens)
+                if self._of_dense:
+                    self._ceiling.measure(pool(gather_object(self._of_dense), self.schedule.bin_tokens))
+                elif self._reads_all:
+                    self._ceiling.measure(report)
+                self.report = self._ceiling.on(report)
+                self._measured, self._of_dense = [], []
                 logs |= mismatch_metrics(self.report)
         super().log(logs, *args, **kwargs)
 
@@ -133,6 +143,24 @@ class SparseGRPOTrainer(Trainer):
         counts = self._rpc("sparrow_counters")
         acceptance = self._rpc("sparrow_acceptance") if self._is_lossless else None
         return counter_metrics(total(gather_object([tally(self._described, counts, acceptance)])))
+
+    @property
+    def _reads_all(self) -> bool:
+        return self._is_lossless or self.schedule.is_dense
+
+    @contextmanager
+    def _densely(self) -> Iterator[bool]:
+        """vLLM decodes densely inside; not if its responses are dense anyway, or those of dense ones are known."""
+        schedule = self.schedule
+        if self._reads_all or self._ceiling or self._of_dense:
+            yield False
+            return
+        self.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
+        try:
+            yield True
+        finally:
+            self.set_schedule(schedule)
+            self._counted()  # what the ceiling took is nobody's rollout
 
     def _is_measured(self) -> bool:
         return self.model.training and self.state.global_step % self.measure_every == 0
@@ -161,8 +189,17 @@ class Recording:
     TRL itself is given what it asked for: the sampled token's log-prob alone.
     """
 
-    def __init__(self, generation: Any, top_n: int, sequences: int, wanted: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        generation: Any,
+        top_n: int,
+        sequences: int,
+        wanted: Callable[[], bool],
+        densely: Callable[[], AbstractContextManager[bool]],
+    ) -> None:
         self.recorded: list[Rollout] = []
+        self.dense: list[Rollout] = []  # the same prompts' responses, had they been sampled densely
+        self._densely = densely
         self._generation, self._top_n, self._sequences, self._wanted = generation, top_n, sequences, wanted
 
     def __getattr__(self, name: str) -> Any:
@@ -177,19 +214,30 @@ class Recording:
             raise ConfigError(
                 "acceptance is measured on text only; with images use GRPOTrainer and set SPARROW_SCHEDULE yourself"
             )
-        asked, generation.logprobs = generation.logprobs, self._top_n
-        try:
-            prompts, responses, logprobs, ids = generation.generate(prompts, images, num_generations, profiler)
-        finally:
-            generation.logprobs = asked
-        spread = np.linspace(0, len(responses) - 1, min(self._sequences, len(responses))).round().astype(int)
-        self.recorded += [
-            rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, generation.max_completion_length)
-            for i in spread.tolist()
-        ]
+        with self._densely() as dense:
+            if dense:
+                self.dense += self._some(self._listed(prompts, num_generations, profiler))
+        listed = self._listed(prompts, num_generations, profiler)
+        self.recorded += self._some(listed)
+        prompts, responses, logprobs, ids = listed
         at = [[row.index(t) for row, t in zip(rows, ts, strict=True)] for rows, ts in zip(ids, responses, strict=True)]
         sampled = [[[row[j]] for row, j in zip(rows, js, strict=True)] for rows, js in zip(logprobs, at, strict=True)]
         return prompts, responses, sampled, [[[t] for t in ts] for ts in responses]
+
+    def _listed(self, prompts: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
+        """What TRL's generation returns when it is asked for the lists."""
+        asked, self._generation.logprobs = self._generation.logprobs, self._top_n
+        try:
+            return self._generation.generate(prompts, None, num_generations, profiler)
+        finally:
+            self._generation.logprobs = asked
+
+    def _some(self, listed: tuple[Any, ...]) -> list[Rollout]:
+        """Responses to measure, spread over the batch."""
+        prompts, responses, logprobs, ids = listed
+        spread = np.linspace(0, len(responses) - 1, min(self._sequences, len(responses))).round().astype(int)
+        longest = self._generation.max_completion_length
+        return [rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, longest) for i in spread.tolist()]
 
 
 def rollout(

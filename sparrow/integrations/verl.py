@@ -13,7 +13,8 @@ sparrow/sampled/p5_floor/START-END that of one bin; /low and /high are its 95 % 
 
 p5 itself takes responses of its own, sampled with top-20 lists over the HTTP of verl's vLLM servers (``probe``) once
 the step's weights are there: every ``+trainer.v1.sparrow.probe_every`` steps ``+trainer.v1.sparrow.sequences`` of them
-(32 by default; without the first none), logged as ``sparrow.integrations.metrics`` names them.
+(32 by default; without the first none), logged as ``sparrow.integrations.metrics`` names them. Before the first of
+them as many responses are sampled densely, for the ceiling of p5.
 
 Shapes: B responses, T tokens.
 """
@@ -35,9 +36,9 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from sparrow.errors import ConfigError
 from sparrow.integrations.probe import probe
 from sparrow.measure import pool
-from sparrow.mismatch import MismatchReport, mismatch_metrics, sampled_acceptance, tail_floor_by_bin
+from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics, sampled_acceptance, tail_floor_by_bin
 from sparrow.mode import Decoding
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.vllm import config as vllm_config
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class SparsePPOTrainer(Trainer):
         options = config.trainer.v1.get("sparrow", {})
         self._probe_every, self._sequences = options.get("probe_every", 0), options.get("sequences", 32)
         self._prompts: list[list[int]] = []
+        self._ceiling = Ceiling()
         config.trainer.v1.trainer_mode = "sync"  # what this is to the rest of verl, which goes by that name
         super().__init__(config)
 
@@ -80,11 +82,27 @@ class SparsePPOTrainer(Trainer):
         """See ``PPOTrainer``; the replicas are awake now, with the weights of this step."""
         super().on_step_end()
         if self._probe_every and self.global_steps % self._probe_every == 0:
-            urls = [f"http://{address}" for address in self.llm_server_manager.get_addresses()]
-            response_tokens = self.config.actor_rollout_ref.rollout.response_length
-            found = probe(urls, self._prompts, self.schedule, response_tokens)
-            self.report = pool(found, self.schedule.bin_tokens)
+            if not (self._ceiling or self.schedule.is_dense):
+                self._measure_ceiling()
+            found = self._probed()
+            if self.schedule.is_dense:
+                self._ceiling.measure(found)
+            self.report = self._ceiling.on(found)
             self.logger.log(data=mismatch_metrics(self.report), step=self.global_steps)
+
+    def _probed(self) -> MismatchReport:
+        urls = [f"http://{address}" for address in self.llm_server_manager.get_addresses()]
+        response_tokens = self.config.actor_rollout_ref.rollout.response_length
+        return pool(probe(urls, self._prompts, self.schedule, response_tokens), self.schedule.bin_tokens)
+
+    def _measure_ceiling(self) -> None:
+        """A probe of the replicas while they decode densely."""
+        replicas = self.llm_server_manager.get_replicas()
+        push_schedule(replicas, self.schedule.replace(top_k=(ALL_PAGES,)))
+        try:
+            self._ceiling.measure(self._probed())
+        finally:
+            push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Have every replica decode under other page counts from now on; call it while they are awake and idle.

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,9 +77,33 @@ class Generation:
         )
 
 
+def sparse_only():
+    return nullcontext(False)
+
+
+def test_before_the_first_batch_its_prompts_are_sampled_densely_too():
+    """Outside the context the schedule is what it was, and TRL gets the responses of its own rollout."""
+    inner, told = Generation(), []
+
+    @contextmanager
+    def densely():
+        told.append("dense")
+        yield not generation.dense
+        told.append("sparse")
+
+    real = inner.generate
+    inner.generate = lambda *a: (told.append("generate"), real(*a))[1]
+    generation = adapter.Recording(inner, 2, 2, lambda: True, densely)
+    assert generation.generate([[1], [2, 2], [3]], None, 1)[1] == [[5, 6], [9, 6], [5, 7]]
+    assert told == ["dense", "generate", "sparse", "generate"]
+    assert [len(generation.dense), len(generation.recorded)] == [2, 2]
+    generation.generate([[1], [2, 2], [3]], None, 1)
+    assert told[4:] == ["dense", "sparse", "generate"] and len(generation.dense) == 2
+
+
 def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
     inner = Generation()
-    generation = adapter.Recording(inner, 2, 2, lambda: True)
+    generation = adapter.Recording(inner, 2, 2, lambda: True, sparse_only)
     prompts = [[1], [2, 2], [3]]
     _, _, logprobs, ids = generation.generate(prompts, None, 1)
     assert inner.asked == 2 and inner.logprobs == 0
@@ -91,7 +116,7 @@ def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
     np.testing.assert_array_equal(first.logprobs, np.float32([-1.0, -0.4]))
     # A sampled token that is not among the n most likely stays out of their list.
     generation.recorded = []
-    adapter.Recording.__init__(generation, inner, 2, 3, lambda: True)
+    adapter.Recording.__init__(generation, inner, 2, 3, lambda: True, sparse_only)
     generation.generate(prompts, None, 1)
     assert generation.recorded[1].top_ids.tolist() == [[7, 5], [6, 8]]
     assert generation.recorded[1].logprobs.tolist() == pytest.approx([-7.0, -0.4])
@@ -99,13 +124,13 @@ def test_trl_gets_the_sampled_tokens_log_probs_and_the_lists_are_kept():
 
 def test_nothing_is_asked_for_between_measurements():
     inner = Generation()
-    generation = adapter.Recording(inner, 2, 2, lambda: False)
+    generation = adapter.Recording(inner, 2, 2, lambda: False, sparse_only)
     assert generation.generate([[1], [2], [3]], None, 1)[2] == [[[-1.0], [-1.0]]] * 3
     assert inner.asked == 0 and generation.recorded == [] and generation.max_completion_length == 2
 
 
 def test_images_are_refused_rather_than_measured_without():
-    generation = adapter.Recording(Generation(), 2, 2, lambda: True)
+    generation = adapter.Recording(Generation(), 2, 2, lambda: True, sparse_only)
     with pytest.raises(ConfigError, match="measured on text only"):
         generation.generate([[1]], [["an image"]], 1)
 
@@ -211,6 +236,9 @@ def test_stock_trl_trains_on_sparse_rollouts_and_logs_their_tail(tmp_path):
         assert step["sparrow/p5/128-192/low"] <= step["sparrow/p5/128-192"] <= step["sparrow/p5/128-192/high"]
         # TRL still sees the sampled tokens' own log-probs: ratios with mean 1, here truncated at 2.
         assert 0.9 < step["sampling/importance_sampling_ratio/mean"] < 1.1
+        # What vLLM's bfloat16 takes before sparsity takes anything.
+        assert 0.98 < step["sparrow/p5/128-192/ceiling/low"] <= step["sparrow/p5/128-192/ceiling"] < 1
+        assert step["sparrow/p5/128-192"] < step["sparrow/p5/128-192/relative"] < 0.97
 
 
 def test_stock_trl_trains_on_lossless_rollouts(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from sparrow.errors import ConfigError
 from sparrow.measure import TokenAcceptance
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 verl = pytest.importorskip("verl")
 ray = pytest.importorskip("ray")
@@ -123,14 +123,21 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
         return [TokenAcceptance(np.full(4, x), np.ones(4), np.arange(4)) for x in (0.5, 0.9)]
 
     monkeypatch.setattr(adapter, "probe", probe)
+    monkeypatch.setattr(adapter, "push_schedule", lambda replicas, schedule: asked.append((replicas, schedule)))
     trainer = adapter.SparsePPOTrainer(composed.copy())
     trainer.schedule, trainer._prompts, trainer.timing_raw = SCHEDULE, [[1, 2], [3]], {}
     trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: asked.append(step))
-    trainer.llm_server_manager = SimpleNamespace(get_addresses=lambda: ["10.0.0.1:8000"])
+    trainer.llm_server_manager = SimpleNamespace(get_addresses=lambda: ["10.0.0.1:8000"], get_replicas=lambda: "all")
     trainer.logger = SimpleNamespace(log=lambda data, step: logged.update({step: data}))
     for trainer.global_steps in (4, 5):
         trainer.on_step_end()
-    assert asked == [4, 5, (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)]
+    asks = (["http://10.0.0.1:8000"], [[1, 2], [3]], SCHEDULE, 96)
+    # Once densely, for the ceiling, then as the run decodes.
+    assert asked == [4, 5, ("all", SCHEDULE.replace(top_k=(ALL_PAGES,))), asks, ("all", SCHEDULE), asks]
+    assert logged[5]["sparrow/p5/0-32/ceiling"] == 0.5
+    trainer.global_steps = 10
+    trainer.on_step_end()
+    assert asked[6:] == [10, asks] and logged.pop(10)["sparrow/p5/0-32/ceiling"] == 0.5
     assert list(logged) == [5] and logged[5]["sparrow/p5"] == 0.5 and logged[5]["sparrow/acceptance_mean"] == 0.7
     assert trainer.report.n_sequences == 2
 
