@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from typing import Any
 
 from common import Column, Row, declared, load, table
+
+from sparrow.mismatch import relative_p5
 
 
 def calibration() -> str:
@@ -60,6 +63,70 @@ def beta_tail() -> str:
     return declared(load("calibration_tail")["budgets"], cells)
 
 
+def relative_tau() -> str:
+    found = load("relative_tau")
+    rows = []
+    for pair in found["pairs"]:
+        ceiling = _range([c[0] for c in pair["ceiling"]])
+        for tau in found["taus"]:
+            cells = []
+            for scale in ("relative", "absolute"):
+                needed = pair[scale][str(tau)]
+                mean, low, high = needed["mean_of_own"]
+                open_end = "" if mean is None else " [open]"  # where some resamples have no budget that holds
+                interval = open_end if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+                pages = " ".join("none" if x is None else f"{x:.0f}" for x in needed["pages"])
+                cells += [pages, ("" if mean is None else f"{mean:.2f}") + interval]
+            rows.append([pair["pair"], ceiling, f"{tau:g}", *cells])
+    head = ["pair", "ceiling", "tau", "relative: pages by bin", "times those of the first pair",
+            "absolute: pages by bin", "times those of the first pair"]  # fmt: skip
+    return table(head, rows)
+
+
+def relative_tau_summary() -> str:
+    found = load("relative_tau")
+    rows = []
+    for pair in found["pairs"][1:]:
+        counts = []
+        for scale in ("relative", "absolute"):
+            ratios = [x for needed in pair[scale].values() for x in needed["of_own"]]
+            within = sum(x is not None and abs(x - 1) <= 0.1 for x in ratios)
+            never = sum(x is None for x in ratios)
+            worst = max((x for x in ratios if x is not None), key=lambda x: abs(x - 1), default=None)
+            cell = f"{within} of {len(ratios)}"
+            counts += [cell, "" if worst is None else f"{worst:.2f}", never]
+        rows.append([pair["pair"], *counts])
+    head = [f"{scale}: {what}" for scale in ("relative", "absolute")
+            for what in ("within 10 %", "furthest off", "no budget")]  # fmt: skip
+    return table(["pair", *head], rows)
+
+
+def relative_laws() -> str:
+    """How far three ways to take the ceiling out are from p5 without noise, over all bins and budgets."""
+    pairs = load("relative_tau")["pairs"]
+    laws: dict[str, Callable[[float, float], float]] = {
+        "in squares": relative_p5, "acceptances multiply": lambda p5, c: p5 / c,
+        "losses add": lambda p5, c: 1 - (c - p5), "as measured": lambda p5, c: p5,
+    }  # fmt: skip
+    rows = []
+    for pair in pairs[1:]:
+        cells = []
+        for law in laws.values():
+            off = [
+                law(p5, c[0]) - own
+                for budget, row in pair["p5"].items()
+                for p5, c, own in zip(row, pair["ceiling"], pairs[0]["p5"][budget], strict=True)
+            ]
+            cells.append(f"{statistics.mean(off):+.3f}, {max(off, key=abs):+.3f}")
+        rows.append([pair["pair"], *cells])
+    return table(["pair", *(f"{law}: mean, furthest off" for law in laws)], rows)
+
+
+def _range(values: list[float]) -> str:
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
 def calibration_cost() -> str:
     found = load("calibration_cost")
     whole, dense = found["sampling_18_budgets_s"], found["scoring_18_budgets_s"]
@@ -107,6 +174,9 @@ TABLES = {
     "calibration summary": calibration_summary,
     "shortcut": shortcut,
     "beta tail": beta_tail,
+    "relative tau": relative_tau,
+    "relative tau summary": relative_tau_summary,
+    "relative laws": relative_laws,
     "calibration cost": calibration_cost,
     "scoring passes": scoring_passes,
     "teacher-forced": teacher_forced,

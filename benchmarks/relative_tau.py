@@ -1,0 +1,221 @@
+"""Does the same tau ask for the same pages whatever samples and scores? Absolute, and relative to the ceiling.
+
+    python benchmarks/relative_tau.py  # on a CPU; some minutes of two cores
+
+Four pairs of a sampler and a scorer, on the same tokens of the bundled reasoner, with pages of 4 tokens and length bins
+of 64. vLLM samples in bfloat16, densely and under each budget, and lists every token of the vocabulary. Transformers
+scores these responses in float32, densely and teacher-forced under the budget they were sampled with. So of each
+response four actors are compared with one policy: transformers' own; vLLM's; and transformers' with independent normal
+noise on all logits, drawn anew at every token, as large as gives dense responses a p5 of 0.95, and of 0.90. A fifth is
+transformers' own with lists cut to ``SHORT`` tokens, where the ceiling is low for another reason.
+
+Shapes: T tokens, R resamples of prompts (the first is what was measured), B prompts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import REASONER, RESULTS, save
+
+from sparrow import SparsitySchedule
+from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.mismatch import acceptance, relative_p5, split_by_bin, weighted_percentile
+from sparrow.rollout import Rollout, Sampling
+from sparrow.tasks import Trace
+
+LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
+ALWAYS = LAYOUT.sink_pages + LAYOUT.recent_pages
+BUDGETS = (6, 8, 11, 16, 23, 32)
+TAUS = (0.86, 0.90, 0.94)
+CEILINGS = (0.95, 0.90)
+SHORT = 6
+LINES = 24
+FEWEST = 20  # sequences in a bin that counts
+OWN, VLLM = "transformers float32, both", "vLLM bfloat16, transformers float32"
+
+Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
+
+
+def sampled(count: int, seed: int) -> tuple[dict[int | None, list[Rollout]], int]:
+    """Responses by budget, with whole lists; and how many tokens there are to list."""
+    os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    from sparrow.engines.vllm import VLLMEngine
+
+    model, tokenizer = load_model(str(REASONER), "fp32", torch.device("cpu"))
+    vocabulary = model.config.vocab_size
+    problems = [Trace(LINES).problem(i, seed) for i in range(count)]
+    prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+    sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
+    engine = VLLMEngine(
+        str(REASONER), LAYOUT.replace(top_k=(BUDGETS[0],)), dtype="bfloat16", enforce_eager=True,
+        kv_cache_memory_bytes=256 * 2**20, block_size=32, max_model_len=1024, max_num_batched_tokens=16384,
+    )  # fmt: skip
+    found = {}
+    for budget in (None, *BUDGETS):
+        engine.set_schedule(LAYOUT if budget is None else LAYOUT.replace(top_k=(budget,)))
+        found[budget] = engine.generate(prompts, sampling)
+        print("sampled", budget, sum(map(len, found[budget])), flush=True)
+    engine.close()
+    return found, vocabulary
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=48, help="responses of each budget")
+    parser.add_argument("--resamples", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS / "relative_tau.json")
+    arguments = parser.parse_args()
+    rollouts, V = sampled(arguments.count, arguments.seed)
+    save(arguments.out, compare(rollouts, V, arguments))
+
+
+def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The table, of responses by budget whose lists hold all ``V`` tokens."""
+    model, tokenizer = load_model(str(REASONER), "fp32", torch.device("cpu"))
+    scorer = HFEngine(model, LAYOUT, eos_ids(model, tokenizer))
+    policy, actor, vllm, place, owner = {}, {}, {}, {}, {}
+    for budget, some in rollouts.items():
+        vllm[budget] = np.concatenate([in_order(r.top_ids, r.top_logprobs) for r in some])
+        every = [replace(r, top_ids=np.tile(np.arange(V, dtype=np.int32), (len(r), 1))) for r in some]
+        for found, schedule in (
+            (policy, LAYOUT),
+            (actor, LAYOUT if budget is None else LAYOUT.replace(top_k=(budget,))),
+        ):
+            found[budget] = np.concatenate([s.top_logprobs for s in scorer.score(every, schedule, 1.0)])
+        place[budget] = np.concatenate([LAYOUT.page_end(len(r.prompt_ids) + np.arange(len(r))) for r in some])
+        owner[budget] = np.repeat(np.arange(len(some)), [len(r) for r in some])
+        print("scored", budget, flush=True)
+    bins = [
+        b
+        for b, _ in split_by_bin(place[None], LAYOUT.bin_tokens)
+        if min(len(np.unique(owner[k][place[k] // LAYOUT.bin_tokens == b])) for k in place) >= FEWEST
+    ]
+    rng = np.random.default_rng(arguments.seed)
+    count = arguments.count
+    weights_RB = np.concatenate(
+        [np.ones((1, count)), rng.multinomial(count, np.full(count, 1 / count), arguments.resamples)]
+    )
+
+    def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
+        """p5 by budget, [R, bins]; a prompt has the same weight at every budget."""
+        found = {}
+        for k, values in alpha.items():
+            inside = [place[k] // LAYOUT.bin_tokens == b for b in bins]
+            found[k] = np.stack([p5(values[at], owner[k][at], weights_RB) for at in inside], 1)
+        return found
+
+    def with_noise(scale: float, budgets: Sequence[int | None], seed: int) -> dict[int | None, np.ndarray]:
+        drawn = np.random.default_rng(seed)
+        return {k: accepted(policy[k], noisy(actor[k], scale, drawn)) for k in budgets}
+
+    pairs = {
+        OWN: {k: accepted(policy[k], actor[k]) for k in place},
+        VLLM: {k: accepted(policy[k], vllm[k]) for k in place},
+    }
+    scales = {}
+    for ceiling in CEILINGS:
+        low, high = 0.0, 2.0
+        for _ in range(12):
+            scale = (low + high) / 2
+            dense = with_noise(scale, [None], 1)[None]
+            mean = np.mean([np.percentile(dense[place[None] // LAYOUT.bin_tokens == b], 5) for b in bins])
+            low, high = (scale, high) if mean > ceiling else (low, scale)
+        name = f"noise that gives dense p5 {ceiling:.2f}"
+        pairs[name], scales[name] = with_noise(scale, list(place), 2), scale
+    pairs[f"transformers float32, lists of {SHORT}"] = {k: accepted(policy[k], actor[k], SHORT) for k in place}
+    found = {name: tails(alpha) for name, alpha in pairs.items()}
+    own = {scale: {tau: pages(found[OWN], tau, scale) for tau in TAUS} for scale in ("relative", "absolute")}
+    rows = []
+    for name, p5s in found.items():
+        row: dict[str, Any] = {
+            "pair": name,
+            "noise": scales.get(name),
+            "ceiling": spans(p5s[None].T),
+            "p5": {str(k): p5s[k][0].tolist() for k in BUDGETS},
+            "relative_p5": {str(k): on_scale(p5s[k], p5s[None], "relative")[0].tolist() for k in BUDGETS},
+        }
+        for scale in ("relative", "absolute"):
+            row[scale] = {}
+            for tau in TAUS:
+                needed = pages(p5s, tau, scale)
+                with np.errstate(invalid="ignore"):  # of two pairs that hold it with no budget
+                    ratio = needed / own[scale][tau]
+                mean = np.where(np.isinf(ratio).any(1), np.inf, ratio.mean(1))
+                row[scale][str(tau)] = {
+                    "pages": finite(needed[0]), "of_own": finite(ratio[0]), "mean_of_own": spans(mean[None])[0]
+                }  # fmt: skip
+        rows.append(row)
+    lengths = [[b * LAYOUT.bin_tokens, (b + 1) * LAYOUT.bin_tokens] for b in bins]
+    return {"count": count, "lines": LINES, "bins": lengths, "budgets": BUDGETS, "taus": TAUS, "always": ALWAYS,
+            "tokens": {str(k): len(x) for k, x in place.items()}, "pairs": rows}  # fmt: skip
+
+
+def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
+    """Log-probs of whole lists by token id."""
+    found = np.full(logprobs_Tn.shape, -np.inf, np.float32)
+    np.put_along_axis(found, ids_Tn.astype(np.int64), logprobs_Tn, 1)
+    return found
+
+
+def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:
+    """Acceptance, [T]; with ``top_n`` its lower bound from the actor's list of so many."""
+    p, q = np.exp(policy_TV.astype(np.float64)), np.exp(actor_TV.astype(np.float64))
+    if top_n is None:
+        return acceptance(p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True))
+    best = np.argpartition(-q, top_n, axis=1)[:, :top_n]
+    return np.minimum(np.take_along_axis(p, best, 1), np.take_along_axis(q, best, 1)).sum(1)
+
+
+def noisy(logprobs_TV: np.ndarray, scale: float, rng: np.random.Generator) -> np.ndarray:
+    moved = np.maximum(logprobs_TV, -60) + scale * rng.standard_normal(logprobs_TV.shape)
+    return moved - np.logaddexp.reduce(moved, axis=1, keepdims=True)
+
+
+p5 = partial(weighted_percentile, percentile=5)
+
+
+def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarray:
+    return np.vectorize(relative_p5)(p5_RN, ceiling_RN) if scale == "relative" else p5_RN
+
+
+def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
+    """Pages read, those always kept included, from which on tau is held, [R, bins]; infinite where no budget does.
+
+    Between the largest budget that fails and the next one p5 is taken to rise with the logarithm of the pages.
+    """
+    read = np.array(BUDGETS) + ALWAYS
+    p5_KRN = np.stack([on_scale(p5s[k], p5s[None], scale) for k in BUDGETS])
+    needed = np.full(p5_KRN.shape[1:], float(read[0]))
+    for i in range(len(read)):
+        fails = p5_KRN[i] < tau
+        if i + 1 == len(read):
+            needed[fails] = np.inf
+            break
+        below, above = p5_KRN[i], np.maximum(p5_KRN[i + 1], tau)
+        share = np.where(fails, (tau - below) / np.where(fails, above - below, 1), 0)
+        needed = np.where(fails, read[i] * (read[i + 1] / read[i]) ** share, needed)
+    return needed
+
+
+def spans(values_XR: np.ndarray) -> list[list[float | None]]:
+    """What was measured and its 95 % interval, of each row; None is infinite."""
+    ends = np.quantile(values_XR[:, 1:], [0.025, 0.975], axis=1, method="nearest")
+    return [finite(np.array([x[0], *end])) for x, end in zip(values_XR, ends.T, strict=True)]
+
+
+def finite(values: np.ndarray) -> list[float | None]:
+    return [round(float(x), 4) if np.isfinite(x) else None for x in values]
+
+
+if __name__ == "__main__":
+    main()
