@@ -28,7 +28,7 @@ from scipy import stats
 from sparrow import SparsitySchedule
 from sparrow.cli import main as sparrow
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
-from sparrow.loading import load_prompts
+from sparrow.loading import draw_prompts, encode_prompts
 from sparrow.measure import TokenAcceptance, Trajectories, flatten, measure, pool
 from sparrow.mismatch import BinMismatch, beta_tail_fit, percentile_by_bin_interval
 from sparrow.rollout import Sampling
@@ -84,7 +84,7 @@ def table(arguments: argparse.Namespace) -> None:
 def sampled_anew(schedule: SparsitySchedule, count: int, seed: int) -> list[TokenAcceptance]:
     """What ``sparrow measure`` measures, token by token."""
     model, tokenizer = load_model(str(REASONER), "fp32", DEVICE)
-    prompts = load_prompts(None, f"trace:lines={LINES}", count, seed, tokenizer)
+    prompts = encode_prompts(draw_prompts(Trace(LINES), count, seed), count, tokenizer, room=1024)
     engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
     return measure(engine, engine, prompts, Sampling(480, seed=seed), schedule)
 
