@@ -57,9 +57,9 @@ def run_benchmark(
 ) -> BenchmarkResult:
     """Evaluate the engine under the schedule it has; samples are in ``folder`` as JSON lines, and are not made twice.
 
-    A file of samples belongs to all that they depend on, written beside it: ``source``, benchmark, temperature, longest
-    response and seed. Within it a sample belongs to its problem's place and prompt, which seed it. So fewer problems or
-    responses take some of what is there, more add to it, and an interrupted evaluation goes on.
+    A file of samples belongs to all that they depend on, written beside it: ``source``, benchmark, temperature,
+    truncation, longest response and seed. Within it a sample belongs to its problem's place and prompt, which seed it.
+    So fewer problems or responses take some of what is there, more add to it, and an interrupted evaluation goes on.
 
     Args:
         engine, tokenizer, problems, sampling, k: ``k`` responses to every problem.
@@ -71,6 +71,7 @@ def run_benchmark(
     key = {
         **source, "benchmark": benchmark, "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens, "seed": sampling.seed,
+        **({"top_k": sampling.top_k, "top_p": sampling.top_p} if sampling.truncated else {}),
     }  # fmt: skip
     slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{schedule}-{benchmark}")[:80]
     path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"

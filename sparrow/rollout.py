@@ -20,7 +20,7 @@ Watch = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How responses are sampled. No top-p or top-k: truncation changes the actor's support."""
+    """How responses are sampled."""
 
     max_new_tokens: int  # responses are cut here (``finish_reason == "length"``)
     # softmax temperature of actor and policy alike; 0 is greedy (log-probs then at temperature 1)
@@ -30,6 +30,10 @@ class Sampling:
     # one for each prompt, so that its samples do not depend on what is sampled beside it; derived from ``seed`` and the
     # prompt's place if left out
     seeds: Sequence[int] | None = None
+    # only the ``top_k`` likeliest tokens, and of them the fewest that hold ``top_p`` of the mass, are sampled from, by
+    # actor and policy alike; for evaluation: truncation changes the support that corrections need
+    top_k: int | None = None
+    top_p: float = 1.0
     watch: Watch = field(default=lambda tokens, finished: None, compare=False)  # an engine may tell it nothing
 
     def request_seeds(self, count: int) -> list[int]:
@@ -38,6 +42,10 @@ class Sampling:
             assert len(self.seeds) == count, f"{len(self.seeds)} seeds for {count} prompts"
             return list(self.seeds)
         return [derived_seed(self.seed, i) for i in range(count)]
+
+    @property
+    def truncated(self) -> bool:
+        return self.top_k is not None or self.top_p < 1
 
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
         """Refuse prompts that leave no room for a response in a context of so many tokens.

@@ -109,19 +109,19 @@ def test_samples_belong_to_model_weights_temperature_length_seed_schedule_and_pr
     main(arguments)
     assert engine_calls == [6]  # the second call found all it needed
     others = [["--temperature", "0.5"], ["--max-new-tokens", "10"], ["--seed", "1"], ["--precision", "bf16"]]
-    for other in others:
+    for other in [*others, ["--top-p", "0.7"], ["--top-k", "5"]]:
         main([*arguments, *other])
-    assert engine_calls == [6] * 5
+    assert engine_calls == [6] * 7
     main([*arguments, "--schedule", str(table)])
-    assert engine_calls == [6] * 6  # the sparse actor's; the dense model's are there
+    assert engine_calls == [6] * 8  # the sparse actor's; the dense model's are there
     table.write_text('{"top_k": [2], "dense_layers": [0]}')  # another schedule of the same name
     main([*arguments, "--schedule", str(table)])
-    assert engine_calls == [6] * 7
+    assert engine_calls == [6] * 9
     with torch.no_grad():
         model.model.norm.weight[3] += 0.5  # trained on, under the same name
     model.save_pretrained(checkpoint)
     main(arguments)
-    assert engine_calls == [6] * 8
+    assert engine_calls == [6] * 10
     capsys.readouterr()
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from sparrow import files
 from sparrow.commands.sampled import Sampled
 from sparrow.schedule import SparsitySchedule
-from sparrow.settings import Count, NotNegative
+from sparrow.settings import Count, NotNegative, Share
 from sparrow.train.config import DecodingOptions
 
 
@@ -26,6 +26,9 @@ class Eval(DecodingOptions, Sampled):
     # Evaluate the sparse actor under this schedule too, beside the dense model; with --mode lossy, that alone.
     schedule: str | None = None
     temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
+    # Sample from the fewest of the likeliest tokens that hold this share of the mass; drafts and policy alike.
+    top_p: Share = 1.0
+    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
     k: Count = 16  # Responses per problem.
     # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a limit.
     limit: Count | None = None
@@ -42,7 +45,9 @@ class Eval(DecodingOptions, Sampled):
             schedules = {"dense": SparsitySchedule.dense(), **schedules}
             decoding = decoding.with_schedule(schedules["dense"])
         folder = files.check_folder(self.out)
-        sampling = Sampling(self.max_new_tokens, self.temperature, top_n=0, seed=self.seed)
+        sampling = Sampling(
+            self.max_new_tokens, self.temperature, top_n=0, seed=self.seed, top_k=self.top_k, top_p=self.top_p
+        )
         results = []
         with status(f"loading {self.model}") as shown:
             model, tokenizer = load_model(self.model, self.precision)

@@ -31,7 +31,7 @@ from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, micro_batches
-from sparrow.model.speculative import CachedSequences, Cycle, distribution, draw, log_probs, speculate
+from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
 from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
@@ -95,6 +95,7 @@ class HFEngine(Engine, Scorer):
         self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int], watch: Watch
     ) -> list[Rollout]:
         B, steps = len(prompts), sampling.max_new_tokens
+        shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p)
         uniform = self._uniform(seeds, sampling).to(self.model.device)
         found = Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
         calls, sparse_steps = sparse_calls(self.model), 0
@@ -106,15 +107,13 @@ class HFEngine(Engine, Scorer):
             parts = [(everything, self.decoding.mode == "lossless")]
         for limit_B, drafting in parts:
             if len(rows := found.open(limit_B)):
-                sparse_steps += self._go_on(
-                    prompts, rows, found, sampling.temperature, uniform, limit_B, drafting, watch
-                )
+                sparse_steps += self._go_on(prompts, rows, found, shape, uniform, limit_B, drafting, watch)
         watch(int(found.length.sum()), B)
         self._check_sparse(calls, sparse_steps)
         return found.rollouts(prompts)
 
     def _go_on(
-        self, prompts: list[Sequence[int]], rows: Tensor, found: Responses, temperature: float, uniform: Tensor,
+        self, prompts: list[Sequence[int]], rows: Tensor, found: Responses, shape: Shape, uniform: Tensor,
         limit_B: Tensor, drafting: bool, watch: Watch,
     ) -> int:  # fmt: skip
         """Continue the responses ``rows`` up to their limits; the sparse steps that it took.
@@ -127,7 +126,7 @@ class HFEngine(Engine, Scorer):
         ids = torch.tensor([[0] * (longest - len(t)) + t for t in texts], device=device)
         sequences = CachedSequences(self.model, torch.tensor([longest - len(t) for t in texts], device=device))
         logits = sequences.read(ids, logits_to_keep=1)
-        cycle = _sampled(logits, temperature, uniform[2, rows.to(device), found.length[rows].to(device)][:, None])
+        cycle = _sampled(logits, shape, uniform[2, rows.to(device), found.length[rows].to(device)][:, None])
         while len(going := found.append(rows, cycle, limit_B)):
             watch(int(found.length.sum()), found.finished)
             newest = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][going]
@@ -142,10 +141,10 @@ class HFEngine(Engine, Scorer):
             )
             numbers = uniform[:, rows.to(device)[:, None], place]
             if drafting:
-                cycle = speculate(sequences, newest, drafts, temperature, numbers)
+                cycle = speculate(sequences, newest, drafts, shape, numbers)
                 sparse_steps += int(drafts.max())
             else:
-                cycle = _sampled(sequences.read(newest[:, None]), temperature, numbers[2])
+                cycle = _sampled(sequences.read(newest[:, None]), shape, numbers[2])
                 sparse_steps += 1
             self._count(cached + 1, drafts, cycle, drafting)
         return sparse_steps
@@ -274,10 +273,10 @@ def _watch_after(watch: Watch, tokens_before: int, finished_before: int, tokens:
     watch(tokens_before + tokens, finished_before + finished)
 
 
-def _sampled(logits: Tensor, temperature: float, uniform: Tensor) -> Cycle:
+def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
     """One token for each row, from logits ``[B, 1, V]``, at numbers ``[B, 1]``."""
-    log_q = log_probs(logits, temperature)
-    token = draw(distribution(logits[:, 0].float(), temperature), uniform[:, 0])
+    log_q = shape.log_probs(logits)
+    token = draw(shape.distribution(logits[:, 0].float()), uniform[:, 0])
     return Cycle(token[:, None], torch.ones_like(token), log_q, log_q[:, :0, 0])
 
 

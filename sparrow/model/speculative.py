@@ -21,6 +21,32 @@ from transformers import DynamicCache, PreTrainedModel
 from sparrow.model.actor import dense_steps
 
 
+@dataclass(frozen=True)
+class Shape:
+    """What a softmax over logits ``[..., V]`` becomes before it is sampled from, the same for actor and policy."""
+
+    temperature: float = 1.0  # 0 is greedy, and log-probs are then those at 1
+    top_k: int | None = None  # only so many of the likeliest tokens, and those as likely as the last of them
+    top_p: float = 1.0  # of those, the fewest that hold this share of the mass, the likeliest first
+
+    def distribution(self, logits: Tensor) -> Tensor:
+        """Float64 probabilities of what is sampled: at temperature 0 all of it is on the likeliest token."""
+        if self.temperature == 0:
+            return one_hot(logits.argmax(-1), logits.shape[-1]).double()
+        return self.log_probs(logits).double().exp()
+
+    def log_probs(self, logits: Tensor) -> Tensor:
+        """Float32 log-probs of what is left, -inf for the others."""
+        scaled = logits.float() / (self.temperature or 1.0)
+        if self.top_k is not None and self.top_k < scaled.shape[-1]:
+            scaled = scaled.masked_fill(scaled < scaled.topk(self.top_k, dim=-1).values[..., -1:], -torch.inf)
+        if self.top_p < 1:
+            mass, token = scaled.softmax(-1).sort(dim=-1, descending=True, stable=True)
+            beyond = mass.cumsum(-1) - mass >= self.top_p
+            scaled = scaled.masked_fill(torch.zeros_like(beyond).scatter(-1, token, beyond), -torch.inf)
+        return scaled.log_softmax(-1)
+
+
 class CachedSequences:
     """What a model has read of ``B`` sequences: the tokens of row b are in the cache's columns from ``start[b]`` on.
 
@@ -89,30 +115,30 @@ class Cycle:
 
 
 @torch.no_grad()
-def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, temperature: float, uniform: Tensor) -> Cycle:
+def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
     """Draft and verify once; then ``sequences`` hold the policy's keys and values of all tokens but the last.
 
     Args:
         sequences: of a model that ``set_schedule`` was called on; drafts read what that schedule says.
         newest: int64 ``[B]``, the token of each row that is not cached yet.
         drafts: int64 ``[B]``, how many tokens each row drafts, 0 included.
-        temperature: of the softmax; 0 is greedy, and log-probs are then those at 1.
+        shape: of the distributions that drafts and samples are drawn from.
         uniform: float64 ``[3, B, k + 1]`` in [0, 1): by place in the cycle, numbers to draw drafts with, to accept
             them with, and to draw the last token with.
     """
     ids, logits = [newest], []
     for i in range(int(drafts.max())):
         logits.append(sequences.read(ids[-1][:, None]).float())
-        ids.append(draw(distribution(logits[-1][:, 0], temperature), uniform[0, :, i]))
+        ids.append(draw(shape.distribution(logits[-1][:, 0]), uniform[0, :, i]))
     sequences.forget(len(logits))
     ids_BT = torch.stack(ids, 1)
     with dense_steps(sequences.model):  # one token alone would be read sparsely
         dense_logits = sequences.read(ids_BT).float()
-    q_BkV = distribution(torch.cat([*logits, dense_logits[:, :0]], 1), temperature)
-    p_BTV = distribution(dense_logits, temperature)
+    q_BkV = shape.distribution(torch.cat([*logits, dense_logits[:, :0]], 1))
+    p_BTV = shape.distribution(dense_logits)
     tokens, accepted, acceptance = verify(p_BTV, q_BkV, ids_BT[:, 1:], drafts, uniform[1:])
     sequences.keep(sequences.lengths - ids_BT.shape[1] + accepted + 1)
-    return Cycle(tokens, accepted + 1, log_probs(dense_logits, temperature), acceptance)
+    return Cycle(tokens, accepted + 1, shape.log_probs(dense_logits), acceptance)
 
 
 def verify(
@@ -145,18 +171,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """What replaces a rejected draft is drawn from max(p - q, 0), not normalised here; p where rounding leaves none."""
     rest = (p - q).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
-
-
-def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Float64 probabilities of what is sampled: at temperature 0 all of it is on the likeliest token."""
-    if temperature == 0:
-        return one_hot(logits.argmax(-1), logits.shape[-1]).double()
-    return log_probs(logits, temperature).double().exp()
-
-
-def log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Float32 log-probs at ``temperature``; 0 counts as 1."""
-    return (logits.float() / (temperature or 1.0)).log_softmax(-1)
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.model import speculative
 from sparrow.model.actor import dense_steps
-from sparrow.model.speculative import CachedSequences, speculate, verify
+from sparrow.model.speculative import CachedSequences, Shape, speculate, verify
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
@@ -97,12 +97,40 @@ def broken(monkeypatch, how):
         monkeypatch.setattr(HFEngine, "_uniform", lambda *args: right(*args)[[0, 1, 0]])
 
 
+def cut(mass: list[float], top_k: int | None, top_p: float) -> list[float]:
+    """What is left of a distribution, one token after another until they hold enough."""
+    left = sorted(range(len(mass)), key=lambda v: -mass[v])[:top_k]
+    total, held, kept = sum(mass[v] for v in left), 0.0, []
+    for v in left:
+        if held >= top_p * total and top_p < 1:
+            break
+        kept.append(v)
+        held += mass[v]
+    return [mass[v] / held if v in kept else 0.0 for v in range(len(mass))]
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (3, 1.0), (None, 0.7), (6, 0.5), (1, 0.9), (None, 1e-9)])
+def test_truncation_is_that_of_one_token_after_another(top_k, top_p):
+    logits = 2 * torch.randn(50, 12, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor([cut(row, top_k, top_p) for row in (logits.double() / 0.7).softmax(-1).tolist()])
+    shape = Shape(0.7, top_k, top_p)
+    torch.testing.assert_close(shape.distribution(logits), expected.double(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(shape.log_probs(logits).exp(), expected.float(), atol=1e-6, rtol=0)
+    greedy = Shape(0.0, top_k, top_p).distribution(logits)
+    assert torch.equal(greedy.argmax(-1), logits.argmax(-1)) and torch.equal(greedy.sum(-1), torch.ones(50).double())
+
+
+def test_likeliest_tokens_alike_are_all_kept():
+    logits = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
+    assert (Shape(1.0, 2).log_probs(logits) > -torch.inf).tolist() == [[True, True, True, False]]
+
+
 @pytest.mark.parametrize(
-    ("how", "k"),
-    [("as it should", 1), ("as it should", 2), ("never rejects", 2), ("does not resample", 2),
-     ("draws both from one noise", 2)],
+    ("how", "k", "top_k", "top_p"),
+    [("as it should", 1, None, 1.0), ("as it should", 2, None, 1.0), ("as it should", 2, 5, 0.8),
+     ("never rejects", 2, None, 1.0), ("does not resample", 2, None, 1.0), ("draws both from one noise", 2, None, 1.0)],
 )  # fmt: skip
-def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k):
+def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k, top_k, top_p):
     V, T, count = 8, 4, 6_000
     model = tiny_model(vocab_size=V, num_hidden_layers=2)
     prompt = prompts([37], V)[0]
@@ -111,6 +139,7 @@ def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k)
     ids = torch.tensor([[*prompt, *c, *[0] * (width - len(prompt) - len(c))] for c in prefixes])
     with torch.no_grad():
         p = model(input_ids=ids).logits.double().softmax(-1)
+    p = torch.tensor([[cut(row, top_k, top_p) for row in rows] for rows in p.tolist()], dtype=p.dtype)
     at = {tuple(c): p[i, len(prompt) + len(c) - 1] for i, c in enumerate(prefixes)}
     chance = np.array(
         [np.prod([float(at[c[:t]][c[t]]) for t in range(T)]) for c in itertools.product(range(V), repeat=T)]
@@ -119,7 +148,7 @@ def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k)
 
     broken(monkeypatch, how)
     engine = HFEngine(model, lossless(0, k, page_size=4, recent_pages=1), eos_ids=[], batch_size=3000)
-    rollouts = engine.generate([prompt] * count, Sampling(T, top_n=0, seed=1))
+    rollouts = engine.generate([prompt] * count, Sampling(T, top_n=0, seed=1, top_k=top_k, top_p=top_p))
     cell = np.array([r.response_ids for r in rollouts]) @ V ** np.arange(T - 1, -1, -1)
     seen = np.bincount(cell, minlength=V**T)
     order = np.argsort(chance)[::-1]
@@ -226,7 +255,7 @@ def test_responses_reach_the_end_of_the_context_and_not_beyond():
     with torch.no_grad():
         sequences = CachedSequences(model, torch.tensor([0, 52]))
         sequences.read(torch.randint(1, VOCAB, (2, 62)))
-        cycle = speculate(sequences, torch.tensor([5, 6]), torch.tensor([0, 8]), 0.0, torch.zeros(3, 2, 9))
+        cycle = speculate(sequences, torch.tensor([5, 6]), torch.tensor([0, 8]), Shape(0.0), torch.zeros(3, 2, 9))
     assert cycle.count[0] == 1 and sequences.lengths[0] == 63
     assert max(positions) == 63, "a row that drafts nothing goes along with one that does, but not past the end"
     with pytest.raises(ConfigError, match=r"prompt 0 has 41 tokens.*context of 64"):

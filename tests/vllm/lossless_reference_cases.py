@@ -68,7 +68,9 @@ def reference_cycle(model, monkeypatch, ids, cycle, temperature):
         kept = torch.arange(K + 1) < cycle["count"] - 1
         uniform = torch.stack([torch.zeros(K + 1), (~kept).double() * (1 - 1e-9), torch.zeros(K + 1)]).double()
         newest = torch.tensor(cycle["ids"][:1])
-        done = speculative.speculate(sequence, newest, torch.tensor([K]), temperature, uniform[:, None])
+        done = speculative.speculate(
+            sequence, newest, torch.tensor([K]), speculative.Shape(temperature), uniform[:, None]
+        )
     assert int(done.count) == cycle["count"]
     return *seen, done.acceptance[0]
 
@@ -114,7 +116,9 @@ def test_greedy_tokens_and_tokens_of_each_cycle_are_the_references(made, cycles)
         counts = []
         while len(ids) < 24:
             newest, drafts = torch.tensor(ids[-1:]), torch.tensor([K])
-            done = speculative.speculate(sequence, newest, drafts, 0.0, torch.zeros(3, 1, K + 1).double())
+            done = speculative.speculate(
+                sequence, newest, drafts, speculative.Shape(0.0), torch.zeros(3, 1, K + 1).double()
+            )
             counts.append(int(done.count))
             ids += done.tokens[0, : counts[-1]].tolist()
         assert written[i][len(prompt) :] == ids[:24]

@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from sparrow.engines.base import Counters
-from sparrow.errors import SparrowError
+from sparrow.errors import ConfigError, SparrowError
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.rollout import Rollout
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,15 @@ class Client(ABC):
         self._is_lossless = self._described[0].get("mode") == "lossless"  # older plugins do not say
         self._preempted = 0
         self.counters()  # forget what vLLM's own warm-up steps read
+
+    def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+        """Raises PromptError, see ``Sampling.check``; ConfigError: a truncation that drafts would not follow."""
+        sampling.check(prompts, self.context)
+        if sampling.truncated and self._is_lossless:
+            raise ConfigError(
+                f"top_k is {sampling.top_k} and top_p {sampling.top_p:g}, but in vLLM lossless drafts are sampled from "
+                "the whole vocabulary and many would be rejected; leave them out, use mode dense or lossy, or engine hf"
+            )
 
     @abstractmethod
     def rpc(self, method: str, *args: Any) -> list[Any]:

@@ -81,11 +81,11 @@ class VLLMEngine(Client):
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         from vllm import SamplingParams
 
-        sampling.check(prompts, self.context)
+        self.check(prompts, sampling)
         parameters = [
             SamplingParams(
                 max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n,
-                seed=seed, detokenize=False, flat_logprobs=True,
+                top_k=sampling.top_k or 0, top_p=sampling.top_p, seed=seed, detokenize=False, flat_logprobs=True,
             )
             for seed in sampling.request_seeds(len(prompts))
         ]  # fmt: skip

@@ -74,11 +74,11 @@ class VLLMServer(Client):
 
         Raises EngineError: the server died, refused a prompt, or generated nothing for ``STALL_S``.
         """
-        sampling.check(prompts, self.context)
+        self.check(prompts, sampling)
         # The server puts the sampled token in front and then cuts the list to the number asked for.
         common: dict[str, Any] = dict(
             max_tokens=sampling.max_new_tokens, temperature=sampling.temperature, logprobs=sampling.top_n + 1,
-            detokenize=False,
+            detokenize=False, top_k=sampling.top_k or 0, top_p=sampling.top_p,
         )  # fmt: skip
         bodies: list[dict[str, Any]] = [
             {"token_ids": [int(token) for token in prompt], "sampling_params": {**common, "seed": seed}}

@@ -32,6 +32,7 @@ class Pretender(BaseHTTPRequestHandler):
         state = self.server.state
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         state["calls"].append(body.get("method", self.path))
+        state["sampling"] = body.get("sampling_params")
         described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0]}
         counters = {"tokens_read": 1, "tokens_held": 2}
         results = {"sparrow_describe": [described], "sparrow_counters": [counters]}
@@ -124,6 +125,19 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
     url, _ = pretender
     with pytest.raises(ConfigError, match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config"):
         VLLMServer(url, Decoding.lossless(SCHEDULE))
+
+
+def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pretender):
+    url, state = pretender
+    engine = VLLMServer(url, SCHEDULE)
+    engine.generate([[1]], Sampling(4, top_n=1, top_k=20, top_p=0.7))
+    assert (state["sampling"]["top_k"], state["sampling"]["top_p"]) == (20, 0.7)
+    engine.generate([[1]], SAMPLING)
+    assert (state["sampling"]["top_k"], state["sampling"]["top_p"]) == (0, 1.0)
+    engine._is_lossless = True
+    with pytest.raises(ConfigError, match=r"top_p 0.7, but in vLLM lossless drafts .*; leave them out, use mode dense"):
+        engine.generate([[1]], Sampling(4, top_p=0.7))
+    engine.generate([[1]], SAMPLING)
 
 
 def test_the_old_name_of_controls_warns_with_the_new_one(pretender):
