@@ -163,8 +163,24 @@ def load_problems(
     return tasks[0] if len(tasks) == 1 else Mixture(tasks, weights)
 
 
+def load_benchmarks(
+    specs: Sequence[str], limit: int | None, tokenizer: PreTrainedTokenizerBase | None, room: int,
+    reward: str | None = None,
+) -> dict[str, list[Problem]]:  # fmt: skip
+    """``load_benchmark`` of each, by its name without options, or a file's; where two have the same, as it is given."""
+    short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
+    return {
+        spec if short.count(name) > 1 else name: load_benchmark(spec, limit, tokenizer, room, reward)
+        for name, spec in zip(short, specs, strict=True)
+    }
+
+
 def load_benchmark(
-    spec: str, limit: int | None, tokenizer: PreTrainedTokenizerBase, room: int | None = None, reward: str | None = None
+    spec: str,
+    limit: int | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    room: int | None = None,
+    reward: str | None = None,
 ) -> list[Problem]:
     """The first ``limit`` problems, all if None: of a task's held-out stream, or of a dataset in the order of its rows.
 

@@ -95,6 +95,9 @@ class Progress(_Shown):
             self._show("", completed=self._done)
         elif event == "progress":
             self._show(phase_line(metrics))
+        elif event == "evaluated":
+            found = ", ".join(f"{name} {scores['mean']['value']:.3f}" for name, scores in metrics.items())
+            self._line(f"step {self._done}/{self._steps}  evaluation {found}")
         else:
             self._show(event)
             if not self._bar and (self._seconds > QUIET_S or not self._done):

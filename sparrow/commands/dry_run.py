@@ -40,7 +40,7 @@ def dry_run(command: Train) -> None:
     from sparrow.cluster import Cluster
     from sparrow.commands.cost import find_shape
     from sparrow.cost import MACHINES
-    from sparrow.loading import load_problems, model_path, parse_spec, prompt_room
+    from sparrow.loading import load_benchmarks, load_problems, model_path, parse_spec, prompt_room
     from sparrow.run import RunDir
     from sparrow.terminal import print_rows
     from sparrow.train.trackers import check_trackers
@@ -77,6 +77,17 @@ def dry_run(command: Train) -> None:
         task: Any = load_problems(command.task, command.dataset, None, room, command.reward.function)
         size = f"{len(task):,} problems" if hasattr(task, "__len__") else "problems as they are drawn"
         rows.append(("data", f"{command.task or ' '.join(command.dataset)}: {size}; prompts were not tokenized"))
+    with noting():
+        if shape is not None:
+            limit = command.eval.max_new_tokens or command.rollout.max_new_tokens
+            held = load_benchmarks(
+                command.eval.benchmark, command.eval.limit, None, prompt_room(shape.context, command.engine, limit),
+                command.reward.function,
+            )  # fmt: skip
+            rows += [
+                ("evaluation", f"{name}: {len(asked):,} problems x {command.eval.k}; its hours are not predicted")
+                for name, asked in held.items()
+            ]
     with noting():
         cluster = Cluster(MACHINES[target.gpu], target.gpus)
         _check_launch(command, cluster)

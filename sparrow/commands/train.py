@@ -57,7 +57,7 @@ class Train(TrainConfig, Command):
             return dry_run(self)
         from accelerate import PartialState
 
-        from sparrow.loading import context_of, load_model, load_problems, prompt_room
+        from sparrow.loading import context_of, load_benchmarks, load_model, load_problems, prompt_room
         from sparrow.report import summary_rows
         from sparrow.terminal import Progress, print_rows, say, status
         from sparrow.train.trackers import check_trackers
@@ -78,12 +78,17 @@ class Train(TrainConfig, Command):
             room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
             shown.update(f"reading {self.task or ', '.join(self.dataset)}")
             task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
+            limit = self.eval.max_new_tokens or self.rollout.max_new_tokens
+            benchmarks = load_benchmarks(
+                self.eval.benchmark, self.eval.limit, tokenizer, prompt_room(context_of(model), self.engine, limit),
+                self.reward.function,
+            )  # fmt: skip
             shown.update(f"starting the engine {self.engine}")
             engine = self._start_engine(model, tokenizer, decoding)
         with Progress(self.steps, shown=main_process) as progress:
             try:
                 start = (self, model, tokenizer, task, engine, decoding.schedule, progress, closed_loop)
-                Trainer(*start, self._dial(model, decoding)).train()
+                Trainer(*start, self._dial(model, decoding), benchmarks).train()
             finally:
                 engine.close()
         PartialState().destroy_process_group()

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from sparrow.report import theme
 from sparrow.run.log import FloatArray, RunLog
@@ -44,16 +46,17 @@ class Panel:
     axis: str
     series: Callable[[RunLog], Mapping[str, FloatArray]]  # label -> [S]; those that a run did not record are nan
     floor: float | None = None  # where the axis begins; wherever the curves do, if None
+    at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
         """Draw the series of one run or two."""
         for log, label, color, dash in self._lines(logs):
-            line(ax, log, self.series(log)[label], color, dash)
+            line(ax, self.at(log), self.series(log)[label], color, dash)
         ax.set_ylabel(self.axis)
         ax.yaxis.set_major_formatter("{x:g}")
         if self.floor is not None:
             ax.set_ylim(self.floor, max(ax.get_ylim()[1], self.floor + 1e-9))
-        step_axis(ax, logs)
+        step_axis(ax, [step for log in logs for step in self.at(log).tolist()])
 
     def keys(self, logs: Sequence[RunLog]) -> list[Key]:
         """Its legend; one line needs none, and that of two runs stands above all figures."""
@@ -92,6 +95,14 @@ def _throughput(log: RunLog) -> dict[str, FloatArray]:
     return {"rollout": log.throughput()}
 
 
+def _evaluated(log: RunLog) -> dict[str, FloatArray]:
+    return {name: 100 * log.scores(name, "mean", "value") for name in log.benchmarks()}
+
+
+def _evaluated_length(log: RunLog) -> dict[str, FloatArray]:
+    return {name: log.scores(name, "tokens") for name in log.benchmarks()}
+
+
 PANELS: dict[str, dict[str, Panel]] = {
     "Reward and responses": {
         "reward": Panel(
@@ -116,6 +127,23 @@ PANELS: dict[str, dict[str, Panel]] = {
             "%",
             of(100, level="advantage.zero_variance_fraction"),
             0,
+        ),
+    },
+    "Evaluation": {
+        "eval": Panel(
+            "Benchmarks",
+            "Mean reward of the dense policy's responses (mean@k), by benchmark, before the first step at 0.",
+            "%",
+            _evaluated,
+            at=attrgetter("evaluated"),
+        ),
+        "eval-length": Panel(
+            "Response length on benchmarks",
+            "Mean tokens of these responses.",
+            "tokens",
+            _evaluated_length,
+            0,
+            attrgetter("evaluated"),
         ),
     },
     "Optimisation": {
@@ -228,21 +256,21 @@ PANELS: dict[str, dict[str, Panel]] = {
 """By heading and name."""
 
 
-def line(ax: Axes, log: RunLog, values: FloatArray, color: str, dash: Any = "-") -> None:
-    """One series ``[S]`` of a run; of a long one its rolling mean in bold over the series itself."""
+def line(ax: Axes, steps: NDArray[np.int64], values: FloatArray, color: str, dash: Any = "-") -> None:
+    """One series ``[S]`` by step; of a long one its rolling mean in bold over the series itself."""
     if not np.isfinite(values).any():
         return
     if len(values) > UNSMOOTHED_STEPS:
-        ax.plot(log.steps, values, color=color, linewidth=0.6, alpha=0.3)
+        ax.plot(steps, values, color=color, linewidth=0.6, alpha=0.3)
         values = _rolling_mean(values, _window(len(values)))
     marker = "o" if len(values) <= 12 else None
-    ax.plot(log.steps, values, color=color, linewidth=1.7, linestyle=dash, marker=marker, markersize=3.5)
+    ax.plot(steps, values, color=color, linewidth=1.7, linestyle=dash, marker=marker, markersize=3.5)
 
 
-def step_axis(ax: Axes, logs: Sequence[RunLog]) -> None:
+def step_axis(ax: Axes, steps: Sequence[int]) -> None:
     """Whole steps, from the first of all runs to the last."""
     ax.set_xlabel("step")
-    first, last = (pick(step for log in logs for step in log.steps.tolist()) for pick in (min, max))
+    first, last = min(steps), max(steps)
     if first == last:
         ax.set_xticks([first])
         ax.set_xlim(first - 1, first + 1)

@@ -113,13 +113,13 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
     """p5 by step and bin of ``log``, on one scale for all ``logs``."""
     tail_SN = log.tail_by_step()
     for n, color in zip(range(tail_SN.shape[1]), theme.bin_colors(bin_count(logs)), strict=False):
-        line(ax, log, tail_SN[:, n], color)
+        line(ax, log.steps, tail_SN[:, n], color)
     shown = np.concatenate([[x.tau.value for x in logs], *(x.tail_by_step().ravel() for x in logs)])
     low, high = np.nanmin(shown), np.nanmax(shown)
     ax.set_ylim(low - 0.06 * (high - low) - 1e-3, high + 0.06 * (high - low) + 1e-3)
     ax.set_ylabel(f"{log.tau.statistic} of acceptance")
     _tau_line(ax, log)
-    step_axis(ax, logs)
+    step_axis(ax, [step for x in logs for step in x.steps.tolist()])
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
@@ -237,10 +237,10 @@ def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
         # The last length in the bin: the next token would begin a page of the bin after it.
         length = (n + 1) * width - log.schedules[0].page_size
         share = np.array([100 * s.tokens_read(length) / length for s in log.schedules])
-        line(ax, log, share, colors[n], DASHES[0])
+        line(ax, log.steps, share, colors[n], DASHES[0])
     ax.set_ylim(0, 105)
     ax.set_ylabel("share read, %")
-    step_axis(ax, logs)
+    step_axis(ax, [step for x in logs for step in x.steps.tolist()])
 
 
 def _tau_line(ax: Axes, log: RunLog) -> None:

@@ -18,6 +18,7 @@ NamedValue = tuple[str, str]
 MEANINGS = {
     "steps": "Finished training steps, of those asked for.",
     "reward": "Mean reward of a step's responses.",
+    "evaluation": "Mean reward of the dense policy's responses to a benchmark, with its 95 % interval over problems.",
     "response tokens": "Tokens sampled in all steps.",
     "tokens kept": "Share of the response tokens that the importance correction left in the loss.",
     "KV read": "Share of the cached tokens that decoding read; dense decoding reads all.",
@@ -105,6 +106,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
         ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
         ("reward", _rise(log, log.series("reward", "mean"))),
         *((f"reward, {name}", _rise(log, log.series("reward", "sources", name))) for name in log.sources()),
+        *((f"evaluation, {name}", _best(log, name)) for name in log.benchmarks()),
         ("response tokens", f"{log.series('response', 'tokens').sum():,.0f}"),
         ("tokens kept", percent(log.tokens_kept())),
         ("KV read", percent(log.kv_read())),
@@ -130,6 +132,15 @@ def result_rows(log: RunLog) -> list[NamedValue]:
         first = f"first at step {alarms[0]}"
         rows.append(("guard", f"acceptance too low, at {alarms.size} of {log.steps.size} steps, {first}"))
     return rows
+
+
+def _best(log: RunLog, benchmark: str) -> str:
+    """mean@k of the last evaluation with its interval, and of the best."""
+    mean = log.scores(benchmark, "mean", "value")
+    low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
+    best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
+    last = f"{number(mean[-1])} [{number(low)}, {number(high)}] after step {log.evaluated[-1]}"
+    return f"{last}, best {number(mean[best])} after step {log.evaluated[best]}"
 
 
 def _rise(log: RunLog, values: FloatArray) -> str:

@@ -3,8 +3,10 @@
 config.json             ``RunConfig``
 lock                    held by the process that trains; says which it is
 metrics.jsonl           an object per step, with at least the keys ``RECORDED``; docs/run-directory.md lists all
+evaluations.jsonl       an object per evaluation: the step, and scores by benchmark
 rollouts.jsonl          a ``LoggedResponse`` per line
 checkpoints/step-N/     everything needed to go on after step N; in ``state.json`` a ``TrainerState``
+exports/step-N/         the model after step N and its tokenizer; exports/best leads to the best
 model/, adapter/        the trained model and its tokenizer, and the actor's LoRA, once the run has ended
 """
 
@@ -16,20 +18,22 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from sparrow.errors import CheckpointError, ConfigError
 from sparrow.files import write_text
 from sparrow.schedule import SparsitySchedule
 
 CONFIG, METRICS, ROLLOUTS, STATE, LOCK = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json", "lock"
+EVALUATIONS = "evaluations.jsonl"
 RECORDED = {"step", "reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # of every step
 
 Row = Mapping[str, Any]
+Kind = Literal["checkpoints", "exports"]  # what a run directory keeps a few of, in folders of this name
 
 
 @dataclass(frozen=True)
@@ -164,6 +168,14 @@ class RunDir:
         self._append(METRICS, [metrics])
         self._append(ROLLOUTS, [asdict(response) for response in responses])
 
+    def append_evaluation(self, row: Row) -> None:
+        """Log an evaluation; on disk before this returns. Raises CheckpointError: it could not be written."""
+        self._append(EVALUATIONS, [row])
+
+    def evaluations(self) -> list[Row]:
+        """All that were logged. Raises ConfigError: a damaged file."""
+        return [row for row, _ in read_rows(self.path / EVALUATIONS)]
+
     def _append(self, name: str, rows: Sequence[Row]) -> None:
         try:
             with open(self.path / name, "a", encoding="utf-8") as file:
@@ -174,8 +186,9 @@ class RunDir:
             raise CheckpointError(f"could not write to {self.path / name} ({error}); {self._remedy()}") from error
 
     def truncate(self, step: int) -> None:
-        """Drop what was logged after ``step``, a half-written last line included."""
-        for name in (METRICS, ROLLOUTS):
+        """Drop what was logged after ``step``, a half-written last line included, and later exports."""
+        self.remove("exports", [later for later in self.steps("exports") if later > step])
+        for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
             if path.exists():
                 # What is damaged, and may not even be text, counts as logged later.
@@ -184,45 +197,63 @@ class RunDir:
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint."""
-        found = [(int(p.name[5:]), p) for p in (self.path / "checkpoints").glob("step-*")]
-        return max(found, default=None)
+        steps = self.steps("checkpoints")
+        return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
-    def begin_checkpoint(self, step: int) -> Path:
-        """An empty folder for the checkpoint of ``step``; ``finish_checkpoint`` makes it one once it is filled."""
-        partial = self._partial(step)
+    def steps(self, kind: Kind) -> list[int]:
+        """The steps of all that is complete, rising."""
+        return sorted(int(path.name[5:]) for path in (self.path / kind).glob("step-*"))
+
+    def remove(self, kind: Kind, steps: Iterable[int]) -> None:
+        for step in steps:
+            shutil.rmtree(self._folder(kind, step), ignore_errors=True)
+
+    def begin(self, kind: Kind, step: int) -> Path:
+        """An empty folder for what belongs to ``step``; ``finish`` gives it its name once it is filled."""
+        partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         return partial
 
-    def finish_checkpoint(self, step: int, keep: int) -> None:
-        """Rename the filled folder to ``checkpoints/step-N``, and delete all but the newest ``keep``."""
-        partial, target = self._partial(step), self.path / "checkpoints" / f"step-{step}"
+    def finish(self, kind: Kind, step: int) -> None:
+        """Rename the filled folder to ``step-N``."""
+        partial, target = self._partial(kind, step), self._folder(kind, step)
         for path in partial.rglob("*"):
             if path.is_file():
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
         shutil.rmtree(target, ignore_errors=True)
         os.replace(partial, target)
-        older = sorted((self.path / "checkpoints").glob("step-*"), key=lambda p: int(p.name[5:]))[:-keep]
-        for path in older:
-            shutil.rmtree(path, ignore_errors=True)
+
+    def mark_best(self, step: int | None) -> None:
+        """Let ``exports/best`` lead to the export of ``step``, and nowhere without one."""
+        link, fresh = self.path / "exports" / "best", self.path / "exports" / "partial-best"
+        if step is None or not self._folder("exports", step).is_dir():
+            link.unlink(missing_ok=True)
+            return
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(f"step-{step}")
+        os.replace(fresh, link)
 
     @contextlib.contextmanager
-    def checkpoint_errors(self, step: int) -> Iterator[None]:
-        """Around the writing of a checkpoint.
+    def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
+        """Around the writing of a checkpoint or an export.
 
         Raises CheckpointError: an OSError happened; earlier checkpoints are untouched.
         """
         try:
             yield
         except OSError as error:
-            shutil.rmtree(self._partial(step), ignore_errors=True)
+            shutil.rmtree(self._partial(kind, step), ignore_errors=True)
             raise CheckpointError(
-                f"could not write the checkpoint of step {step} under {self.path} ({error}); {self._remedy()}"
+                f"could not write the {kind[:-1]} of step {step} under {self.path} ({error}); {self._remedy()}"
             ) from error
 
-    def _partial(self, step: int) -> Path:
-        return self.path / "checkpoints" / f"partial-{step}"
+    def _folder(self, kind: Kind, step: int) -> Path:
+        return self.path / kind / f"step-{step}"
+
+    def _partial(self, kind: Kind, step: int) -> Path:
+        return self.path / kind / f"partial-{step}"
 
     def _remedy(self) -> str:
         last = self.last_checkpoint()

@@ -3,7 +3,8 @@
 A run that is being written may end in half a line; that line is left out. Numbers that a step recorded as null, or
 did not record, are nan.
 
-Shapes: S steps, N length bins, counted from length 0 (a bin that no response of a step reached is nan there).
+Shapes: S steps, E evaluations, N length bins, counted from length 0 (a bin that no response of a step reached is nan
+there).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from sparrow.errors import ConfigError
 from sparrow.mismatch import BetaTail, BinMismatch, Histogram, Tau
 from sparrow.mismatch.drafts import DraftBin
 from sparrow.mismatch.tail import FloatArray
-from sparrow.run.directory import METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
+from sparrow.run.directory import EVALUATIONS, METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
 from sparrow.schedule import SparsitySchedule
 
 
@@ -42,6 +43,7 @@ class RunLog:
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
     schedules: tuple[SparsitySchedule, ...]  # what the rollouts of each step were decoded under, [S]
+    evaluations: tuple[Row, ...] = ()  # one row per evaluation
 
     @classmethod
     def load(cls, run_dir: str | Path) -> RunLog:
@@ -61,7 +63,8 @@ class RunLog:
         tables = (SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics)
         # A table that did not move keeps the name it started with.
         schedules = tuple(start if table == start else table.replace(provenance={}) for table in tables)
-        return cls(path, config.train, metrics, schedules)
+        evaluations = tuple(row for row, _ in read_rows(path / EVALUATIONS))
+        return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
         """The responses that were logged of these steps; those of all may be many gigabytes.
@@ -90,6 +93,20 @@ class RunLog:
         """The number under nested ``keys`` at each step, float64 [S]."""
         found = (_get(row, keys) for row in self.metrics)
         return np.array([value if isinstance(value, int | float) else nan for value in found], dtype=float)
+
+    @property
+    def evaluated(self) -> NDArray[np.int64]:
+        """Steps after which the policy was evaluated, int64 [E]."""
+        return np.array([row["step"] for row in self.evaluations], dtype=np.int64)
+
+    def benchmarks(self) -> list[str]:
+        """What it was evaluated on."""
+        return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
+
+    def scores(self, benchmark: str, *keys: str) -> FloatArray:
+        """The number under nested ``keys`` of a benchmark at each evaluation, float64 [E]."""
+        found = (_get(row["eval"], (benchmark, *keys)) for row in self.evaluations)
+        return np.array([_number(value) for value in found], dtype=float)
 
     def sources(self) -> list[str]:
         """The datasets or tasks whose rewards are recorded apart."""

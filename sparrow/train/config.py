@@ -223,6 +223,37 @@ class DistillConfig(Settings):
 
 
 @dataclass(frozen=True)
+class EvalConfig(Settings):
+    """Evaluation of the dense policy while it trains, on problems that it does not train on, as sparrow eval does."""
+
+    every: Count | None = None  # Steps between evaluations, the first before step 1; the last step's too. Unset: none.
+    # Tasks (trace:lines=24) or datasets (aime24, gsm8k:path=test.jsonl).
+    benchmark: tuple[str, ...] = ()
+    # Problems per benchmark, the first ones; unset: all of a dataset. A task has no end and needs a limit.
+    limit: Count | None = None
+    k: Count = 1  # Responses per problem.
+    temperature: NotNegative = 1.0  # Sampling temperature; 0 is greedy.
+    # Sample from the fewest of the likeliest tokens that hold this share of the mass.
+    top_p: Share = 1.0
+    top_k: Count | None = None  # Sample from so many of the likeliest tokens; unset: from all.
+    max_new_tokens: Count | None = None  # Responses are cut at this many tokens; unset: rollout.max_new_tokens.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        both = (self.every is None) == (not self.benchmark)
+        require(self, "benchmark", both, "given with every, and left out without")
+
+
+@dataclass(frozen=True)
+class ExportConfig(Settings):
+    """Copies of the policy in Hugging Face format while it trains, tokenizer included, in exports/ of the run."""
+
+    every: Count | None = None  # Steps between exports; unset: none.
+    keep: Count = 2  # Of these, the newest that are kept.
+    best: bool = False  # Keep the one with the best evaluation too, by mean@k, the mean over benchmarks.
+
+
+@dataclass(frozen=True)
 class GuardConfig(Settings):
     """An early warning: p5 of acceptance too low in a length bin, or p1 of all tokens fallen to half of its best."""
 
@@ -266,6 +297,8 @@ class TrainConfig(Settings):
     lora: LoraConfig = LoraConfig()
     distill: DistillConfig = DistillConfig()
     guard: GuardConfig = GuardConfig()
+    eval: EvalConfig = EvalConfig()
+    export: ExportConfig = ExportConfig()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -279,6 +312,10 @@ class TrainConfig(Settings):
         require(self.distill, "enabled", plain, "off with lora.r: the actor's adapter is made for a policy without one")
         moves = not (lossless and self.guard.action == "raise")
         require(self.guard, "action", moves, "warn or stop with lossless rollouts, which more pages do not change")
+        require(self.export, "best", not self.export.best or self.eval.every is not None, "off without eval.every")
+        truncated = self.eval.top_p < 1 or self.eval.top_k is not None
+        whole = not (lossless and truncated)
+        require(self.eval, "top_p", whole, "1, and top_k left out, with lossless rollouts: drafts may not be truncated")
         rollout, window = self.rollout, self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
         require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")

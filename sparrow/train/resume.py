@@ -17,7 +17,8 @@ Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line
 # What checkpoints hold or what they count in: another value would be ignored, or would mix two runs.
 FIXED = (
     "model", "task", "dataset", "seed", "bin_tokens", "distill.enabled", "distill.rank", "distill.target_modules",
-    "distill.adapter", "distill.step_down",
+    "distill.adapter", "distill.step_down", "eval.benchmark", "eval.limit", "eval.k", "eval.temperature", "eval.top_p",
+    "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: it may have moved
 LAYOUT = ("page_size", "bin_tokens", "sink_pages", "recent_pages", "dense_layers", "landmark_dtype")

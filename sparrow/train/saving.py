@@ -6,16 +6,18 @@ import contextlib
 import itertools
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 
 from sparrow.errors import CheckpointError
-from sparrow.run.directory import RunDir, TrainerState
+from sparrow.run.directory import Row, RunDir, TrainerState
+from sparrow.train.config import ExportConfig
+from sparrow.train.evaluation import best_step
 from sparrow.train.learner import Learner
-from sparrow.train.ranks import whole
+from sparrow.train.ranks import Ranks, whole
 
 
 def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep: int) -> None:
@@ -33,10 +35,14 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
         if ranks.is_main:
             state.save(folder)
 
-    with uninterrupted(), run_dir.checkpoint_errors(state.step):
-        folder = ranks.on_main(name, lambda: run_dir.begin_checkpoint(state.step))
+    def finish() -> None:
+        run_dir.finish("checkpoints", state.step)
+        run_dir.remove("checkpoints", run_dir.steps("checkpoints")[:-keep])
+
+    with uninterrupted(), run_dir.write_errors("checkpoints", state.step):
+        folder = ranks.on_main(name, lambda: run_dir.begin("checkpoints", state.step))
         ranks.gather(name, write)
-        ranks.on_main(name, lambda: run_dir.finish_checkpoint(state.step, keep))
+        ranks.on_main(name, finish)
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
@@ -70,11 +76,56 @@ def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, ad
         {name: weight.cpu() for name, weight in part if ranks.is_main and name not in tied}
         for part in (itertools.chain(learner.policy_weights(), buffers), adapter_weights)
     )
-    if ranks.is_main:
+
+    def write() -> None:
         learner.model.save_pretrained(model, state_dict=weights)
         tokenizer.save_pretrained(model)
         if distiller:
             distiller.save(adapter, phi)
+
+    ranks.on_main("export", write)
+
+
+class Exports:
+    """The policy after every so many steps, and at its best evaluation, in ``exports/`` of the run.
+
+    ``keep`` of the former are kept, and of the latter the best and, as a run may go back to it, the best up to the last
+    checkpoint.
+    """
+
+    def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
+        self.config, self.run_dir, self.ranks = config, run_dir, ranks
+
+    def update(
+        self, learner: Learner, tokenizer: PreTrainedTokenizerBase, step: int, evaluations: Sequence[Row]
+    ) -> None:
+        """Export the policy of ``step`` if that is due and not done, and delete what is not kept any more.
+
+        Raises CheckpointError: it could not be written; earlier exports are untouched.
+        """
+        if not (self.config.every or self.config.best):
+            return
+        best = best_step(evaluations) if self.config.best else None
+        name, run_dir = "export", self.run_dir
+        wanted = self._periodic(step) or step == best
+        if wanted and step not in self.ranks.on_main(name, lambda: run_dir.steps("exports")):
+            with uninterrupted(), run_dir.write_errors("exports", step):
+                folder = self.ranks.on_main(name, lambda: run_dir.begin("exports", step))
+                export(learner, tokenizer, folder, folder / "adapter")
+                self.ranks.on_main(name, lambda: run_dir.finish("exports", step))
+        self.ranks.on_main(name, lambda: self._prune(best, evaluations))
+
+    def _periodic(self, step: int) -> bool:
+        return step > 0 and self.config.every is not None and step % self.config.every == 0
+
+    def _prune(self, best: int | None, evaluations: Sequence[Row]) -> None:
+        found = self.run_dir.steps("exports")
+        kept = {*list(filter(self._periodic, found))[-self.config.keep :], best}
+        if self.config.best and (saved := self.run_dir.last_checkpoint()):
+            kept.add(best_step([row for row in evaluations if row["step"] <= saved[0]]))
+        self.run_dir.remove("exports", set(found) - kept)
+        if found:
+            self.run_dir.mark_best(best)
 
 
 @contextlib.contextmanager

@@ -32,12 +32,13 @@ from sparrow.tasks import Task
 from sparrow.train import dialing
 from sparrow.train.collect import Collector
 from sparrow.train.config import TrainConfig
+from sparrow.train.evaluation import Benchmarks, Evaluator
 from sparrow.train.experience import Assessment, Experience
 from sparrow.train.learner import Learner, Metrics, checkpointing
 from sparrow.train.ranks import Ranks, sharding
 from sparrow.train.resume import describe, resumed
 from sparrow.train.reward import reward_metrics
-from sparrow.train.saving import export, load_checkpoint, save_checkpoint, uninterrupted
+from sparrow.train.saving import Exports, export, load_checkpoint, save_checkpoint, uninterrupted
 from sparrow.train.schedules import Evidence, Movers
 from sparrow.train.trackers import check_trackers, flatten, tracked
 
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
 """Told ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
-``("step", metrics)`` when a step ends.
+``("step", metrics)`` when a step ends; also ``("eval", {})`` and ``("evaluated", scores)`` around an evaluation.
 
 Of progress, the metrics are those of this process: ``phase`` (also ``verify`` and ``distil``, parts of those above),
 ``done`` of ``of`` responses or micro-batches, and for rollouts ``tokens``.
@@ -57,7 +58,8 @@ class Trainer:
 
     ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
     under; with ``closed_loop`` the schedule follows the measured p5, so that it holds the config's tau. With a
-    ``dial``, for an engine in ``mode=auto``, responses are verified up to where that says.
+    ``dial``, for an engine in ``mode=auto``, responses are verified up to where that says. ``benchmarks`` are
+    evaluated as ``config.eval`` says.
 
     Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
     processes that start from different weights, or an engine that no dial can turn.
@@ -74,6 +76,7 @@ class Trainer:
         listener: Listener = lambda event, metrics: None,
         closed_loop: bool = False,
         dial: Dial | None = None,
+        benchmarks: Benchmarks | None = None,
     ) -> None:
         check_trackers(config.trackers)
         self.config, self.tokenizer, self.engine = config, tokenizer, engine
@@ -100,12 +103,12 @@ class Trainer:
         self.ranks = Ranks(self.accelerator, self._tell)
         self.ranks.on_main("start", self.run_dir.lock)
         try:
-            self._start(model, task, schedule)
+            self._start(model, task, schedule, benchmarks or {})
         except BaseException:
             self.run_dir.release()
             raise
 
-    def _start(self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule) -> None:
+    def _start(self, model: PreTrainedModel, task: Task, schedule: SparsitySchedule, benchmarks: Benchmarks) -> None:
         """Prepare model and optimiser, and read the checkpoint if the run is resumed."""
         config = self.config
         responses = config.rollout.prompts * config.rollout.samples
@@ -115,6 +118,8 @@ class Trainer:
         self.model = model
         self.learner = Learner(config, model, schedule, self.accelerator, self.ranks)
         self._collector = Collector(config, self.tokenizer, task, self.engine, self.ranks)
+        self._evaluator = Evaluator(config, self.tokenizer, benchmarks, self.engine, self.ranks)
+        self._exports = Exports(config.export, self.run_dir, self.ranks)
         recorded = RunConfig(asdict(config), schedule)
         if config.resume:
             recorded = self._load(recorded)
@@ -142,8 +147,10 @@ class Trainer:
             if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
                 self._measure_ceiling()
             self._sync()
+            self._evaluate()  # the start, or a step at which the run was stopped
             while self.step < self.config.steps:
                 self._train_step()
+                self._evaluate()
                 if self.movers.guard.stops or self.step % self.config.save_every == 0:
                     self._save()
                     saved = self.step
@@ -215,6 +222,27 @@ class Trainer:
         self.ranks.gather("sleep", self._rest)
         found = self.learner.acceptances("ceiling", rollouts, self.schedule)
         self.ceiling.measure(pool(found, self.config.bin_tokens or self.schedule.bin_tokens))
+
+    def _evaluate(self) -> None:
+        """Score the policy on the benchmarks, if that is due and not done, and export it, if that is."""
+        if not (self.config.eval.every or self.config.export.every):
+            return
+        rows = self.ranks.on_main("eval", self.run_dir.evaluations)
+        if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
+            self.listener("eval", {})
+            begun = time.perf_counter()
+            lossless = self.config.rollout.mode == "lossless"  # such an engine samples from the policy as it is
+            schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
+            self._push(schedule, self.learner.policy_weights)
+            scores = self._evaluator.scores()
+            self.ranks.gather("sleep", self._rest)
+            self._sync()
+            rows = [*rows, {"step": self.step, "eval": scores, "seconds": time.perf_counter() - begun}]
+            if self.ranks.is_main:
+                self.run_dir.append_evaluation(rows[-1])
+                self.accelerator.log(flatten({"eval": scores}), step=self.step)
+            self.listener("evaluated", scores)
+        self._exports.update(self.learner, self.tokenizer, self.step, rows)
 
     def _sync(self) -> None:
         """Wake the engine and give it the actor's weights and schedule."""

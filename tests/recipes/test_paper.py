@@ -113,14 +113,16 @@ def test_the_page_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
 def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
     (name,) = parse(["train", *run]).dataset
-    own = ["--dataset", local(name), "--run-dir", str(tmp_path / "run")]
+    (held_out,) = parse(["train", *run]).eval.benchmark
+    own = ["--dataset", local(name), "--eval.benchmark", local(held_out), "--run-dir", str(tmp_path / "run")]
     main(["train", *run, *own, "--dry-run", "h200:gpus=8"])
-    assert "engine, GiB a GPU" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "engine, GiB a GPU" in printed and f"{held_out}: 5 problems x" in printed
 
 
 def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
-    own = ["--dataset", local("polaris"), "--run-dir", str(tmp_path / "run")]
+    own = ["--dataset", local("polaris"), "--eval.benchmark", local("aime24"), "--run-dir", str(tmp_path / "run")]
     with pytest.raises(SystemExit):
         main(["train", *RUNS[3], *own, "--dry-run", "h100:gpus=4"])
     assert "training Qwen3-14B on 4 H100 needs" in " ".join(capsys.readouterr().err.split())
@@ -143,13 +145,16 @@ def test_every_training_runs_small_on_five_rows_of_its_data(run, checkpoint, sma
     small = shrunk(
         run, checkpoint, small_pages, "--engine", "hf", "--dataset", local(name), "--steps", "1",
         "--optimizer.precision", "fp32", "--rollout.prompts", "3", "--rollout.samples", "2",
-        "--rollout.max-new-tokens", "12", "--run-dir", str(tmp_path / "run"),
+        "--rollout.max-new-tokens", "12", "--run-dir", str(tmp_path / "run"), "--eval.every", "1",
+        "--eval.benchmark", *map(local, parse(["train", *run]).eval.benchmark),
     )  # fmt: skip
     if "lossless" in small:
         small += ["--rollout.draft-schedule", small_pages]
     main(["train", *small])
     (step,) = (json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert step["response"]["tokens"] >= 6 and (tmp_path / "run" / "model" / "config.json").exists()
+    evaluated = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in evaluated] == [0, 1] and (tmp_path / "run" / "exports" / "best").is_dir()
     assert ("drafts" in step) == ("lossless" in run) and ("distill" in step) == any("distill" in arg for arg in run)
     sparse = "--schedule" in run
     assert (step["kv"]["read_fraction"] < 1) == (sparse or "lossless" in run)

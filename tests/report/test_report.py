@@ -91,6 +91,28 @@ def log_of(*rows, schedules=None) -> RunLog:
     return RunLog(Path("run"), train, rows, schedules or tuple(SCHEDULE for _ in rows))
 
 
+def test_evaluations_are_drawn_from_the_start_and_told(tmp_path):
+    def score(value):
+        return {"mean": {"value": value, "low": value - 0.1, "high": value + 0.1}, "tokens": 100 * value}
+
+    run = write_run(tmp_path, [step_row(1), step_row(2), step_row(3)], steps=3)
+    rows = [{"step": step, "eval": {"aime24": score(value)}} for step, value in ((0, 0.25), (2, 0.5), (3, 0.375))]
+    (run / "evaluations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    log = RunLog.load(run)
+    panel = PANELS["Evaluation"]["eval"]
+    assert log.evaluated.tolist() == [0, 2, 3] and panel.series(log)["aime24"].tolist() == [25.0, 50.0, 37.5]
+    ax = Figure().add_subplot()
+    panel.draw(ax, [log])
+    assert ax.lines[0].get_xydata().tolist() == [[0, 25.0], [2, 50.0], [3, 37.5]]
+    told = dict(result_rows(log))["evaluation, aime24"]
+    assert told == "0.375 [0.275, 0.475] after step 3, best 0.500 after step 2"
+    assert meaning("evaluation, aime24").startswith("Mean reward of the dense policy")
+    drawn = write_report(run).read_text()
+    assert drawn.index('id="reward"') < drawn.index('id="eval"') < drawn.index('id="eval-length"')
+    (run / "evaluations.jsonl").unlink()
+    assert 'id="eval"' not in write_report(run).read_text()
+
+
 def bin_row(n: int, p5, low=None, high=None, upper=None, n_sequences=4) -> dict:
     values = {"mean": p5, "lower_bound": p5, "interval_low": low, "interval_high": high, "upper_bound": upper or p5}
     return {"bin": n, "start": 100 * n, "end": 100 * (n + 1), "n_tokens": 50, "n_sequences": n_sequences, **values}

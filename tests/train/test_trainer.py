@@ -45,7 +45,9 @@ class EarlyWords:
         return Problem(id=f"words-{index}", prompt=prompt, verify=verify, answer="early words")
 
 
-def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, closed_loop=False, **changes) -> Trainer:
+def make_trainer(
+    run_dir, steps=4, task=None, model=None, listener=None, closed_loop=False, benchmarks=None, **changes
+) -> Trainer:
     tokenizer = build_tokenizer()
     model = model or tiny_model(vocab_size=len(tokenizer), initializer_range=0.1)
     engine = HFEngine(model, SCHEDULE, eos_ids=[tokenizer.eos_token_id])
@@ -57,7 +59,9 @@ def make_trainer(run_dir, steps=4, task=None, model=None, listener=None, closed_
     config = TrainConfig(**{**defaults, **changes})
     kwargs = {"listener": listener} if listener else {}
     task = task or EarlyWords()
-    return Trainer(config, model, tokenizer, task, engine, SCHEDULE, closed_loop=closed_loop, **kwargs)
+    return Trainer(
+        config, model, tokenizer, task, engine, SCHEDULE, closed_loop=closed_loop, benchmarks=benchmarks, **kwargs
+    )
 
 
 def metrics_of(run_dir) -> list[dict]:

@@ -1,0 +1,90 @@
+"""Evaluation of the dense policy while it trains, as ``sparrow eval`` would, and which of its steps was best."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from sparrow.engines.base import Engine
+from sparrow.errors import ConfigError, PromptError
+from sparrow.evaluate import mean_at_k, pass_at_k
+from sparrow.rollout import Sampling, derived_seed
+from sparrow.run.directory import Row
+from sparrow.tasks import Problem
+from sparrow.tasks.verify import verify_all
+from sparrow.train.config import TrainConfig
+from sparrow.train.ranks import Ranks
+
+Benchmarks = Mapping[str, Sequence[Problem]]  # by the name they are logged under
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """Samples the benchmarks of a run; every process gets all scores."""
+
+    config: TrainConfig
+    tokenizer: PreTrainedTokenizerBase
+    benchmarks: Benchmarks
+    engine: Engine
+    ranks: Ranks
+
+    def due(self, step: int) -> bool:
+        """Whether the policy after ``step`` steps is to be evaluated."""
+        every = self.config.eval.every
+        return every is not None and (step % every == 0 or step == self.config.steps)
+
+    def scores(self) -> dict[str, dict[str, Any]]:
+        """Of each benchmark, from what the engine has now: see docs/run-directory.md.
+
+        A response's seed belongs to its problem and number, as in ``sparrow eval`` with the run's seed.
+
+        Raises RewardError: a verifier that failed. ConfigError: a prompt that the engine cannot take.
+        """
+        return {name: self._score(problems) for name, problems in self.benchmarks.items()}
+
+    def _score(self, problems: Sequence[Problem]) -> dict[str, Any]:
+        chosen, seed = self.config.eval, self.config.seed
+        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+        count = len(problems) * chosen.k
+        sampling = Sampling(
+            chosen.max_new_tokens or self.config.rollout.max_new_tokens, chosen.temperature, top_n=0,
+            top_k=chosen.top_k, top_p=chosen.top_p,
+        )  # fmt: skip
+
+        def respond(rows: Sequence[int]) -> list[tuple[float, int, bool]]:
+            if not rows:
+                return []
+            seeds = [derived_seed(seed, *divmod(row, chosen.k)) for row in rows]
+            watch = partial(self._watch, len(rows))
+            try:
+                rollouts = self.engine.generate(
+                    [prompts[row // chosen.k] for row in rows], replace(sampling, seeds=seeds, watch=watch)
+                )
+            except PromptError as error:
+                problem = problems[rows[error.index] // chosen.k]
+                raise ConfigError(f"problem {problem.id!r} of the evaluation {error.reason}") from error
+            texts = [str(self.tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
+            asked = [problems[row // chosen.k] for row in rows]
+            rewards = verify_all(asked, texts, self.config.reward.time_limit)
+            return [(w, len(r), r.finish_reason == "stop") for w, r in zip(rewards, rollouts, strict=True)]
+
+        found = self.ranks.spread("eval", count, respond)
+        rewards, tokens, ended = (np.array(column, float).reshape(-1, chosen.k) for column in zip(*found, strict=True))
+        return {
+            "mean": asdict(mean_at_k(rewards)), "pass": asdict(pass_at_k(rewards, chosen.k)),
+            "problems": len(problems), "k": chosen.k, "tokens": tokens.mean(), "ended_fraction": ended.mean(),
+        }  # fmt: skip
+
+    def _watch(self, of: int, tokens: int, finished: int) -> None:
+        self.ranks.tell("eval", finished, of, tokens=tokens)
+
+
+def best_step(evaluations: Sequence[Row]) -> int | None:
+    """The step with the highest mean@k, the mean over benchmarks, the first of equals; None if there is none."""
+    means = {row["step"]: np.mean([scores["mean"]["value"] for scores in row["eval"].values()]) for row in evaluations}
+    return max(means, key=lambda step: (means[step], -step), default=None)
