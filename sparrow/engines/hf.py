@@ -32,6 +32,7 @@ from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
+from sparrow.model.state import attention_layers
 from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
@@ -63,6 +64,13 @@ class HFEngine(Engine, Scorer):
         self.decoding = schedule if isinstance(schedule, Decoding) else Decoding.lossy(schedule)
         self.batch_size = batch_size
         self.token_budget = token_budget
+        config = model.config.get_text_config()
+        self._attention_layers = attention_layers(config)
+        if self.decoding.mode in ("lossless", "auto") and len(self._attention_layers) < config.num_hidden_layers:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has linear layers, whose state cannot forget a rejected draft; take mode "
+                "dense or lossy, or a model with attention in every layer"
+            )
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast
         self._counters = Counters(0, 0)
@@ -234,8 +242,7 @@ class HFEngine(Engine, Scorer):
             self.model.train(training)
 
     def _check_sparse(self, calls_before: int, sparse_steps: int) -> None:
-        num_layers = self.model.config.get_text_config().num_hidden_layers
-        expected = sparse_steps * (num_layers - len(set(self.schedule.dense_layers)))
+        expected = sparse_steps * len(self._attention_layers - set(self.schedule.dense_layers))
         seen = sparse_calls(self.model) - calls_before
         if seen != expected:
             raise UnsupportedModel(
@@ -246,8 +253,8 @@ class HFEngine(Engine, Scorer):
 
     def _count(self, length: Tensor, drafts: Tensor, cycle: Cycle, lossless: bool) -> None:
         """Count a step over sequences that hold ``length`` ``[B]`` tokens, the one read first included."""
-        num_layers = self.model.config.get_text_config().num_hidden_layers
-        dense = len(set(self.schedule.dense_layers))
+        num_layers = len(self._attention_layers)
+        dense = len(self._attention_layers & set(self.schedule.dense_layers))
         length_B, drafts_B, count_B = (x.cpu().numpy() for x in (length, drafts, cycle.count))
         place = np.arange(cycle.tokens.shape[1])
         at_BT = length_B[:, None] + place

@@ -26,7 +26,7 @@ from sparrow import attention
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model import masks, routing
 from sparrow.model.generation import dense_steps, watch_generate
-from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of
+from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of, attention_layers
 from sparrow.schedule import SparsitySchedule
 
 __all__ = [
@@ -167,7 +167,8 @@ def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
     Routing gives the model configs of its own, copies of those that it may share with another. A model that is refused
     is left as it was.
 
-    Raises UnsupportedModel: attention that cannot be routed, or is not full causal self-attention in every layer.
+    Raises UnsupportedModel: attention that cannot be routed, or is not full causal self-attention in every layer;
+    linear layers of the hybrids in ``routing.HYBRIDS`` are left as they are.
     ConfigError: a schedule that does not match the model.
     """
     _check_schedule(schedule, model)
@@ -242,7 +243,7 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
                     "softmax over keys alone"
                 ) from error
             calls, modules = forcing.layers, forcing.modules
-    if missing := set(range(config.num_hidden_layers)) - set(calls):
+    if missing := attention_layers(config) - set(calls):
         raise UnsupportedModel(
             f"{name} does not route layers {sorted(missing)} through the transformers attention interface, so they "
             "cannot be decoded sparsely; choose a model whose attention calls ALL_ATTENTION_FUNCTIONS with its kwargs"
@@ -290,7 +291,7 @@ def teacher_forced(
         raise ConfigError("teacher_forced needs a model prepared with set_schedule(model, schedule)")
     with _forcing(model, prompt_lengths, schedule, implementation) as forcing:
         yield forcing
-    if missing := set(range(actor.config.num_hidden_layers)) - set(forcing.layers):
+    if missing := attention_layers(actor.config) - set(forcing.layers):
         raise ConfigError(
             f"no pass through layers {sorted(missing)} was teacher-forced; inside the context call the model that "
             "set_schedule was called on, not a copy or an exported or captured form of it"

@@ -34,6 +34,10 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on
 HALF_TOLERANCE = 3e-2
 
 
+# Hybrid models that are taken: gated delta nets, which need no more of a prompt than its mask, beside full attention.
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+
+
 def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than a softmax over keys.
 
@@ -48,7 +52,7 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Refuse by config what is not full causal self-attention in every layer.
+    """Refuse by config what is not full causal self-attention in every layer, or every attention layer of a hybrid.
 
     Returns a refusal that names a remedy, to be raised if nothing else stands in the model's way: the remedy would be
     none. Raises UnsupportedModel: the kinds of layers found, if nothing can be done about them.
@@ -62,7 +66,8 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     change: dict[str, Any] = {"layer_types": ["full_attention"] * config.num_hidden_layers}
     if not kinds and window and getattr(config, "use_sliding_window", True):
         kinds, change = {"sliding_attention"}, {"sliding_window": None}
-    kinds -= {"full_attention"}
+    hybrid = getattr(config, "model_type", None) in HYBRIDS and "full_attention" in kinds
+    kinds -= {"full_attention", "linear_attention"} if hybrid else {"full_attention"}
     if not kinds:
         return None
     windowed = kinds <= {"sliding_attention", "chunked_attention"}

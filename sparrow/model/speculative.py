@@ -98,7 +98,9 @@ class CachedSequences:
 
     def select(self, rows: Tensor) -> None:
         """Go on with these rows only."""
-        self.cache.batch_select_indices(rows)
+        layers: list[Any] = self.cache.layers
+        for layer in layers:  # transformers selects in layers with keys, and reorders what has a state only
+            (layer.batch_select_indices if hasattr(layer, "keys") else layer.reorder_cache)(rows)
         self.start = self.start[rows]
 
 

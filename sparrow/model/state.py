@@ -17,6 +17,12 @@ from sparrow.schedule import SparsitySchedule
 NAME = "sparrow"  # of the attention implementation, and of the attribute
 
 
+def attention_layers(config: PreTrainedConfig) -> set[int]:
+    """Indices of the layers that have a KV cache: all, or in a hybrid model those of full attention."""
+    kinds = getattr(config, "layer_types", None)
+    return {i for i in range(config.num_hidden_layers) if not kinds or kinds[i] != "linear_attention"}
+
+
 class ScheduleTable:
     """A schedule's page counts on the device, looked up without a host synchronisation."""
 
