@@ -45,6 +45,16 @@ def shortened(path: Path) -> Run | None:
     if run["schedule"].startswith("auto"):
         run["bins"] = [[[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)] for row in steps]
         run["tables"] = [row["top_k"] for row in steps]
+    if run["schedule"].startswith("dial"):
+        run["dial"] = [
+            {
+                "verified_up_to": row["dial"]["verified_up_to"],
+                "unverified": round(row["dial"]["unverified_fraction"], 4),
+                "speedup": round(row["dial"]["speedup"], 4),
+                "failed": [b["start"] for b in row["dial"]["bins"] if b["verdict"] == "fails"],
+            }
+            for row in steps
+        ]
     run["held_out"] = [[row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row]
     run["ended"] = ended
     return run
@@ -70,6 +80,12 @@ def outcome(run: Run, steps: int | None = None) -> float:
     return float(np.mean(seen[-2:]))
 
 
+def late_outcome(run: Run, steps: int | None = None) -> float:
+    """As ``outcome``, the mean of all evaluations in the last 20 steps."""
+    end = steps or len(run["reward"])
+    return float(np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end]))
+
+
 def collapsed(run: Run) -> bool:
     return outcome(run) < 0.5 * run["held_out"][0][1]
 
@@ -85,15 +101,15 @@ def late_read(some: Sequence[Run]) -> float:
 
 
 def tau(run: Run) -> float:
-    """What the closed loop held; the published threshold for a run without."""
+    """What the closed loop or the dial held; the published threshold for a run without."""
     kind, _, rest = run["schedule"].partition(":")
-    return float(f"0.{rest.split(':')[0]}") if kind == "auto" else 0.86
+    return float(f"0.{rest.split(':')[0]}") if kind in ("auto", "dial") else 0.86
 
 
 def is_page_arm(run: Run) -> bool:
     """Only the pages read, and how the mismatch is corrected, set the run apart."""
     plain = (run["advantage"], run["normalization"], run["learning_rate"], run["samples"], run["actor"])
-    return plain == ("grpo", "dapo", 5e-4, 8, "") and not run["schedule"].startswith("auto")
+    return plain == ("grpo", "dapo", 5e-4, 8, "") and not run["schedule"].startswith(("auto", "dial"))
 
 
 def is_loop(run: Run) -> bool:

@@ -30,6 +30,7 @@ from stability_statistics import (
     is_loop,
     is_page_arm,
     last_reward,
+    late_outcome,
     late_read,
     outcome,
     over_arms,
@@ -52,6 +53,8 @@ MODELS = {
     "study": "3 layers",
     "deep": "6 layers",
     "deep_again": "6 layers, again",
+    "dial": "3 layers",
+    "dial_deep": "6 layers, a third time",
 }
 """What the files are about."""
 FAULTS = {"halved": "schedule halved", "unworn": "LoRA lost"}
@@ -72,7 +75,9 @@ class Options:
     """What joins which file; without runs, only what follows from the files is written."""
 
     runs: tuple[Path, ...] = ()  # Folders with logs of runs.
-    into: str = "study"  # The JSON file that they join: study, or deep or deep_again for runs on another model.
+    # The JSON file that they join: study, dial (with dense runs of its own), or deep, deep_again or dial_deep for runs
+    # on another model.
+    into: str = "study"
 
 
 def main(options: Options) -> None:
@@ -209,6 +214,28 @@ def span(values: Iterable[Any]) -> str:
     return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
+def dials(study: Study) -> str:
+    """The dial: what was left unverified, what that is predicted to gain, and what it cost."""
+    head = ["model", "tau", "seeds", "tokens unverified", "by seed", "returns", "predicted speed, last half"]
+    head += ["actor's reward minus dense", "held-out accuracy minus dense", "the same over the last 20 steps"]
+    rows = []
+    for model in ("dial", "dial_deep"):
+        for some in by_arm(run for run in study[model] if run["schedule"].startswith("dial:")).values():
+            # Every step samples about as many tokens.
+            share = [np.mean([step["unverified"] for step in run["dial"]]) for run in some]
+            gain = [step["speedup"] for run in some for step in run["dial"][len(run["dial"]) // 2 :]]
+            returns = sum(bool(step["failed"]) for run in some for step in run["dial"])
+            minus = (against_dense(some, study[model], f) for f in (last_reward, outcome, late_outcome))
+            rows.append(
+                [
+                    MODELS[model], f"{tau(some[0]):g}", len(some), f"{np.mean(share):.0%}",
+                    f"{min(share):.0%} to {max(share):.0%}", returns, f"{np.mean(gain):.3f}x",
+                    *("{:+.3f} ± {:.3f}".format(*found) for found in minus),
+                ]
+            )  # fmt: skip
+    return table(head, rows)
+
+
 def faults(runs: list[Run]) -> str:
     """The lowest p5 of a bin, and the KV read, in the last step before a fault and in those after it."""
     rows = []
@@ -238,6 +265,7 @@ def tables(study: Study) -> dict[str, Callable[[], str]]:
         "guard": lambda: guard([*runs, *study["first_rule"], *study["deep"], *study["deep_again"]]),
         "loop": lambda: loops(study),
         "faults": lambda: faults(runs),
+        "dial": lambda: dials(study),
     }
 
 

@@ -19,7 +19,7 @@ from tests.train.test_distill import ON, SCHEDULE, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 from graph_engine import GraphEngine
-from stability_statistics import against_dense, arrival, last_reward, outcome, tau, threshold
+from stability_statistics import against_dense, arrival, last_reward, late_outcome, outcome, tau, threshold
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
 from stability_summary import PAGE, load, render, tables
 
@@ -143,6 +143,7 @@ def test_difference_to_dense_by_hand():
     # Differences of -0.1 and 0.1: their standard deviation over the root of 2 is 0.1; t(0.975, 1) is 12.706.
     assert against_dense(runs[2:], runs, last_reward) == pytest.approx((0.0, 1.2706), abs=1e-4)
     assert against_dense(runs[2:], runs, outcome) == pytest.approx((-0.05, 0.6353), abs=1e-4)
+    assert late_outcome(runs[0]) == pytest.approx(0.8) and late_outcome(runs[0], 20) == pytest.approx(0.6)
     alone = against_dense(runs[2:3], runs, outcome)
     assert alone[0] == pytest.approx(-0.1) and np.isnan(alone[1])
 
@@ -160,7 +161,12 @@ def test_a_loop_begins_where_it_is_told(tmp_path):
         find_schedule(Arm(schedule), tmp_path / "schedules.json") for schedule in ("auto:90", "fixed:4", "auto:86:p86")
     )
     assert dense.is_dense and fixed.top_k == (4,) and table.top_k == (1, 2)
-    assert [tau({"schedule": name}) for name in ("auto:98", "auto:86:p86", "p92")] == [0.98, 0.86, 0.86]
+    assert [tau({"schedule": name}) for name in ("auto:98", "auto:86:p86", "p92", "dial:985")] == [
+        0.98,
+        0.86,
+        0.86,
+        0.985,
+    ]
 
 
 def test_faults_reach_the_actor_and_stay(tmp_path):
