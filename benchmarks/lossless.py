@@ -7,8 +7,8 @@ Models are random, states are reached without prefill, as in ``benchmarks/rollou
 a random model agree on tells nothing, so vLLM is told to accept each draft with a given probability (its synthetic
 rejection sampler); everything else runs as it does for real, the meter included. Parts:
 
-- ``points``: plain states, with each number of drafts, and with Sparrow choosing it for ``SECONDS``, the probing at the
-  start included.
+- ``points``: plain states, with each number of drafts for ``FIXED_S``, and with Sparrow choosing it for ``SECONDS``,
+  the probing at the start included, and then for ``SETTLED_S`` more, its sequences longer by what came before.
 - ``growth``: short contexts growing by ``GROWTH`` tokens, Sparrow choosing from the start; stock through the same ones.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
   there. A token takes a cycle's time over the tokens that a cycle gives; the number of drafts is settled before.
@@ -37,7 +37,8 @@ from sparrow.mode import Decoding
 from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.adapt import DraftLength
 
-SETTLE, TIMED, SECONDS = 4, 16, 4.0
+SETTLE, TIMED = 4, 16
+FIXED_S, SECONDS, SETTLED_S = 2.0, 4.0, 2.0
 GROWTH, SHORT = 1024, [(64, 320), (64, 1024), (8, 1024), (1, 1024), (64, 4096)]
 GROWTH_RATES = (0.95, 0.9, 0.5)
 STATES = 16
@@ -101,10 +102,12 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
         bench.llm.llm_engine.step()
 
 
-def point(bench: Bench, batch: int, length: int, seconds: float) -> dict[str, float]:
+def point(bench: Bench, batch: int, length: int, seconds: float, then: float = 0.0) -> dict[str, Any]:
     lengths = [length - 64] * batch
     begin(bench, lengths)
-    found = timed(bench, lengths, TIMED, seconds)
+    found: dict[str, Any] = timed(bench, lengths, TIMED, seconds)
+    if then:
+        found["settled"] = timed(bench, lengths, TIMED, then)
     abandon(bench, batch)
     return found
 
@@ -246,9 +249,9 @@ def measure(arguments: argparse.Namespace) -> None:
                 what = dict(batch=batch, length=length, pages=pages, rate=rate)
                 for drafts in choices if (pages, rate) == cases[0] else ():
                     scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
-                    save("points", **what, drafts=drafts, **point(bench, batch, length, 0.3))
+                    save("points", **what, drafts=drafts, **point(bench, batch, length, FIXED_S))
                 chooser = scheduler(bench).draft_length = DraftLength(choices)
-                measured = point(bench, batch, length, SECONDS)
+                measured = point(bench, batch, length, SECONDS, SETTLED_S)
                 save("points", **what, drafts="adapt", in_use=chooser.in_use(), **measured)
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))

@@ -18,6 +18,10 @@ TRY_AGAIN = 2000
 """Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
 """Cycles after which what nearly won is timed again: the first times of a batch are the least reliable."""
+DENSE_AGAIN, DENSE_CYCLES, DENSE_NEAR = 64, 6, 0.7
+"""After so many cycles, and twice, four times ... as many, so many are dense again, where that had this share of the
+best speed. Lossless decoding must not be slower than dense, and dense steps that were slow when they were timed, as a
+batch's first ones are, would hide that it is."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
 HOPELESS = 0.9
@@ -76,6 +80,9 @@ class DraftLength:
             self._take_over(key)
         self._cycles[key] += 1
         current = self.settled(rows, length)
+        if current and self._dense_is_due(key):
+            self.chosen[0] += 1
+            return 0
         if current is not None and self._cycles[key] % THINK_EVERY:
             self.chosen[current] += 1
             return current
@@ -158,6 +165,13 @@ class DraftLength:
         """Of each number of drafts timed often enough here."""
         timed = self._seconds[key]
         return {k: self._speed(key, k, _typical(of)) for k, of in timed.items() if len(of) >= PROBES}
+
+    def _dense_is_due(self, key: Key) -> bool:
+        cycles = self._cycles[key]
+        if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_CYCLES:  # since a power of two
+            return False
+        speed = self._speeds(key)
+        return speed.get(0, 0.0) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, key: Key) -> list[int]:
         """The numbers of drafts worth timing, the fastest known first; of those unknown at most one, the smallest."""
