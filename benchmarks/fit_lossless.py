@@ -24,9 +24,10 @@ def measured() -> list[dict[str, Any]]:
     for path in sorted(RESULTS.glob("lossless_*.json")):
         result = load(path.stem)
         if result.get("variant") == "lossless" and "H200" in result.get("device", ""):
+            stored = result["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
             for point in result.get("points", ()):
                 if isinstance(point["drafts"], int) and point["drafts"]:
-                    found.append({"shape": result["shape"], **point})
+                    found.append({"shape": result["shape"], "landmark_dtype": stored, **point})
     return found
 
 

@@ -14,24 +14,34 @@ def at(row: Row) -> tuple[int, int]:
     return row["batch"], row["length"]
 
 
+def landmarks(found: Row) -> str:
+    stored = found["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
+    return {"auto": "16 bits", "fp8_e4m3": "8 bits"}[stored]
+
+
 def lossless_speed() -> str:
     rows = []
-    for shape, label in SHAPES.items():
+    files = [(shape, f"lossless_{shape}") for shape in SHAPES]
+    files.insert(1, ("qwen3-1.7b", "lossless_qwen3-1.7b_landmarks16"))
+    for shape, name in files:
         stock = {at(row): row["tokens_per_s"] for row in load(f"lossless_{shape}_stock")["points"]}
-        ours = load(f"lossless_{shape}")["points"]
+        ours = load(name)
         for point, base in stock.items():
             gain = {
                 (row["pages"], row["rate"], row["drafts"]): row["tokens_per_s"] / base
-                for row in ours
+                for row in ours["points"]
                 if at(row) == point
             }
+            if not gain:
+                continue
             fixed = {k: x for (pages, rate, k), x in gain.items() if (pages, rate) == (61, 0.95) and k != "adapt"}
             none, *others = sorted(fixed.items())
             cases = [(61, 0.95), (61, 0.943), (61, 0.9), WIDE]
             chosen = [f"{gain[*case, 'adapt']:.2f}x" if (*case, "adapt") in gain else "" for case in cases]
             drafts = ", ".join(f"{k}: {x:.2f}x" for k, x in others)
-            rows.append([label, f"{point[0]} x {point[1]:,}", f"{base:,.0f}", f"{none[1]:.2f}x", drafts, *chosen])
-    head = ["shape", "sequences x tokens", "stock tokens/s", "no drafts", "fixed number of drafts"]
+            where = [SHAPES[shape], f"{point[0]} x {point[1]:,}", landmarks(ours), f"{base:,.0f}"]
+            rows.append([*where, f"{none[1]:.2f}x", drafts, *chosen])
+    head = ["shape", "sequences x tokens", "landmarks", "stock tokens/s", "no drafts", "fixed number of drafts"]
     return table([*head, "chosen, 0.95", "0.943", "0.90", "2,560 tokens, 0.968"], rows)
 
 
@@ -47,8 +57,8 @@ def lossless_rollout() -> str:
         (trace, stock), (_, ours) = rollout_seconds(f"lossless_{shape}_stock"), rollout_seconds(f"lossless_{shape}")
         drafts = sorted({row["drafts"] for row in load(f"lossless_{shape}")["trace"]})
         cells = [f"{stock:,.0f} s", f"{ours:,.0f} s", f"**{stock / ours:.2f}x**", ", ".join(map(str, drafts))]
-        rows.append([label, trace["slots"], *cells])
-    return table(["shape", "sequences at a time", "stock", "lossless", "", "drafts settled on"], rows)
+        rows.append([label, trace["slots"], landmarks(load(f"lossless_{shape}")), *cells])
+    return table(["shape", "sequences at a time", "landmarks", "stock", "lossless", "", "drafts settled on"], rows)
 
 
 def lossless_whole() -> str:
@@ -88,7 +98,8 @@ def lossless_memory() -> str:
 def lossless_exact() -> str:
     found, samples = load("lossless_equal_bf16"), load("lossless_samples")
     rows = []
-    for name, row in found.items():
+    two = load("lossless_equal_bf16_tp2")
+    for name, row in [*found.items(), ("sampled, tensor parallel 2", two["sampled"])]:
         if name.startswith("sampled"):
             far = [f"{row[of][which]:.4f}" for of in ("missed", "yardstick") for which in ("mean", "p99")]
             rows.append([name.removeprefix("sampled").strip(", ") or "sampled", *far])

@@ -47,7 +47,7 @@ class Cycle:
 
 
 # Of benchmarks/results/lossless_*.json, by benchmarks/fit_lossless.py.
-CYCLE_H200 = Cycle(36.67e-6, 0.685)
+CYCLE_H200 = Cycle(42.21e-6, 0.826)
 
 
 def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads: Overheads = VLLM_H200) -> Cycle:
