@@ -25,7 +25,6 @@ ELSEWHERE = {
     "engines/vllm/client.py": "engines/vllm/test_engine.py",
     "errors.py": "commands/test_bad_input.py",
     "files.py": "test_fuzz.py",
-    "integrations/probe.py": "integrations/test_verl.py",
     "loading.py": "commands/test_bad_input.py",
     "measure.py": "test_calibrate.py",
     "model/actor.py": "model/test_generation.py",

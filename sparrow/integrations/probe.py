@@ -6,11 +6,15 @@ prefills densely, without its prefix cache because it is asked for the prompt's 
 the same weights in the same precision. From two lists follow bounds on the acceptance rate (``acceptance_bounds``).
 vLLM knows a prompt's log-probs at temperature 1 only, so that is the temperature.
 
+``Probe`` is the same as scalars for any trainer's logger, with what the servers' own counters tell.
+
 Shapes: T response tokens, n entries of a top-n list.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,12 +22,111 @@ from typing import Any
 import httpx
 import numpy as np
 
+from sparrow.engines.base import Counters, total
+from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
-from sparrow.measure import TokenAcceptance
-from sparrow.mismatch import acceptance_bounds
+from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
+from sparrow.measure import TokenAcceptance, pool
+from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds
 from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 64
+DRAFTS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
+"""vLLM's own counters: drafted, accepted, and verifications that had drafts."""
+
+
+class Probe:
+    """What vLLM servers that decode with Sparrow say of it, as scalars under stable names, for any trainer's logger.
+
+        probe = Probe(["http://10.0.0.1:8000"])
+        logger.log(probe.counted(), step)  # at every step: costs a request or two
+        logger.log(probe.measured(prompts, max_new_tokens=16384), step)  # now and then: as long as a rollout, or two
+
+    The names are those of ``sparrow.integrations.metrics``. Servers started with ``VLLM_SERVER_DEV_MODE=1`` tell all of
+    it. Others keep Sparrow's counters and the ceiling to themselves: give the schedule, and of drafts there is what
+    vLLM counts for Prometheus, tokens, and nothing if it was started with ``--disable-log-stats``.
+
+    Args:
+        urls: of servers of the same weights, all started alike.
+        schedule: what they decode under, or draft under, where they cannot be asked.
+
+    Raises ConfigError: no server, one that decodes densely, or one that cannot be asked and no schedule.
+    """
+
+    report: MismatchReport | None = None  # what was measured last
+
+    def __init__(self, urls: Sequence[str], schedule: SparsitySchedule | None = None) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._ceiling = Ceiling()
+        self._drafts = self._counted_by_vllm()
+        self._described = {url: found for url in self._urls if (found := _rpc(url, "sparrow_describe")) is not None}
+        self._is_open = len(self._described) == len(set(self._urls))
+        if self._is_open:
+            (first, *_) = next(iter(self._described.values()))
+            self.schedule, self.mode = SparsitySchedule.from_dict(first["schedule"]), first.get("mode", "lossy")
+            self.counted()  # forget what was counted before
+        elif schedule is None:
+            raise ConfigError(
+                f"the vLLM servers at {', '.join(self._urls)} do not say what they decode under; give the schedule, or "
+                "start them with VLLM_SERVER_DEV_MODE=1"
+            )
+        else:
+            self.schedule, self.mode = schedule, "unknown"
+
+    def counted(self) -> dict[str, float]:
+        """What the servers' decode steps did since the last call: share of tokens read, and in lossless mode drafts.
+
+        Servers that can be asked count from the last time anybody asked.
+        """
+        if not self._is_open:
+            before, self._drafts = self._drafts, self._counted_by_vllm()
+            drafted, accepted, cycles = (self._drafts[name] - before[name] for name in DRAFTS)
+            return counter_metrics(Counters(0, 0, drafted=drafted, accepted=accepted, cycles=cycles))
+        parts = []
+        for url, described in self._described.items():
+            counts = _rpc(url, "sparrow_counters")
+            acceptance = _rpc(url, "sparrow_acceptance") if self.mode == "lossless" else None
+            parts.append(tally(described, counts, acceptance))
+        return counter_metrics(total(parts))
+
+    def measured(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20) -> dict[str, float]:
+        """p5 of acceptance on one response to each prompt, by length, and beside it what dense rollouts score.
+
+        Call it while nothing else runs on the servers. The first call samples twice, densely too, for the ceiling, if
+        they let the schedule be changed; in lossless mode, where samples are dense, p5 is its own ceiling. What is read
+        for this is left out of what ``counted`` tells next where servers can be asked.
+        """
+        if self.mode == "lossy" and not self._ceiling:
+            self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
+            try:
+                self._ceiling.measure(self._pooled(prompts, max_new_tokens, top_n))
+            finally:
+                self._set(self.schedule)
+        report = self._pooled(prompts, max_new_tokens, top_n)
+        if self.mode == "lossless":
+            self._ceiling.measure(report)
+        self.report = self._ceiling.on(report)
+        if self._is_open:
+            self.counted()
+        return mismatch_metrics(self.report)
+
+    def _pooled(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int) -> MismatchReport:
+        return pool(probe(self._urls, prompts, self.schedule, max_new_tokens, top_n), self.schedule.bin_tokens)
+
+    def _set(self, schedule: SparsitySchedule) -> None:
+        for url in self._described:
+            _rpc(url, "sparrow_set_schedule", schedule.to_json())
+            _answer(f"{url}/reset_prefix_cache", {})
+
+    def _counted_by_vllm(self) -> Counter[str]:
+        """Drafts since the servers were started."""
+        counts: Counter[str] = Counter()
+        for url in dict.fromkeys(self._urls):
+            text = _answer(f"{url}/metrics").text
+            for name in DRAFTS:
+                found = re.findall(rf"^vllm:{name}_total(?:\{{[^}}]*\}})? (\S+)", text, re.M)
+                counts[name] += int(sum(map(float, found)))
+        return counts
 
 
 def probe(
@@ -82,11 +185,22 @@ def _choice(url: str, body: dict[str, Any]) -> dict[str, Any]:
     return _request(f"{url}/v1/completions", body)["choices"][0]
 
 
+def _rpc(url: str, method: str, *args: Any) -> Any:
+    """What every worker of a server returns; None from a server that does not let its workers be called."""
+    answer = _answer(f"{url}/collective_rpc", {"method": method, "args": args}, allowed=(404,))
+    return None if answer.status_code == 404 else answer.json()["results"]
+
+
 def _request(url: str, body: dict[str, Any] | None = None) -> Any:
+    return _answer(url, body).json()
+
+
+def _answer(url: str, body: dict[str, Any] | None = None, allowed: Sequence[int] = ()) -> httpx.Response:
+    verb = "GET" if body is None else "POST"
     try:
-        answer = httpx.request("POST" if body else "GET", url, json=body, timeout=None, trust_env=False)
+        answer = httpx.request(verb, url, json=body, timeout=None, trust_env=False)
     except httpx.HTTPError as error:
         raise ConfigError(f"no vLLM server answers at {url}: {error}") from error
-    if answer.is_error:
+    if answer.is_error and answer.status_code not in allowed:
         raise ConfigError(f"the vLLM server refused {url}: {answer.status_code} {answer.text[:300]}")
-    return answer.json()
+    return answer

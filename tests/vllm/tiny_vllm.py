@@ -52,6 +52,12 @@ def discoverable(folder: Path) -> str:
     return os.pathsep.join(path)
 
 
+def on_v2(folder: Path) -> str:
+    """The same, for processes that are to run vLLM's V2 model runner, which lossless mode needs."""
+    (folder / "sitecustomize.py").write_text("import tests.vllm.v2_on_cpu\n")
+    return os.pathsep.join([str(folder), discoverable(folder)])
+
+
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, VOCAB, n).tolist() for n in lengths]

@@ -1,5 +1,6 @@
 """Server mode against a real vLLM server on CPU, which finds Sparrow by its entry point, in processes of its own."""
 
+import contextlib
 import json
 import os
 import socket
@@ -28,29 +29,27 @@ RAGGED = prompts(300, 17, 150, 511)
 SAMPLED = Sampling(max_new_tokens=32, temperature=0.8, top_n=5, seed=3)
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """Address and process of a server."""
-    folder = tmp_path_factory.mktemp("served")
-    checkpoint(folder / "model")
+@contextlib.contextmanager
+def serving(folder, sparrow, path, *more, patience=180):
+    """Address and process of a server of the model in ``folder``, whose ``PYTHONPATH`` is ``path``."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if value is not True]
     command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder / "model"), *flags,
-        "--enforce-eager", "--skip-tokenizer-init", "--attention-backend", "CUSTOM", "--max-logprobs=-1",
-        "--additional-config", json.dumps({"sparrow": SMALL.to_dict()}), "--logprobs-mode", "processed_logprobs",
-        "--enable-scale-out", "--host", "localhost", "--port", str(port),
+        "--enforce-eager", "--skip-tokenizer-init", "--max-logprobs=-1",
+        "--additional-config", json.dumps({"sparrow": sparrow}), "--logprobs-mode", "processed_logprobs",
+        "--enable-scale-out", "--host", "localhost", "--port", str(port), *more,
     ]  # fmt: skip
     environment = {
-        **os.environ, "PYTHONPATH": discoverable(folder), "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
+        **os.environ, "PYTHONPATH": path, "VLLM_SERVER_DEV_MODE": "1", "OMP_NUM_THREADS": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     }  # fmt: skip
     log = folder / "log"
     with log.open("w") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + 180
+    deadline = time.monotonic() + patience
     try:
         while server.poll() is None and time.monotonic() < deadline:
             with socket.socket() as probe:
@@ -63,6 +62,15 @@ def served(tmp_path_factory):
     finally:
         server.terminate()
         server.wait(30)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """Address and process of a server."""
+    folder = tmp_path_factory.mktemp("served")
+    checkpoint(folder / "model")
+    with serving(folder, SMALL.to_dict(), discoverable(folder), "--attention-backend", "CUSTOM") as server:
+        yield server
 
 
 def test_a_server_is_an_engine_too(served):
@@ -113,6 +121,27 @@ def test_a_probe_over_plain_http_sees_the_acceptance_that_an_engine_computes(ser
     assert found[0].position[0] == 208 and found[2].position[-1] == 384
     with pytest.raises(ConfigError, match="no vLLM server answers at http://localhost:1"):
         probe(["http://localhost:1"], asked, SMALL, 1)
+
+
+def test_a_probe_logs_the_tail_beside_what_dense_rollouts_score(served):
+    from sparrow.integrations.probe import Probe
+
+    url, _ = served
+    watched = Probe([url])
+    assert watched.schedule == SMALL and watched.counted() == {}
+    asked = prompts(200, 330, 260, seed=5)
+    found = watched.measured(asked, max_new_tokens=40, top_n=VOCAB)
+    for length in ("200-300", "300-400"):  # lists of the whole vocabulary: dense rollouts lack nothing but rounding
+        assert found[f"sparrow/p5/{length}"] < 0.97 < 1 - 1e-4 < found[f"sparrow/p5/{length}/ceiling"] <= 1
+    assert found["sparrow/p5"] == min(found[f"sparrow/p5/{at}"] for at in ("200-300", "300-400"))
+    assert found["sparrow/sequences"] == 3 == watched.report.n_sequences
+    assert watched.counted() == {}, "what was read to measure is not the trainer's"
+    server = VLLMServer(url, SMALL)
+    assert server.schedule == SMALL, "the schedule is back"
+    server.generate(RAGGED, SAMPLED)
+    assert 0.3 < watched.counted()["sparrow/tokens_read"] < 0.9
+    short = watched.measured(asked, max_new_tokens=40, top_n=8)  # the ceiling is kept
+    assert short["sparrow/p5/200-300/ceiling"] == found["sparrow/p5/200-300/ceiling"]
 
 
 def test_a_server_that_is_killed_is_one_sentence(served):

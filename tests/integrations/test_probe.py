@@ -1,0 +1,60 @@
+"""The probe at a real server that decodes losslessly; ``test_real_server.py`` has it at one that decodes lossily."""
+
+import pytest
+
+pytest.importorskip("vllm.version")
+pytest.importorskip("vllm.entrypoints.launchers.app", reason="the packages vLLM's server needs", exc_type=ImportError)
+
+from sparrow.errors import ConfigError
+from sparrow.integrations import probe
+from sparrow.mode import Decoding
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB
+from tests.engines.vllm.test_real_server import serving
+from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
+
+pytestmark = pytest.mark.slow
+
+DRAFTS = SparsitySchedule(top_k=(6,), bin_tokens=100, recent_pages=1, dense_layers=())
+ASKED = prompts(150, 33, 170, seed=5)
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("lossless")
+    checkpoint(folder / "model", num_hidden_layers=2)
+    decoding = Decoding.lossless(DRAFTS, draft_tokens=4, adapt_draft_tokens=False)
+    with serving(folder, decoding.to_dict(), on_v2(folder), patience=400) as (address, _):
+        yield address
+
+
+def test_drafts_are_logged_as_sparrow_and_as_vllm_count_them(url, monkeypatch):
+    assert probe._rpc(f"{url}/nowhere", "sparrow_describe") is None  # as of a server that was not started to be asked
+    ours = probe.Probe([url])
+    assert ours.mode == "lossless" and ours.schedule == DRAFTS and ours.counted() == {}
+    with monkeypatch.context() as closed:
+        closed.setattr(probe, "_rpc", lambda *_: None)
+        with pytest.raises(ConfigError, match="do not say what they decode under; give the schedule"):
+            probe.Probe([url])
+        theirs = probe.Probe([url, url], DRAFTS)
+        assert theirs.counted() == {}
+        probe.probe([url], ASKED, DRAFTS, max_new_tokens=40, top_n=5)
+        by_vllm = theirs.counted()
+        assert theirs.counted() == {}
+    by_us = ours.counted()
+    assert set(by_vllm) == {"sparrow/drafts/accepted", "sparrow/drafts/tokens_per_cycle"}
+    assert 0 < by_us["sparrow/drafts/accepted"] < 1 and 1 < by_us["sparrow/drafts/tokens_per_cycle"] < 5
+    # vLLM leaves out what was drafted after a response's last token, one cycle of some fifteen here.
+    assert by_us["sparrow/drafts/accepted"] < by_vllm["sparrow/drafts/accepted"]
+    for name, value in by_vllm.items():
+        assert value == pytest.approx(by_us[name], rel=0.2), name
+    assert by_us["sparrow/drafts/p5"] < by_us["sparrow/drafts/accepted"] and 0 < by_us["sparrow/tokens_read"] < 2
+
+
+def test_a_lossless_servers_tail_is_its_own_ceiling(url):
+    watched = probe.Probe([url])
+    found = watched.measured(ASKED, max_new_tokens=40, top_n=VOCAB)
+    assert found["sparrow/p5"] > 1 - 1e-4 and found["sparrow/sequences"] == 3
+    for length in ("0-100", "100-200", "200-300"):
+        assert found[f"sparrow/p5/{length}/ceiling"] == found[f"sparrow/p5/{length}"] <= 1
+    assert watched.counted() == {}
