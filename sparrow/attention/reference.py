@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparrow.attention.decode import DecodeBatch, DecodeWorkspace, check_landmarks, check_shapes
-from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores, select_pages
+from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores, select_pages, tokens_at
 
 
 def decode(
@@ -39,12 +39,11 @@ def decode(
         scores = page_scores(q_BHD[:, :, None], marks)
         keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
-        column_BKT = token_BKT if start_B is None else token_BKT + start_B[:, None, None]
-        index = column_BKT.clamp(max=S - 1)[..., None].expand(-1, -1, -1, D)
+        column_BKT = (token_BKT if start_B is None else token_BKT + start_B[:, None, None]).clamp(max=S - 1)
     out = F.scaled_dot_product_attention(
         q_BHD.view(B, K, H // K, D),
-        k_BKSD.gather(2, index),
-        v_BKSD.gather(2, index),
+        tokens_at(k_BKSD, column_BKT),
+        tokens_at(v_BKSD, column_BKT),
         attn_mask=seen_BKT[:, :, None],
         scale=scale,
     )
@@ -162,12 +161,12 @@ def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Te
 
 def _page_landmarks(k_BKSD: Tensor, start_B: Tensor | None, layout: PageLayout) -> Tensor:
     """Landmarks of ``ceil(S / P)`` pages, counted from each row's first token; zeros where no whole page fits."""
-    (K, S, D), P = k_BKSD.shape[1:], layout.page_size
+    (K, S), P = k_BKSD.shape[1:3], layout.page_size
     whole = S // P
     k = k_BKSD[:, :, : whole * P]
     if start_B is not None:
         column_BT = (start_B[:, None] + torch.arange(whole * P, device=k.device)).clamp(max=S - 1)
-        k = k_BKSD.gather(2, column_BT[:, None, :, None].expand(-1, K, -1, D))
+        k = tokens_at(k_BKSD, column_BT[:, None].expand(-1, K, -1))
     marks = landmarks(k.unflatten(2, (whole, P)), layout.landmark_dtype)
     missing = -(-S // P) - whole
     return F.pad(marks, (0, 0, 0, missing)) if missing else marks

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparrow.attention.pages import tokens_at
 from sparrow.errors import ConfigError
 
 
@@ -101,4 +102,4 @@ def _rows(real_BS: Tensor) -> Rows:
 
 
 def _take(x_BXSD: Tensor, column_BS: Tensor) -> Tensor:
-    return x_BXSD.gather(2, column_BS[:, None, :, None].expand(-1, x_BXSD.shape[1], -1, x_BXSD.shape[3]))
+    return tokens_at(x_BXSD, column_BS[:, None].expand(-1, x_BXSD.shape[1], -1))

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from transformers import DynamicCache, PreTrainedModel
 
+from sparrow.attention.pages import tokens_at
 from sparrow.model.actor import dense_steps
 
 
@@ -90,9 +91,8 @@ class CachedSequences:
         source_BS = (torch.arange(width, device=start.device) + (self.start - start)[:, None]).clamp(min=0)
         layers: list[Any] = self.cache.layers
         for layer in layers:
-            index = source_BS[:, None, :, None]
             layer.keys, layer.values = (
-                x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (layer.keys, layer.values)
+                tokens_at(x, source_BS[:, None].expand(-1, x.shape[1], -1)) for x in (layer.keys, layer.values)
             )
         self.start = start
 
