@@ -42,7 +42,8 @@ class _Shown:
                 columns += [progress.BarColumn(bar_width=None), progress.TimeElapsedColumn()]
                 columns += [progress.TimeRemainingColumn()] if counts else []
             # The note stands on a line of its own where it would not fit beside the bar.
-            self._bar = progress.Progress(*columns, console=self._console, expand=wide)
+            # What is only under way leaves nothing behind.
+            self._bar = progress.Progress(*columns, console=self._console, expand=wide, transient=not counts)
             self._task = self._bar.add_task("starting", total=total)
 
     def __enter__(self) -> Self:
@@ -59,7 +60,7 @@ class _Shown:
         if not self._shown:
             return
         if self._bar:
-            self._bar.console.print(escape(text), soft_wrap=self._bar.console.width >= NARROW, highlight=False)
+            self._bar.console.print(escape(text), highlight=False)  # a long line is broken between words
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -175,7 +176,7 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=heading == headings[0])  # what a row is about stays whole
     for row in rows:
         table.add_row(*row)
     Console().print(table)
@@ -234,6 +235,28 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
     Console().print(
         f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; drafts "
         "have a dense history, which a lossy actor does not"
+    )
+
+
+def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]) -> None:
+    """Modes beside each other: how far a token's log-prob was from the dense policy's on average, and counts, as
+    ``Counters.to_dict`` has them."""
+
+    def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:
+        read, drafts = f"{counts['kv']['read_fraction']:.0%}", counts.get("drafts")
+        if not drafts:
+            return read, "", ""
+        return read, f"{drafts['tokens_per_cycle']:.2f}", f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}"
+
+    _print_columns(
+        title,
+        ("mode", "log p off by", "KV read", "tokens a cycle", "kept"),
+        [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows],
+    )
+    Console().print(
+        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where that is rounding only, "
+        "samples are exactly the policy's; kept: drafts that verification kept",
+        highlight=False,
     )
 
 

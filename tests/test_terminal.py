@@ -1,6 +1,7 @@
 """What is shown while a command works: lines where nobody watches, a bar that fits where somebody does."""
 
 import io
+import re
 import subprocess
 import sys
 
@@ -102,6 +103,30 @@ def test_the_bar_says_how_far_a_phase_is(columns, told, shown, screen):
     console.print(table)
     (line,) = console.file.getvalue().splitlines()
     assert f"3/12 {shown}" in line and len(line) <= columns
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_long_lines_are_broken_between_words(columns, screen):
+    written = screen(columns)
+    with Progress(12) as progress:
+        progress("step", STEP)
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written.getvalue()).splitlines()
+    assert max(map(len, lines)) <= columns and " ".join(LINE.split()) in " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_modes_stand_beside_each_other(columns, screen):
+    written = screen(columns)
+    drafts = {"tokens_per_cycle": 4.5, "accepted": 9, "drafted": 10}
+    rows = [
+        ("dense", 3e-7, {"kv": {"read_fraction": 1.0}}),
+        ("lossless", 2e-7, {"kv": {"read_fraction": 0.76}, "drafts": drafts}),
+    ]
+    terminal.print_modes("held-out problems", rows)
+    lines = written.getvalue().splitlines()
+    cells = [line.split() for line in lines]
+    assert max(map(len, lines)) <= columns
+    assert ["dense", "3e-07", "100%"] in cells and ["lossless", "2e-07", "76%", "4.50", "90%"] in cells
 
 
 @pytest.mark.parametrize(

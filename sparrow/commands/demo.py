@@ -1,4 +1,4 @@
-"""``sparrow demo``: the whole loop on the bundled reasoner."""
+"""``sparrow demo``: the whole loop on the bundled reasoner, and then each mode beside the others."""
 
 from __future__ import annotations
 
@@ -7,54 +7,75 @@ from importlib import resources
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import tyro
 
 from sparrow.commands.arguments import from_toml
 from sparrow.commands.base import Command
 from sparrow.commands.train import Train
+from sparrow.mode import Decoding
+from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, Seed
+
+REASONER = Path(str(resources.files("sparrow") / "reasoner"))
+SCHEDULE = REASONER / "demo_schedule.json"
+DRAFT_TOKENS = 4  # before each verification, in lossless mode
 
 
 @dataclass(frozen=True)
 class Demo(Command):
-    """Train the bundled reasoner on a CPU in about five minutes: sparse rollouts, dense policy, rising reward."""
+    """Train the bundled reasoner on a CPU in some minutes: sparse rollouts, dense policy, rising reward. Then sample
+    the same problems dense, lossy and lossless."""
 
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
-    steps: Count = 8  # Training steps.
-    # lossy: under the schedule that comes with the reasoner. lossless: drafts read what that schedule says.
+    steps: Count = 7  # Training steps.
+    prompts: Count = 24  # Problems a step, with 8 responses each, and problems for each mode in the end.
+    # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read what that says.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
     def run(self) -> None:
         self.training().run()
+        self.compare()
 
     def interrupted(self) -> str:
         return self.training().interrupted()
 
     def training(self) -> Train:
         """What the demo is as a ``sparrow train``."""
-        folder, steps = Path(str(resources.files("sparrow") / "reasoner")), str(self.steps)
-        table = f"{folder}/demo_schedule.json"
         how = {
-            "dense": ["--rollout.mode", "dense"],
-            "lossy": ["--schedule", table],
-            "lossless": [
-                "--rollout.mode",
-                "lossless",
-                "--rollout.draft-schedule",
-                table,
-                "--rollout.draft-tokens",
-                "4",
-            ],
+            "dense": [],
+            "lossy": ["--schedule", str(SCHEDULE)],
+            "lossless": ["--rollout.draft-schedule", str(SCHEDULE), "--rollout.draft-tokens", str(DRAFT_TOKENS)],
         }
-        length = ["--seed", str(self.seed), "--steps", steps, "--save-every", steps]
-        arguments = [
-            *from_toml(folder / "demo.toml"),
-            *how[self.mode],
-            *length,
-            "--model",
-            "reasoner",
-            "--run-dir",
-            self.run_dir,
-        ]
-        return tyro.cli(Train, args=arguments)
+        sizes = {"seed": self.seed, "steps": self.steps, "save-every": self.steps, "rollout.prompts": self.prompts}
+        own = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
+        arguments = [*from_toml(REASONER / "demo.toml"), "--rollout.mode", self.mode, *how[self.mode], *own]
+        return tyro.cli(Train, args=[*arguments, "--model", "reasoner", "--run-dir", self.run_dir])
+
+    def compare(self) -> None:
+        """Sample held-out problems with the trained model in each mode, and print what comes of it."""
+        from sparrow.engines.hf import HFEngine, eos_ids
+        from sparrow.loading import HELD_OUT, load_model, load_task_spec
+        from sparrow.rollout import Sampling
+        from sparrow.terminal import print_modes, status
+
+        training = self.training()
+        assert training.task is not None, "demo.toml names a task"
+        with status("the same problems in each mode") as shown:
+            model, tokenizer = load_model(str(Path(self.run_dir, "model")))
+            task = load_task_spec(training.task)
+            problems = [task.problem(i, seed=HELD_OUT) for i in range(self.prompts)]
+            prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+            sampling = Sampling(training.rollout.max_new_tokens, top_n=0, seed=self.seed)
+            lossless = Decoding.lossless(str(SCHEDULE), draft_tokens=DRAFT_TOKENS)
+            rows = []
+            for decoding in (Decoding.load("dense"), Decoding.load(str(SCHEDULE)), lossless):
+                shown.update(f"sampling {decoding.mode}")
+                engine = HFEngine(model, decoding, eos_ids(model, tokenizer))
+                rollouts = engine.generate(prompts, sampling)
+                counts = engine.counters().to_dict()
+                scores = engine.score(rollouts, SparsitySchedule.dense(), sampling.temperature)
+                off = [np.abs(r.logprobs - s.logprobs) for r, s in zip(rollouts, scores, strict=True)]
+                rows.append((str(decoding.mode), float(np.concatenate(off).mean()), counts))
+        print_modes(f"held-out problems, {len(problems)} in each mode", rows)

@@ -20,7 +20,7 @@ MEANINGS = {
     "reward": "Mean reward of a step's responses.",
     "evaluation": "Mean reward of the dense policy's responses to a benchmark, with its 95 % interval over problems.",
     "response tokens": "Tokens sampled in all steps.",
-    "tokens kept": "Share of the response tokens that the importance correction left in the loss.",
+    "tokens in the loss": "Share of the response tokens that the importance correction left in the loss.",
     "KV read": "Share of the cached tokens that decoding read; dense decoding reads all.",
     "entropy": "Mean entropy of the policy's next-token distribution, nats per token.",
     "tokens/s": "Response tokens per second of the rollout phase.",
@@ -101,14 +101,14 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 def result_rows(log: RunLog) -> list[NamedValue]:
     """Steps, reward before and after, tokens, what was kept of them, what was read of the cache, what was drafted."""
-    alarms = log.steps[log.series("guard", "alarm") == 1]
+    alarms, kept = log.steps[log.series("guard", "alarm") == 1], log.tokens_kept()
     rows = [
         ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
         ("reward", _rise(log, log.series("reward", "mean"))),
         *((f"reward, {name}", _rise(log, log.series("reward", "sources", name))) for name in log.sources()),
         *((f"evaluation, {name}", _best(log, name)) for name in log.benchmarks()),
         ("response tokens", f"{log.series('response', 'tokens').sum():,.0f}"),
-        ("tokens kept", percent(log.tokens_kept())),
+        ("tokens in the loss", "all" if kept == 1 else f"{percent(kept)}, others masked by the correction"),
         ("KV read", percent(log.kv_read())),
     ]
     if drafting := log.drafting():

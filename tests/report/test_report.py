@@ -289,7 +289,7 @@ def test_summary_rows_by_hand(tmp_path):
         ("steps", "8 of 8"),
         ("reward", "0.150 → 0.750 (mean of the first and last 2 steps)"),
         ("response tokens", "3,600"),
-        ("tokens kept", "99.72 %"),
+        ("tokens in the loss", "99.72 %, others masked by the correction"),
         ("KV read", "30 %"),
         ("p5 at 0-100 tokens", "0.900 [0.880, 0.930], holds tau 0.86"),
         ("p5 at 100-200 tokens", "0.800 [0.750, 0.850], below tau 0.86"),
