@@ -1,9 +1,11 @@
 """What the docs show is run: their Python blocks, and every flag of every subcommand."""
 
+import os
 import re
 import runpy
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ import pytest
 from sparrow.loading import load_problems, load_task_spec, parse_spec
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Mixture, Trace, build_tokenizer
+from tests.conftest import tiny_model
+from tests.vllm.tiny_vllm import discoverable
 
 pytestmark = pytest.mark.slow
 
@@ -22,6 +26,44 @@ PAGES = sorted(p.name for p in DOCS.glob("*.md") if "```python" in p.read_text(e
 def test_python_blocks_run(page):
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), flags=re.S)
     subprocess.run([sys.executable, "-c", "\n".join(blocks)], check=True)
+
+
+PREPARE = {
+    'additional_config={"sparrow": "lossless"}': """
+        from tests.vllm import v2_on_cpu  # the model runner of GPUs
+        from vllm.v1.sample.ops import topk_topp_sampler
+        topk_topp_sampler.HAS_TRITON = False
+    """,
+    'attention_backend="CUSTOM"': "",
+    "AutoModelForCausalLM": "",
+}
+"""What each block of README's is known by, and what a machine without a GPU needs before it."""
+
+
+@pytest.mark.parametrize("mark", PREPARE)
+def test_readme_examples_run_as_printed(mark, tmp_path):
+    """On a random model of the shape that the published schedule is for, under the name that the example gives."""
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS.parent / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    (block,) = (block for block in blocks if mark in block)
+    assert len(blocks) == len(PREPARE)
+    if "from vllm" in block:
+        pytest.importorskip("vllm.version")
+    folder, tokenizer = tmp_path / "Qwen" / "Qwen3-4B", build_tokenizer()
+    model = tiny_model(
+        vocab_size=len(tokenizer), num_hidden_layers=36, hidden_size=32, head_dim=64, num_attention_heads=4
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    code = textwrap.dedent(PREPARE[mark]) + block + "\nimport sparrow\nprint('ran with', sparrow.__file__)"
+    quiet = {
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1",
+        "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0", "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": discoverable(tmp_path),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, **quiet}, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "ran with" in done.stdout, done.stdout[-2000:] + done.stderr[-3000:]
 
 
 def test_the_command_line_page_says_what_the_commands_say():
