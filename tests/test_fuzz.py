@@ -28,6 +28,7 @@ COUNTS = {"settings": 80, "schedules": 90, "files": 36, "writes": 8}  # cases of
 assert sum(COUNTS.values()) >= 200
 
 SMALL = {
+    "demo": "--steps 1 --prompts 1 --run-dir run",
     "train": "--task trace:lines=4 --schedule fixed:1 --steps 1 --rollout.prompts 2 --rollout.samples 2 "
     "--rollout.max-new-tokens 4 --run-dir run",
     "measure": "--task trace:lines=4 --schedule fixed:1 --count 2 --max-new-tokens 4 --out report.json",
@@ -106,7 +107,7 @@ def options(command: type, section: str = "") -> Iterator[str]:
 
 
 def base(command: str) -> list[str]:
-    model = [] if command == "report" else ["--model", "model"]
+    model = [] if command in ("demo", "report") else ["--model", "model"]
     return [command, *model, *SMALL[command].split()]
 
 
@@ -115,11 +116,11 @@ def test_settings(place):
         rng = random.Random(f"{SEED}/settings")
         commands = {kind.__name__.lower(): [*options(kind)] for kind in get_args(cli.COMMANDS)}
         # Runs of any length are no nonsense, and the hub, which takes a minute to give up, is not to be asked.
-        left_out = ("--steps", "--model", "--engine")
+        left_out = ("--steps", "--prompts", "--model", "--engine")
         commands = {kind: [name for name in names if name not in left_out] for kind, names in commands.items()}
         for i in range(COUNTS["settings"]):
             place()
-            command = rng.choice(["train", "measure", "calibrate", "eval", *["cost"] * 8])
+            command = rng.choice(["demo", "train", "measure", "calibrate", "eval", *["cost"] * 8])
             option, value = rng.choice(commands[command]), rng.choice(ODD)
             yield f"settings {i}", [*base(command), option, value]
 
@@ -201,7 +202,7 @@ def test_writes(place, monkeypatch):
         for i in range(COUNTS["writes"]):
             place()
             name, left = rng.choice(["fsync", "replace"]), rng.randrange(6)
-            command = rng.choice(["train", "train", "measure", "calibrate", "eval"])
+            command = rng.choice(["demo", "train", "train", "measure", "calibrate", "eval"])
             real = getattr(os, name)
 
             def full(*args, real=real, **options):
