@@ -137,17 +137,24 @@ def weights_digest(model: nn.Module) -> str:
     return _digest(json.dumps(sums))
 
 
+COLUMNS = ("benchmark", "schedule", "problems", "mean@k", "pass@k", "majority@k", "k", "tokens", "tokens/s")
+
+
+def rows(results: Sequence[BenchmarkResult]) -> list[tuple[str, ...]]:
+    """``COLUMNS`` of each benchmark and schedule, with 95 % intervals over problems."""
+    return [
+        (
+            r.benchmark, r.schedule, str(r.problems), str(r.mean), str(r.passed), str(r.majority), str(r.k),
+            f"{r.tokens:.0f}", "n/a" if math.isnan(r.speed) else f"{r.speed:,.0f}",
+        )
+        for r in results
+    ]  # fmt: skip
+
+
 def markdown_table(results: Sequence[BenchmarkResult]) -> str:
-    """One row per benchmark and schedule, with 95 % intervals over problems."""
-    lines = [
-        "| benchmark | schedule | problems | mean@k | pass@k | majority@k | k | tokens | tokens/s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        cells = [r.benchmark, r.schedule, r.problems, r.mean, r.passed, r.majority, r.k, f"{r.tokens:.0f}"]
-        cells.append("n/a" if math.isnan(r.speed) else f"{r.speed:,.0f}")
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines) + "\n"
+    """``rows`` for a Markdown page."""
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(results)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:

@@ -182,6 +182,25 @@ def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[
     Console().print(table)
 
 
+def print_records(headings: Sequence[str], records: Sequence[Sequence[str]]) -> None:
+    """A table, or one of names and values for each record where the terminal is too narrow for that.
+
+    Where it is no terminal the table is as wide as it must be.
+    """
+    console = Console()
+    width = 3 * len(headings) + sum(max(map(len, column)) for column in zip(headings, *records, strict=True))
+    if console.is_terminal and width > console.width:
+        for record in records:
+            print_rows(record[0], list(zip(headings[1:], record[1:], strict=True)))
+        return
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for heading in headings:
+        table.add_column(heading, no_wrap=True)
+    for record in records:
+        table.add_row(*map(escape, record))
+    Console(width=max(width, console.width)).print(table)
+
+
 def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> None:
     """What ``sparrow measure`` found."""
     _print_columns(

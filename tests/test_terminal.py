@@ -129,6 +129,25 @@ def test_modes_stand_beside_each_other(columns, screen):
     assert ["dense", "3e-07", "100%"] in cells and ["lossless", "2e-07", "76%", "4.50", "90%"] in cells
 
 
+RECORDS = [("aime24", "dense", "0.500 [0.400, 0.600]"), ("aime24", "qwen3-4b-0.86", "0.512 [0.410, 0.620]")]
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_records_stand_in_a_table_where_it_fits_and_below_each_other_elsewhere(columns, screen):
+    written = screen(columns)
+    terminal.print_records(("benchmark", "schedule", "mean@k"), RECORDS)
+    text = written.getvalue()
+    lines = text.splitlines()
+    assert all(len(line) <= columns for line in lines) and "…" not in text
+    assert all(cell in text for record in RECORDS for cell in record)
+    assert any("qwen3-4b-0.86" in line and "0.512 [0.410, 0.620]" in line for line in lines) == (columns == 80)
+
+
+def test_records_away_from_a_terminal_are_whole(capsys):
+    terminal.print_records(("mean@k",) * 8, [(RECORDS[0][2],) * 8])
+    assert capsys.readouterr().out.splitlines()[-1].count(RECORDS[0][2]) == 8
+
+
 @pytest.mark.parametrize(
     ("count", "text"),
     [(0, "0"), (999, "999"), (1000, "1k"), (12_345, "12.3k"), (999_800, "1000k"), (1_234_567, "1.23M")],

@@ -34,10 +34,10 @@ class Eval(DecodingOptions, Sampled):
     limit: Count | None = None
 
     def run(self) -> None:
-        from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
+        from sparrow.benchmark import COLUMNS, markdown_table, rows, run_benchmark, weights_digest
         from sparrow.loading import context_of, load_benchmark, load_engine, load_model, prompt_room
         from sparrow.rollout import Sampling
-        from sparrow.terminal import say, status
+        from sparrow.terminal import print_records, status
 
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}
@@ -72,9 +72,8 @@ class Eval(DecodingOptions, Sampled):
                         run_benchmark(engine, tokenizer, problems, sampling, self.k, folder, name, label, source)
                     )
         engine.close()
-        table = markdown_table(results)
-        say(table)
-        files.write_text(folder / "results.md", table)
+        files.write_text(folder / "results.md", markdown_table(results))
+        print_records(COLUMNS, rows(results))
 
     def interrupted(self) -> str:
         return "interrupted; the same command goes on from what is done"
