@@ -55,7 +55,8 @@ class Panel:
         ax.set_ylabel(self.axis)
         ax.yaxis.set_major_formatter("{x:g}")
         if self.floor is not None:
-            ax.set_ylim(self.floor, max(ax.get_ylim()[1], self.floor + 1e-9))
+            headroom = self.floor + 1.06 * (ax.dataLim.y1 - self.floor)  # a flat curve has no margin of its own
+            ax.set_ylim(self.floor, max(ax.get_ylim()[1], headroom, self.floor + 1e-9))
         step_axis(ax, [step for log in logs for step in self.at(log).tolist()])
 
     def keys(self, logs: Sequence[RunLog]) -> list[Key]:
