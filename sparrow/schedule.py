@@ -25,6 +25,8 @@ from sparrow.errors import ConfigError
 ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
+PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
+"""What a schedule says of pages whatever their number: the fields of ``attention.PageLayout``."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,11 @@ class SparsitySchedule:
         """Cached tokens a sparse layer reads at ``length``: its KV budget, or all of them where that is fewer."""
         kept = self.pages(length) + self.sink_pages + self.recent_pages
         return np.minimum(np.asarray(length, dtype=np.int64), kept * self.page_size)
+
+    @property
+    def page_layout(self) -> dict[str, Any]:
+        """The arguments of a ``PageLayout``; attention knows no schedule."""
+        return {name: getattr(self, name) for name in PAGE_LAYOUT}
 
     @property
     def is_dense(self) -> bool:

@@ -1,7 +1,9 @@
 """Sparsity schedules: published tables and their edges, JSON, refusals, and the table an engine looks pages up in."""
 
 import json
+from dataclasses import fields
 from math import inf
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -9,6 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparrow import schedule
+from sparrow.attention import pages
 from sparrow.errors import ConfigError
 from sparrow.model.actor import ScheduleTable
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
@@ -332,3 +336,11 @@ def test_up_to_which_length_everything_is_read():
     assert layout(13, ALL_PAGES).dense_up_to == inf
     lengths = np.arange(1, 128)
     assert (layout(5, 13, 20).tokens_read(lengths) == lengths).all()
+
+
+def test_pages_are_described_alike_to_attention_which_knows_no_schedule():
+    """``PageLayout`` cannot share a definition with a schedule: that imports no torch."""
+    assert tuple(field.name for field in fields(pages.PageLayout)) == schedule.PAGE_LAYOUT
+    assert get_args(schedule.LandmarkDtype) == get_args(pages.LandmarkDtype)
+    chosen = SparsitySchedule((3,), page_size=8, sink_pages=2, recent_pages=4, landmark_dtype="fp8_e4m3")
+    assert pages.PageLayout(**chosen.page_layout) == pages.PageLayout(8, 2, 4, "fp8_e4m3")

@@ -51,10 +51,7 @@ class Actor:
     dense: bool = False  # decode steps attend to everything just now
 
     def __post_init__(self) -> None:
-        schedule = self.schedule
-        self.layout = PageLayout(
-            schedule.page_size, schedule.sink_pages, schedule.recent_pages, schedule.landmark_dtype
-        )
+        self.layout = PageLayout(**self.schedule.page_layout)
         self.table = ScheduleTable(self.schedule)
 
     @property

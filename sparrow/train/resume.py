@@ -9,7 +9,7 @@ from typing import Any
 
 from sparrow.errors import ConfigError
 from sparrow.run.directory import RunConfig
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import PAGE_LAYOUT, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
 Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line -> before, now
@@ -21,7 +21,7 @@ FIXED = (
     "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: it may have moved
-LAYOUT = ("page_size", "bin_tokens", "sink_pages", "recent_pages", "dense_layers", "landmark_dtype")
+LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers")
 
 
 def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:

@@ -17,9 +17,9 @@ from torch import Tensor
 from sparrow.attention import Choice, DecodeWorkspace, PageLayout
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
-from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.schedule import ALL_PAGES, PAGE_LAYOUT, SparsitySchedule
 
-LAYOUT = ("page_size", "sink_pages", "recent_pages", "dense_layers", "landmark_dtype")
+LAYOUT = (*PAGE_LAYOUT, "dense_layers")
 """What CUDA graphs and landmarks are made for: a running engine cannot change it."""
 
 
@@ -37,9 +37,7 @@ class Runtime:
         self.decoding = decoding
         self.is_lossless = decoding.mode == "lossless"
         schedule = self._started_with = decoding.schedule
-        self.layout = PageLayout(
-            schedule.page_size, schedule.sink_pages, schedule.recent_pages, schedule.landmark_dtype
-        )
+        self.layout = PageLayout(**schedule.page_layout)
         self.sparse_layers: list[int] = []
         self.dense_layers: list[int] = []
         self.backend = ""

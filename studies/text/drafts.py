@@ -100,7 +100,7 @@ class Cycles:
 
 
 def layout_of(schedule: SparsitySchedule) -> PageLayout:
-    return PageLayout(schedule.page_size, schedule.sink_pages, schedule.recent_pages, schedule.landmark_dtype)
+    return PageLayout(**schedule.page_layout)
 
 
 def _attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **kwargs: Any) -> tuple[Tensor, None]:
