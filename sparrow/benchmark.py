@@ -21,9 +21,9 @@ from sparrow.engines.base import Engine
 from sparrow.errors import ConfigError, PromptError
 from sparrow.evaluate import Score, majority_at_k, mean_at_k, pass_at_k
 from sparrow.rewards import extract_answer
-from sparrow.rollout import Sampling, derived_seed
+from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem
-from sparrow.tasks.verify import verify_all
+from sparrow.tasks.verify import TIME_LIMIT, verify_all
 
 CHUNK = 32  # problems sampled between writes
 
@@ -42,6 +42,34 @@ class BenchmarkResult:
     majority: Score
     tokens: float
     speed: float
+
+
+Asked = Sequence[tuple[int, int]]
+"""A problem's place among all and the number of a response to it, for each response."""
+
+
+def sample(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], asked: Asked, sampling: Sampling
+) -> list[Rollout]:
+    """A response for each of ``asked``, which seeds it together with the seed of ``sampling``.
+
+    Raises ConfigError: a problem that the engine cannot take.
+    """
+    prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
+    seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
+    try:
+        return engine.generate(prompts, replace(sampling, seeds=seeds))
+    except PromptError as error:
+        raise ConfigError(f"problem {problems[asked[error.index][0]].id!r} {error.reason}") from error
+
+
+def judge(
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], asked: Asked, rollouts: Sequence[Rollout],
+    time_limit: float = TIME_LIMIT,
+) -> tuple[list[str], list[float]]:  # fmt: skip
+    """The text of each response, and its reward; see ``verify_all``."""
+    texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
+    return texts, verify_all([problems[i] for i, _ in asked], texts, time_limit)
 
 
 def run_benchmark(
@@ -81,16 +109,10 @@ def run_benchmark(
     missing = [i for i, name in enumerate(names) if not all((*name, n) in found for n in range(k))]
     for begin in range(0, len(missing), CHUNK):
         asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
-        prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
-        seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
         began = time.perf_counter()
-        try:
-            rollouts = engine.generate(prompts, replace(sampling, seeds=seeds))
-        except PromptError as error:
-            raise ConfigError(f"problem {problems[asked[error.index][0]].id!r} {error.reason}") from error
+        rollouts = sample(engine, tokenizer, problems, asked, sampling)
         seconds = (time.perf_counter() - began) / len(asked)
-        texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
-        rewards = verify_all([problems[i] for i, _ in asked], texts)
+        texts, rewards = judge(tokenizer, problems, asked, rollouts)
         new = []
         for (i, n), rollout, text, reward in zip(asked, rollouts, texts, rewards, strict=True):
             new.append(

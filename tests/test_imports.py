@@ -58,8 +58,8 @@ ALLOWED = {
     "report": ["mismatch", "run", "schedule"],
     "terminal": ["calibrate", "mismatch", "schedule"],
     "train": [
-        "dial", "engines.base", "evaluate", "measure", "mismatch", "mode", "model.scoring", "rewards", "rollout",
-        "run", "schedule", "settings", "tasks", "train.distill",
+        "benchmark", "dial", "engines.base", "evaluate", "measure", "mismatch", "mode", "model.scoring", "rewards",
+        "rollout", "run", "schedule", "settings", "tasks", "train.distill",
     ],
     "train.distill": ["measure", "mismatch", "model", "model.scoring", "schedule", "train"],
     "integrations": ["engines.base", "engines.vllm", "measure", "mismatch", "mode", "rollout", "schedule", "vllm"],

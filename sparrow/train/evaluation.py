@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sparrow.benchmark import judge, sample
 from sparrow.engines.base import Engine
-from sparrow.errors import ConfigError, PromptError
 from sparrow.evaluate import mean_at_k, pass_at_k
-from sparrow.rollout import Sampling, derived_seed
+from sparrow.rollout import Sampling
 from sparrow.run.directory import Row
 from sparrow.tasks import Problem
-from sparrow.tasks.verify import verify_all
 from sparrow.train.config import TrainConfig
 from sparrow.train.ranks import Ranks
 
@@ -49,31 +48,21 @@ class Evaluator:
 
     def _score(self, problems: Sequence[Problem]) -> dict[str, Any]:
         chosen, seed = self.config.eval, self.config.seed
-        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
-        count = len(problems) * chosen.k
         sampling = Sampling(
-            chosen.max_new_tokens or self.config.rollout.max_new_tokens, chosen.temperature, top_n=0,
+            chosen.max_new_tokens or self.config.rollout.max_new_tokens, chosen.temperature, top_n=0, seed=seed,
             top_k=chosen.top_k, top_p=chosen.top_p,
         )  # fmt: skip
 
         def respond(rows: Sequence[int]) -> list[tuple[float, int, bool]]:
             if not rows:
                 return []
-            seeds = [derived_seed(seed, *divmod(row, chosen.k)) for row in rows]
-            watch = partial(self._watch, len(rows))
-            try:
-                rollouts = self.engine.generate(
-                    [prompts[row // chosen.k] for row in rows], replace(sampling, seeds=seeds, watch=watch)
-                )
-            except PromptError as error:
-                problem = problems[rows[error.index] // chosen.k]
-                raise ConfigError(f"problem {problem.id!r} of the evaluation {error.reason}") from error
-            texts = [str(self.tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
-            asked = [problems[row // chosen.k] for row in rows]
-            rewards = verify_all(asked, texts, self.config.reward.time_limit)
+            asked = [divmod(row, chosen.k) for row in rows]
+            watched = replace(sampling, watch=partial(self._watch, len(rows)))
+            rollouts = sample(self.engine, self.tokenizer, problems, asked, watched)
+            _, rewards = judge(self.tokenizer, problems, asked, rollouts, self.config.reward.time_limit)
             return [(w, len(r), r.finish_reason == "stop") for w, r in zip(rewards, rollouts, strict=True)]
 
-        found = self.ranks.spread("eval", count, respond)
+        found = self.ranks.spread("eval", len(problems) * chosen.k, respond)
         rewards, tokens, ended = (np.array(column, float).reshape(-1, chosen.k) for column in zip(*found, strict=True))
         return {
             "mean": asdict(mean_at_k(rewards)), "pass": asdict(pass_at_k(rewards, chosen.k)),
