@@ -18,10 +18,13 @@ TRY_AGAIN = 2000
 """Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
 """Cycles after which what nearly won is timed again: the first times of a batch are the least reliable."""
-DENSE_AGAIN, DENSE_CYCLES, DENSE_NEAR = 64, 6, 0.7
-"""After so many cycles, and twice, four times ... as many, so many are dense again, where that had this share of the
-best speed. Lossless decoding must not be slower than dense, and dense steps that were slow when they were timed, as a
-batch's first ones are, would hide that it is."""
+DENSE_AGAIN = 64
+"""Cycles of a batch after which dense steps are timed again, and so after twice as many, four times and so on: the
+first times may have been slow by chance, and lossless decoding must not be slower than dense."""
+DENSE_CYCLES = 6
+"""Dense steps each time."""
+DENSE_NEAR = 0.7
+"""Only where dense steps had this share of the best speed; else they cannot win."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
 HOPELESS = 0.9
