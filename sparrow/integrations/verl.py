@@ -63,6 +63,7 @@ class SparsePPOTrainer(Trainer):
 
     schedule: SparsitySchedule
     report: MismatchReport | None = None
+    _is_lossless = False
 
     def __init__(self, config: Any) -> None:
         options = config.trainer.v1.get("sparrow", {})
@@ -74,7 +75,8 @@ class SparsePPOTrainer(Trainer):
 
     def on_init_end(self) -> None:
         """See ``PPOTrainer``; makes sure that every replica decodes under the schedule."""
-        self.schedule = requested(OmegaConf.to_container(self.config, resolve=True))
+        decoding = requested(OmegaConf.to_container(self.config, resolve=True))
+        self.schedule, self._is_lossless = decoding.schedule, decoding.mode == "lossless"
         super().on_init_end()
         self.set_schedule(self.schedule)
 
@@ -82,10 +84,11 @@ class SparsePPOTrainer(Trainer):
         """See ``PPOTrainer``; the replicas are awake now, with the weights of this step."""
         super().on_step_end()
         if self._probe_every and self.global_steps % self._probe_every == 0:
-            if not (self._ceiling or self.schedule.is_dense):
+            samples_are_dense = self._is_lossless or self.schedule.is_dense
+            if not (self._ceiling or samples_are_dense):
                 self._measure_ceiling()
             found = self._probed()
-            if self.schedule.is_dense:
+            if samples_are_dense:
                 self._ceiling.measure(found)
             self.report = self._ceiling.on(found)
             self.logger.log(data=mismatch_metrics(self.report), step=self.global_steps)
@@ -124,8 +127,8 @@ class SparsePPOTrainer(Trainer):
         return batch
 
 
-def requested(config: Mapping[str, Any]) -> SparsitySchedule:
-    """The schedule in verl's configuration or the environment.
+def requested(config: Mapping[str, Any]) -> Decoding:
+    """What verl's configuration or the environment has vLLM do.
 
     Raises ConfigError: there is none, or the policy's or the actor's log-probs will not be there to compare.
     """
@@ -150,7 +153,7 @@ def requested(config: Mapping[str, Any]) -> SparsitySchedule:
             "no schedule; set +actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} and "
             f"+actor_rollout_ref.rollout.engine_kwargs.vllm.attention_backend=CUSTOM, or {vllm_config.ENVIRONMENT}"
         )
-    return decoding.schedule
+    return decoding
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:

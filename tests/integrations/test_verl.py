@@ -12,6 +12,7 @@ import torch
 
 from sparrow.errors import ConfigError
 from sparrow.measure import TokenAcceptance
+from sparrow.mismatch import Ceiling
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 verl = pytest.importorskip("verl")
@@ -79,10 +80,10 @@ def test_to_the_rest_of_verl_this_is_the_synchronous_trainer(composed):
 def test_the_schedule_is_vllms(monkeypatch):
     monkeypatch.delenv("SPARROW_SCHEDULE", raising=False)
     given = {"vllm": {"additional_config": {"sparrow": SCHEDULE.to_dict()}}}
-    assert adapter.requested(configuration(engine_kwargs=given)) == SCHEDULE
+    assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
     monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
-    assert adapter.requested(configuration()).top_k == (9,)
-    assert adapter.requested(configuration(engine_kwargs=given)) == SCHEDULE
+    assert adapter.requested(configuration()).schedule.top_k == (9,)
+    assert adapter.requested(configuration(engine_kwargs=given)).schedule == SCHEDULE
 
 
 def test_what_could_not_be_compared_is_refused(monkeypatch):
@@ -140,6 +141,12 @@ def test_the_probe_asks_the_servers_when_its_turn_comes(composed, monkeypatch):
     assert asked[6:] == [10, asks] and logged.pop(10)["sparrow/p5/0-32/ceiling"] == 0.5
     assert list(logged) == [5] and logged[5]["sparrow/p5"] == 0.5 and logged[5]["sparrow/acceptance_mean"] == 0.7
     assert trainer.report.n_sequences == 2
+
+    # Samples of lossless rollouts are the dense policy's: there is nothing to measure beside them.
+    asked.clear()
+    trainer._is_lossless, trainer._ceiling, trainer.global_steps = True, Ceiling(), 15
+    trainer.on_step_end()
+    assert asked == [15, asks] and logged[15]["sparrow/p5/0-32/ceiling"] == 0.5
 
 
 @pytest.fixture(scope="module")
