@@ -117,6 +117,12 @@ def is_loop(run: Run) -> bool:
     return run["schedule"].startswith("auto:") and not run["actor"]
 
 
+def settled(run: Run) -> int:
+    """The step, from 1, from which the KV read stays within 0.05 of the mean of its last half."""
+    read = np.array(run["read"])
+    return int(np.flatnonzero(abs(read - read[len(read) // 2 :].mean()) > 0.05)[-1]) + 2
+
+
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
     """Runs by arm, in the order in which arms first come."""
     groups: dict[str, list[Run]] = {}

@@ -27,65 +27,13 @@ from typing import Any
 
 import numpy as np
 import tyro
+from stability_arms import TARGETS, Arm, arms
 
 PERCENTILES = (1, 5, 10)
 HELD_OUT = 10**9
-TARGETS = (0.75, 0.80, 0.86, 0.89, 0.92, 0.95, 0.97)
 ENOUGH = 0.65
 """A run that the clock cuts off counts if it came this far."""
 LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
-
-
-@dataclass(frozen=True)
-class Arm:
-    """What distinguishes a run.
-
-    Attributes:
-        schedule: dense, fixed:PAGES, pN (calibrated to a p5 of 0.N), or auto:N (the closed loop towards 0.N, started
-            dense; auto:N:START from one of the others), or dial:N (the dial towards 0.N, over ``--dial``).
-        correction, advantage, normalization: as in ``sparrow train``.
-        samples: responses per prompt.
-        actor: what else sets the actor apart: nothing, ``evict`` (the schedule's tokens are all that is kept),
-            ``bits:N`` (weights of N bits), ``stale:N`` (weights renewed every N steps), ``noise:S:W`` (at S % of the
-            positions W % of the distribution is uniform), ``worn`` (a LoRA, distilled); or a fault after step N:
-            ``halved:N`` (the schedule, by hand) or ``unworn:N`` (the LoRA is lost on the actor's side).
-    """
-
-    schedule: str = "dense"
-    correction: str = "token_tis"
-    advantage: str = "grpo"
-    normalization: str = "dapo"
-    samples: int = 8
-    actor: str = ""
-
-
-DIALS = ("98", "985", "99", "999")
-SCHEDULES = ("fixed:4", *(f"p{100 * target:.0f}" for target in TARGETS))
-CORRECTIONS = ("none", "geometric_tis", "icepop", "obrs", "sparse_rl")
-
-
-def arms() -> dict[str, Arm]:
-    """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
-    found = {"dense": Arm()}
-    found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
-    for n in (86, 90, 92, 95, 97, 98, 99):
-        found[f"auto{n}"] = Arm(f"auto:{n}")
-        found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
-    found |= {f"auto{n}-sparse_rl": Arm(f"auto:{n}", "sparse_rl") for n in (92, 95)}
-    found |= {f"dial{n}": Arm(f"dial:{n}") for n in DIALS}
-    found |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
-    found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
-    found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
-    found |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4, 8)}
-    found |= {f"noise-all-{n}": Arm(actor=f"noise:100:{n}") for n in (1, 3)}
-    found |= {f"noise-rare-{n}": Arm(actor=f"noise:{n}:50") for n in (1, 3, 6)}
-    for s in ("p80", "p86", "p92", "p95"):
-        found |= {f"{s}-{c}": Arm(s, c) for c in CORRECTIONS}
-    for s in ("dense", "p80", "p86", "p92", "p95"):
-        found[f"{s}-rloo"] = Arm(s, advantage="rloo")
-        found[f"{s}-grpo"] = Arm(s, normalization="grpo")
-    found |= {f"{s}-samples16": Arm(s, samples=16) for s in ("p80", "p86", "p92")}
-    return found
 
 
 @dataclass(frozen=True)

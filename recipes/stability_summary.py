@@ -34,6 +34,7 @@ from stability_statistics import (
     late_read,
     outcome,
     over_arms,
+    settled,
     shortened,
     signs,
     tau,
@@ -200,12 +201,6 @@ def loops(study: Study) -> str:
                 ]
             )  # fmt: skip
     return table(head, rows)
-
-
-def settled(run: Run) -> int:
-    """The step, from 1, from which the KV read stays within 0.05 of the mean of its last half."""
-    read = np.array(run["read"])
-    return int(np.flatnonzero(abs(read - read[len(read) // 2 :].mean()) > 0.05)[-1]) + 2
 
 
 def span(values: Iterable[Any]) -> str:
