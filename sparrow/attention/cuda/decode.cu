@@ -12,8 +12,9 @@
 // tensor-core tile; heads of a group are its columns, up to 8. "Logits" are to base 2.
 //
 // Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in a block of the
-// cache, SINK and RECENT pages always kept, BF16 (else float16), FP8 (landmarks in e4m3, else as the keys), WARPS, STAGES pages in flight per warp, RESIDENT
-// programs that are to fit on a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that are ranked.
+// cache, SINK and RECENT pages always kept, BF16 (else float16), FP8 (landmarks in e4m3, else as the keys), WARPS,
+// STAGES pages in flight per warp, RESIDENT programs that are to fit on a multiprocessor, BINS of scores, and
+// CANDIDATES: most scores of one bin that are ranked.
 
 #include "select.cuh"
 
