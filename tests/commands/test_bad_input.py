@@ -331,7 +331,9 @@ def test_a_task_of_ones_own_by_module_and_class(own, checkpoint, tmp_path, capsy
     assert {row["problem"] for row in logged} == {"reverse-6-0", "reverse-6-1"}
     options = ["--k", "1", "--limit", "2", "--out", "evaluated", "--max-new-tokens", "8"]
     main(["eval", "--model", checkpoint, "--benchmark", f"{own}:Reverse", *options])
-    assert f"| {own}:Reverse | dense | 2 |" in capsys.readouterr().out
+    (written,) = tmp_path.glob("evaluated/**/results.md")
+    assert f"| {own}:Reverse | dense | 2 |" in written.read_text()
+    assert f"{own}:Reverse" in capsys.readouterr().out
 
 
 def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, capsys):

@@ -257,17 +257,18 @@ def test_an_answer_that_hung_is_not_tried_again():
         assert time.monotonic() - start < 0.5 and verifier.lost == 1
 
 
-def test_the_limit_is_of_processor_time(monkeypatch):
+def test_the_limit_is_of_processor_time(monkeypatch, born):
     """A comparison that was kept from the processor is not wrong for that; one that never gets it is, in the end."""
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
         assert verifier.equal("x+x", "2x")
-        (worker,) = psutil.Process().children()[-1:]
+        (worker,) = born()
         worker.suspend()
         threading.Timer(0.8, worker.resume).start()
         assert verifier.equal("x+x+x", "3x") and verifier.lost == 0
         assert verifier.equal("x+x", "2x")
-        psutil.Process().children()[-1].suspend()
+        (worker,) = born()
+        worker.suspend()
         start = time.monotonic()
         assert not verifier.equal("y+y", "2y")
         assert 1.5 <= time.monotonic() - start < 4 and verifier.lost == 1
