@@ -38,6 +38,9 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 log = logging.getLogger(__name__)
 
 PILOT = 24  # fewest responses that a round samples
+SHORTEST_LISTS, LONGEST_LISTS, LENGTHEN = 20, 1280, 4
+"""Tokens of the actor's lists where their length is not given: the first, and so many times more while they decide
+nothing, up to the last."""
 CEILING_RESPONSES = 64  # sampled densely where nothing else tells the ceiling, at most as many as are measured
 
 
@@ -96,6 +99,18 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
         f"actor's lists of {top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones "
         f"({option}) tell"
     )
+
+
+def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
+    """The same sampling with longer lists of tokens; None if in ``bins`` they tell whether p5 reaches ``p5``, or are as
+    long as any may be."""
+    top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
+    if top_n <= sampling.top_n or not left_open(bins, Tau(p5, relative=False), sampling.top_n, "--top-n"):
+        return None
+    log.warning(
+        "lists of %d tokens leave open whether p5 reaches %g; sampling again with %d", sampling.top_n, p5, top_n
+    )
+    return replace(sampling, top_n=top_n)
 
 
 def measure(
@@ -159,6 +174,7 @@ def calibrate_engine(
     on_policy: int,
     provenance: Mapping[str, Any],
     relative: bool = False,
+    lengthen: bool = False,
     listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` on the model of an engine and a scorer, on trajectories sampled once.
@@ -174,6 +190,7 @@ def calibrate_engine(
         layout: gives page size, bins and dense layers. Sampled under first, but if it is dense and rounds follow, the
             largest of ``budgets`` is, at a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
+        lengthen: whether responses are sampled again with longer lists where those of dense rollouts are too short.
         listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
 
     Raises ConfigError: rounds on policy without a pass to refine what they start from; or no budget holds the target in
@@ -182,7 +199,7 @@ def calibrate_engine(
     if on_policy and not refine:
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
-    fewest = min(budgets)
+    fewest, tau = min(budgets), Tau(target, relative)
     ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
 
     @contextmanager
@@ -197,14 +214,18 @@ def calibrate_engine(
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
-        nonlocal ceiling
+        nonlocal ceiling, sampling
         some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 10)]
-        again = replace(sampling, seed=sampling.seed + number)
         left, later = count(len(trials), -1), on_policy - number
-        with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
-            trajectories = Trajectories(engine, scorer, some, again, folder, behaviour)
-        best = trajectories.ceiling()
-        ceiling = pool(best, layout.bin_tokens).bins
+        longer: Sampling | None = sampling
+        while longer:
+            sampling, seed = longer, longer.seed + number
+            with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
+                trajectories = Trajectories(engine, scorer, some, replace(sampling, seed=seed), folder, behaviour)
+            best = trajectories.ceiling()
+            dense = pool(best, layout.bin_tokens)
+            longer = lengthened(sampling, dense.bins, target) if lengthen else None
+        ceiling = dense.bins
 
         def tokens(responses: Sequence[TokenAcceptance]) -> Acceptance:
             lower, _, position, sequence = flatten(responses)
@@ -218,7 +239,7 @@ def calibrate_engine(
 
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
         return calibrate(
-            scored, trials, target, fewest, refine, seed=again.seed, provenance={**provenance, **sampled},
+            scored, trials, target, fewest, refine, seed=seed, provenance={**provenance, **sampled},
             ceiling=tokens(best), relative=relative,
         )  # fmt: skip
 
@@ -227,7 +248,6 @@ def calibrate_engine(
     for number in range(1, on_policy + 1):
         if not found.schedule.is_dense:
             found = search(number, found.schedule, [found.schedule])
-    tau = Tau(target, relative)
     if reason := _not_shown(ceiling, tau, sampling.top_n, engine is scorer):
         if found.schedule.is_dense:
             raise ConfigError(reason)

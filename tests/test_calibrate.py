@@ -194,8 +194,9 @@ def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_sho
     prompts = [[1 + i % 7] * 40 for i in range(24)]
     options = dict(budgets=(2,), layout=layout, refine=0, on_policy=0, provenance={})
 
-    def calibrated(top_n, target):
-        return calibrate_engine(engine, engine, prompts, Sampling(40, top_n=top_n), tmp_path, target=target, **options)
+    def calibrated(top_n, target, **more):
+        sampling = Sampling(40, top_n=top_n)
+        return calibrate_engine(engine, engine, prompts, sampling, tmp_path, target=target, **options, **more)
 
     short = r"the lists of 2 tokens hold 0\.\d+ of the probability at the 5th .* longer ones \(--top-n\), or lower"
     with pytest.raises(ConfigError, match=short):
@@ -204,6 +205,9 @@ def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_sho
     with pytest.raises(ConfigError, match=few):
         calibrated(VOCAB, 0.999)
     assert calibrated(VOCAB, 0.05).schedule.top_k[0] == 2 and not caplog.records
+    # Longer lists are taken until they tell.
+    assert calibrated(2, 0.9, lengthen=True).schedule.top_k == calibrated(VOCAB, 0.9).schedule.top_k
+    assert caplog.messages[0] == "lists of 2 tokens leave open whether p5 reaches 0.9; sampling again with 8"
 
 
 def test_an_engine_sleeps_while_a_scorer_scores():

@@ -39,7 +39,7 @@ class Calibrate(FromPrompts):
     def run(self) -> None:
         from datetime import date
 
-        from sparrow.measure import calibrate_engine
+        from sparrow.measure import SHORTEST_LISTS, calibrate_engine
         from sparrow.mismatch import Tau
         from sparrow.mode import Decoding
         from sparrow.rollout import Sampling
@@ -56,11 +56,12 @@ class Calibrate(FromPrompts):
                 engine,
                 scorer,
                 prompts,
-                Sampling(self.max_new_tokens, self.temperature, self.top_n, seed=self.seed),
+                Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed),
                 work,
                 budgets=self.budgets,
                 target=tau.value,
                 relative=tau.relative,
+                lengthen=self.top_n is None,
                 layout=layout,
                 refine=self.refine,
                 on_policy=self.on_policy,

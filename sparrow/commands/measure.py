@@ -30,7 +30,7 @@ class Measure(DecodingOptions, FromPrompts):
         choose(self, "tau", "relative_tau", 0.86)
 
     def run(self) -> None:
-        from sparrow.measure import left_open, measure, measure_ceiling, pool
+        from sparrow.measure import SHORTEST_LISTS, left_open, lengthened, measure, measure_ceiling, pool
         from sparrow.mismatch import Ceiling, Tau
         from sparrow.rollout import Sampling
         from sparrow.terminal import print_drafts, print_mismatch, say, status
@@ -44,9 +44,13 @@ class Measure(DecodingOptions, FromPrompts):
         if self.out:
             files.check_file(self.out)
         engine, scorer, prompts = self.load_sampler(decoding)
-        sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n, seed=self.seed)
+        sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
+        longer: Sampling | None = sampling
         with status(f"sampling and scoring {len(prompts)} responses"):
-            found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
+            while longer:
+                sampling = longer
+                found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
+                longer = None if self.top_n else lengthened(sampling, found.bins, tau.value)
         counters = engine.counters()
         ceiling = Ceiling()
         if decoding.mode == "lossless" or schedule.is_dense:
@@ -60,7 +64,7 @@ class Measure(DecodingOptions, FromPrompts):
         print_mismatch(found, tau, counters.read_fraction)
         if drafts:
             print_drafts(drafts)
-        if note := left_open(found.bins, tau, self.top_n, "--top-n") or tau.out_of_reach(found.bins):
+        if note := left_open(found.bins, tau, sampling.top_n, "--top-n") or tau.out_of_reach(found.bins):
             say(note)
         if self.out:
             report = found.to_dict() | ({"drafts": drafts} if drafts else {})

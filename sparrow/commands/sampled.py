@@ -41,8 +41,9 @@ class FromPrompts(Sampled):
     # Softmax temperature of actor and policy alike; a greedy actor (0) has no acceptance rate.
     temperature: Positive = 1.0
     count: Count = 64  # Responses to sample; prompts are repeated as needed.
-    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; flat distributions need more.
-    top_n: Count = 20
+    # Length of the actor's lists of most likely tokens, which bound the acceptance rate; unset: 20, and more where they
+    # do not tell whether p5 is high enough, as with flat distributions.
+    top_n: Count | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
