@@ -17,7 +17,7 @@ from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 from tests.train.test_distill import ON, SCHEDULE, run
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "reasoner"))
 from graph_engine import GraphEngine
 from stability_statistics import against_dense, arrival, last_reward, late_outcome, outcome, tau, threshold
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
@@ -204,9 +204,9 @@ def test_a_step_under_the_dial_is_recorded(tmp_path):
     assert step["dial"]["bins"] and all(b["mode"] == "lossless" for b in step["dial"]["bins"])
 
 
-@pytest.mark.parametrize("recipe", ["train_reasoner", "stability_study", "distill_study"])
-def test_what_a_recipe_imports_late_is_there(recipe):
-    source = (Path(__file__).parents[2] / "recipes" / f"{recipe}.py").read_text(encoding="utf-8")
+@pytest.mark.parametrize("script", ["train_reasoner", "stability_study", "distill_study"])
+def test_what_a_script_imports_late_is_there(script):
+    source = (Path(__file__).parents[2] / "studies" / "reasoner" / f"{script}.py").read_text(encoding="utf-8")
     wanted = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
     ours = [node for node in wanted if node.module.startswith("sparrow")]
     assert ours
@@ -217,5 +217,5 @@ def test_what_a_recipe_imports_late_is_there(recipe):
 
 def test_the_page_has_every_table_as_the_files_have_it():
     page, made = PAGE.read_text(encoding="utf-8"), tables(load())
-    assert render(page, made) == page, "run python recipes/stability_summary.py"
+    assert render(page, made) == page, "run python studies/reasoner/stability_summary.py"
     assert all(page.count(f"<!-- table: {name} -->") == 1 for name in made)

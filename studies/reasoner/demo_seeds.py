@@ -1,6 +1,6 @@
 """The demo over several seeds: reward by step, and accuracy on held-out problems before and after.
 
-    python recipes/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
+    python studies/reasoner/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
 
 Runs that are already in the folder are used as they are. About five minutes a seed on two idle cores.
 """

@@ -1,7 +1,7 @@
 """The stability study's figures and the tables of its page, from JSON files of runs in short.
 
-    python recipes/stability_summary.py
-    python recipes/stability_summary.py --runs runs/stability --into study
+    python studies/reasoner/stability_summary.py
+    python studies/reasoner/stability_summary.py --runs runs/stability --into study
 
 Runs from logs join those in a JSON file, in the place of a run of the same arm and seed.
 """
@@ -43,7 +43,7 @@ from stability_statistics import (
 
 from sparrow.report import theme
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 from common import render, table  # noqa: E402
 

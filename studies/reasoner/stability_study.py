@@ -5,8 +5,8 @@ to a p5, a fixed budget, the closed loop, a KV cache that is evicted for good), 
 loss, or in another mismatch altogether (weights of few bits, a stale actor, noise). Runs of one seed see the same
 problems. Every step of every run is one line of ``OUT/ARM-SEED.jsonl``.
 
-    python recipes/stability_study.py --out runs/stability --slots 12 12 12 12
-    python recipes/stability_summary.py --runs runs/stability
+    python studies/reasoner/stability_study.py --out runs/stability --slots 12 12 12 12
+    python studies/reasoner/stability_summary.py --runs runs/stability
 
 Processes share a GPU because a model this small leaves it idle between launches.
 """

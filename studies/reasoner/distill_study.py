@@ -15,8 +15,8 @@ At the end, actor and policy answer held-out problems, the actor with its adapte
 while it trains, which raises p5 by itself, and only the difference is the adapter's. benchmarks/tables.py makes the
 tables of docs/distill.md from the results.
 
-    python recipes/distill_study.py --folder runs/distill --processes 18   # 2 GPUs, about five minutes
-    python recipes/distill_study.py --folder runs/distill --processes 0    # only gather what is there
+    python studies/reasoner/distill_study.py --folder runs/distill --processes 18   # 2 GPUs, about five minutes
+    python studies/reasoner/distill_study.py --folder runs/distill --processes 0    # only gather what is there
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ temperature 1 it makes such slips too, which leaves reinforcement learning somet
 decoded it makes none. What it writes depends on values it wrote far back, so attention that reads too few
 pages breaks it.
 
-    python recipes/train_reasoner.py --out runs/reasoner
+    python studies/reasoner/train_reasoner.py --out runs/reasoner
 
 Writes the checkpoint with its tokenizer, ``training.json`` (settings, losses, evaluation) and a model card.
 
@@ -299,7 +299,7 @@ A Qwen3 of {report["parameters"]:,} parameters ({config["layers"]} layers, width
 `sparrow.tasks`. It exists to show and test sparse rollouts on a laptop: a vocabulary of {report["vocabulary"]}
 words is all it knows.
 
-Trained from nothing by `recipes/train_reasoner.py` on synthetic problems of {lines}:
+Trained from nothing by `studies/reasoner/train_reasoner.py` on synthetic problems of {lines}:
 {tokens}, {report["train_seconds"]} s on {report["device"]}.
 In the demonstrations {config["slip"]:.0%} of the results are miscalculated, so the model slips as often when sampled at
 temperature 1; reinforcement learning removes that within a few steps. It cannot solve longer ones than these.
