@@ -19,6 +19,8 @@ DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """What drafts read unless told otherwise: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_TOKENS = 12
 """The most tokens drafted at a time: what gives most at long context and 95 % acceptance."""
+METER_EVERY = 16
+"""Cycles between two that measure another schedule: one sparse step in that many cycles costs about half a percent."""
 
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
@@ -36,19 +38,25 @@ class Decoding:
     draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
     # lossless: choose the number of drafts, 0 included, by the speed and acceptance measured; else always as many
     adapt_draft_tokens: bool = True
+    # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at every so many cycles
+    meter_schedule: SparsitySchedule | None = None
+    meter_every: int = METER_EVERY
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             raise ConfigError(f"unknown mode {self.mode!r}, expected one of {get_args(Mode)}")
-        if isinstance(self.draft_tokens, bool) or not isinstance(self.draft_tokens, int) or self.draft_tokens < 1:
-            raise ConfigError(f"draft_tokens must be a whole number from 1 on, got {self.draft_tokens!r}")
+        for name in ("draft_tokens", "meter_every"):
+            count = getattr(self, name)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+                raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
         if not isinstance(self.adapt_draft_tokens, bool):
             raise ConfigError(f"adapt_draft_tokens must be true or false, got {self.adapt_draft_tokens!r}")
 
     @classmethod
-    def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, **options: Any) -> Decoding:
-        """Lossless with these drafts; ``draft_schedule`` as ``SparsitySchedule.load`` takes it."""
-        return cls("lossless", _schedule(draft_schedule), **options)
+    def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, meter_schedule: Any = None, **options: Any) -> Decoding:
+        """Lossless with these drafts; schedules as ``SparsitySchedule.load`` takes them."""
+        metered = None if meter_schedule is None else _schedule(meter_schedule)
+        return cls("lossless", _schedule(draft_schedule), meter_schedule=metered, **options)
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
@@ -63,8 +71,8 @@ class Decoding:
         Args:
             value: ``"lossless"``; or anything that names a schedule (lossy; ``"dense"`` reads everything); or a
                 mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
-                ``draft_schedule``, ``draft_tokens`` and ``adapt_draft_tokens`` for lossless; or a schedule or
-                ``Decoding`` itself.
+                ``draft_schedule``, ``draft_tokens``, ``adapt_draft_tokens``, ``meter_schedule`` and ``meter_every``
+                for lossless; or a schedule or ``Decoding`` itself.
 
         Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be read.
         """
@@ -89,7 +97,7 @@ class Decoding:
             raise ConfigError(AUTO_ELSEWHERE)
         known = {
             "dense": [],
-            "lossless": ["draft_schedule", "draft_tokens", "adapt_draft_tokens"],
+            "lossless": ["draft_schedule", "draft_tokens", "adapt_draft_tokens", "meter_schedule", "meter_every"],
             "lossy": ["schedule"],
         }
         if mode not in known:
@@ -106,11 +114,15 @@ class Decoding:
     def to_dict(self) -> dict[str, Any]:
         """What ``load`` reads back, in plain types."""
         if self.mode == "lossless":
+            metered = {} if self.meter_schedule is None else {
+                "meter_schedule": self.meter_schedule.to_dict(), "meter_every": self.meter_every,
+            }  # fmt: skip
             return {
                 "mode": self.mode,
                 "draft_schedule": self.schedule.to_dict(),
                 "draft_tokens": self.draft_tokens,
                 "adapt_draft_tokens": self.adapt_draft_tokens,
+                **metered,
             }
         return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
 

@@ -243,16 +243,21 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
     """How lossless drafts fared; ``counts`` as ``Counters.to_dict`` has it."""
-    _print_columns(
-        f"drafts by exact acceptance, {counts['drafted']} drafted",
-        ("length", "drafts", "mean", "p5"),
-        [
-            (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
-            for b in counts.get("bins", ())
-        ],
-    )
+    for title, measured in (
+        (f"drafts by exact acceptance, {counts['drafted']} drafted", counts),
+        ("meter_schedule by exact acceptance", counts.get("metered")),
+    ):
+        if measured is not None:
+            _print_columns(
+                title,
+                ("length", "drafts", "mean", "p5"),
+                [
+                    (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
+                    for b in measured.get("bins", ())
+                ],
+            )
     Console().print(
-        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; drafts "
+        f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; all "
         "have a dense history, which a lossy actor does not"
     )
 

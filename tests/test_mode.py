@@ -31,6 +31,10 @@ def test_one_word_is_enough():
             {"mode": "lossless", "draft_schedule": TABLE.to_dict(), "draft_tokens": 4, "adapt_draft_tokens": False},
             Decoding("lossless", TABLE, 4, False),
         ),
+        (
+            {"mode": "lossless", "meter_schedule": TABLE.to_dict(), "meter_every": 3},
+            Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=TABLE, meter_every=3),
+        ),
         (' {"mode": "lossless", "draft_tokens": 2}', Decoding("lossless", DRAFT_SCHEDULE, 2)),
     ],
 )
@@ -49,6 +53,8 @@ def test_settings_are_read_and_written_back(value, expected):
         ({"mode": "dense", "draft_tokens": 2}, "'dense' has no setting 'draft_tokens', expected none"),
         ({"mode": "lossless", "draft_tokens": 0}, "draft_tokens must be a whole number from 1 on, got 0"),
         ({"mode": "lossless", "draft_tokens": True}, "draft_tokens must be .* got True"),
+        ({"mode": "lossless", "meter_every": 0}, "meter_every must be a whole number from 1 on, got 0"),
+        ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
         ({"mode": "lossless", "adapt_draft_tokens": 1}, "adapt_draft_tokens must be true or false, got 1"),
         ('{"mode": ', "is not JSON"),
         ("loseless", "no schedule 'loseless'"),

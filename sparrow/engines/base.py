@@ -17,7 +17,7 @@ from sparrow.schedule import SparsitySchedule
 class Counters:
     """What an engine has done since it was started or ``counters`` was last called.
 
-    The last four are of lossless decoding; a cycle is one verification of one sequence.
+    All from ``drafted`` on are of lossless decoding; a cycle is one verification of one sequence.
     """
 
     tokens_read: int  # cached tokens read by decode steps, summed over sequences and layers; drafts count too
@@ -28,6 +28,8 @@ class Counters:
     cycles: int = 0
     # of every draft that verification looked at: those up to the first rejected one of a cycle
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
+    # the same of what ``meter_schedule`` would have sampled in place of first drafts, on a sample of cycles
+    metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -55,10 +57,16 @@ class Counters:
         }
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
-            alpha = self.acceptance
-            measured = {"acceptance": alpha.mean, "p5": alpha.percentile(5), "bins": [asdict(b) for b in alpha.bins()]}
-            found["drafts"] = {**{name: getattr(self, name) for name in names}, **(measured if alpha.drafts else {})}
+            found["drafts"] = {name: getattr(self, name) for name in names} | _plain(self.acceptance)
+            if self.metered.drafts:
+                found["drafts"]["metered"] = _plain(self.metered)
         return found
+
+
+def _plain(alpha: DraftAcceptance) -> dict[str, Any]:
+    if not alpha.drafts:
+        return {}
+    return {"acceptance": alpha.mean, "p5": alpha.percentile(5), "bins": [asdict(b) for b in alpha.bins()]}
 
 
 def total(parts: Sequence[Counters]) -> Counters:

@@ -84,7 +84,12 @@ class HFEngine(Engine, Scorer):
         return self.decoding.schedule
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; prompts of similar length are decoded together."""
+        """See ``Engine.generate``; prompts of similar length are decoded together.
+
+        Raises ConfigError: a schedule to be metered, too.
+        """
+        if self.decoding.meter_schedule is not None:
+            raise ConfigError("meter_schedule is measured by vLLM alone; leave it out, or sample with --engine vllm")
         sampling.check(prompts, self.model.config.get_text_config().max_position_embeddings)
         order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), i))
         seeds = sampling.request_seeds(len(prompts))

@@ -28,6 +28,7 @@ MEANINGS = {
     "drafts per token": "Tokens drafted for each token sampled.",
     "tokens per cycle": "Tokens that one verification of a sequence yields.",
     "drafts accepted": "Exact acceptance rate of the drafts that verification looked at, at the last step.",
+    "metered": "Exact acceptance rate under meter_schedule, given a dense history, which a lossy actor does not have.",
     "unverified": "Share of the tokens that were sampled without verification: of all steps, and of the last.",
     "predicted gain": "Speed over lossless rollouts by the cost model, at the last step.",
     "dial": "How mode auto decoded at a length in the last step, and what it made of that.",
@@ -116,8 +117,9 @@ def result_rows(log: RunLog) -> list[NamedValue]:
             ("drafts per token", f"{drafting.drafts_per_token:.2f}"),
             ("tokens per cycle", f"{drafting.tokens_per_cycle:.2f}"),
             *(
-                (f"drafts accepted at {bin_name(b.start, b.end)} tokens", f"{number(b.mean)}, p5 {number(b.p5)}")
-                for b in drafting.bins
+                (f"{what} at {bin_name(b.start, b.end)} tokens", f"{number(b.mean)}, p5 {number(b.p5)}")
+                for what, bins in (("drafts accepted", drafting.bins), ("metered", drafting.metered))
+                for b in bins
             ),
         ]
     if dial := log.metrics[-1].get("dial"):

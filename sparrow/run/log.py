@@ -33,6 +33,7 @@ class Drafting:
     drafts_per_token: float
     tokens_per_cycle: float
     bins: tuple[DraftBin, ...]  # exact acceptance of drafts by length, at the last step that drafted
+    metered: tuple[DraftBin, ...]  # the same under meter_schedule
 
 
 @dataclass(frozen=True)
@@ -176,8 +177,8 @@ class RunLog:
         if not cycles:
             return None
         last = next(found for row in reversed(self.metrics) if (found := row.get("drafts")))
-        bins = tuple(DraftBin(**found) for found in last.get("bins", ()))
-        return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, bins)
+        bins = (tuple(DraftBin(**b) for b in found.get("bins", ())) for found in (last, last.get("metered", {})))
+        return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
 
     def tokens_kept(self) -> float:
         """Share of the response tokens that the correction left in the loss, over the whole run."""

@@ -13,7 +13,7 @@ import tyro
 from pydantic import Field
 
 from sparrow.errors import ConfigError
-from sparrow.mode import DRAFT_TOKENS, Decoding, Mode
+from sparrow.mode import DRAFT_TOKENS, METER_EVERY, Decoding, Mode
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import (
     Count,
@@ -90,6 +90,10 @@ class DecodingOptions(Settings):
     draft_tokens: Count = DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
     # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included; else always as many.
     adapt_draft_tokens: bool = True
+    # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft of every so many
+    # cycles; its samples are never used. It tells what a lossy run under it would begin with.
+    meter_schedule: str | None = None
+    meter_every: Count = METER_EVERY
 
     def decoding(self, schedule: str | None) -> Decoding:
         """What these options and ``--schedule`` say together; None or ``dense`` is no schedule.
@@ -111,14 +115,16 @@ class DecodingOptions(Settings):
                 )
             draft = {} if self.draft_schedule is None else {"draft_schedule": self.draft_schedule}
             return Decoding.lossless(
-                **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens
-            )
+                **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens,
+                meter_schedule=self.meter_schedule, meter_every=self.meter_every,
+            )  # fmt: skip
         if self.mode == "auto":
             moved = isinstance(self, RolloutConfig)
             require(self, "mode", moved, "one of dense, lossless and lossy: only sparrow train moves auto")
             require(
                 self, "draft_schedule", self.draft_schedule is None, "left out with auto, whose drafts read schedule"
             )
+            require(self, "meter_schedule", self.meter_schedule is None, "left out unless mode is lossless")
             if not chosen or start:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified steps read, such as "
@@ -126,7 +132,7 @@ class DecodingOptions(Settings):
                 )
             return Decoding("auto", SparsitySchedule.load(chosen), self.draft_tokens)
         unused = DecodingOptions()
-        for name in ("draft_schedule", "draft_tokens", "adapt_draft_tokens"):
+        for name in ("draft_schedule", "draft_tokens", "adapt_draft_tokens", "meter_schedule", "meter_every"):
             require(self, name, getattr(self, name) == getattr(unused, name), "left out unless mode is lossless")
         if self.mode == "dense" and chosen:
             raise ConfigError(f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out")

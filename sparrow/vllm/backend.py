@@ -43,6 +43,7 @@ class Step:
     prefill: Any  # vLLM's own metadata of the remaining rows, None if there are none
     # int32 [B], ``ALL_PAGES`` everywhere, for a draft: its dense layers run Sparrow's kernels as well
     everything: Tensor | None = None
+    may_reuse_plan: bool = True  # whether a layer's page counts are those of the layer before, where attach found so
 
 
 class SparseBuilder(VLLMClass):
@@ -186,7 +187,7 @@ class SparseImpl(VLLMClass):
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
-                workspace=self.runtime.workspace, reuse_plan=not self.begins_decode,
+                workspace=self.runtime.workspace, reuse_plan=step.may_reuse_plan and not self.begins_decode,
             )  # fmt: skip
         return output
 

@@ -40,8 +40,8 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
 
     ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how many drafts
     verification looked at, the mean of their acceptance and its 5th percentile. ``acceptance``: the same as counts, for
-    ``DraftAcceptance.from_dict``. All of it is for a dense history: a lossy actor reads what it wrote itself and agrees
-    less.
+    ``DraftAcceptance.from_dict``. ``metered``: bins and acceptance of the schedule ``meter_schedule``, if one was asked
+    for. All of it is for a dense history: a lossy actor reads what it wrote itself and agrees less.
     """
     return _runtime(self).acceptance()
 
@@ -116,6 +116,13 @@ def check(vllm_config: Any) -> None:
                 raise ConfigError(
                     "mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config"
                 )
+            if (metered := runtime.meter.metered) is not None:
+                logger.info(
+                    "Sparrow also measures, in one of %d cycles, the acceptance that decoding under meter_schedule "
+                    "would have: layers read whole %s, top-k pages by %d tokens %s", decoding.meter_every,
+                    list(metered.schedule.dense_layers) or "none", metered.schedule.bin_tokens,
+                    metered.schedule.to_dict()["top_k"],
+                )  # fmt: skip
             logger.info(
                 "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
                 "tokens by %d: %s), vLLM's dense attention verifies them; logits of drafts take %.2f GiB, landmarks "

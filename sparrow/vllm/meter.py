@@ -14,6 +14,7 @@ from vllm.triton_utils import tl, triton
 
 if TYPE_CHECKING:
     from sparrow.mismatch.drafts import DraftAcceptance
+    from sparrow.schedule import SparsitySchedule
 
 BUCKETS = 1000  # of ``sparrow.mismatch.drafts``, which is loaded only when somebody asks
 
@@ -78,22 +79,95 @@ def overlap(
     return out_T
 
 
+class Tally:
+    """Acceptance by length, counted on the device until somebody asks.
+
+    Args:
+        bin_tokens, max_length: tokens of a length bin and of the longest sequence.
+    """
+
+    def __init__(self, bin_tokens: int, max_length: int, device: torch.device) -> None:
+        self.bin_tokens = bin_tokens
+        bins = max_length // bin_tokens + 1
+        self._counts = torch.zeros(bins, BUCKETS, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
+
+    def add(self, value_T: Tensor, position_T: Tensor) -> None:
+        """Count acceptances, NaN for none, of what comes after the tokens at these positions."""
+        is_known_T = ~value_T.isnan()
+        value_T = value_T.nan_to_num(0.0)
+        bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
+        bucket_T = (value_T * BUCKETS).long().clamp(max=BUCKETS - 1)
+        self._counts.view(-1).index_add_(0, bin_T * BUCKETS + bucket_T, is_known_T.long())
+        self._sums.index_add_(0, bin_T, value_T.double())
+
+    def settle(self) -> DraftAcceptance:
+        """What was counted since the last call."""
+        from sparrow.mismatch.drafts import DraftAcceptance
+
+        counts, sums = (x.to("cpu", copy=True).numpy() for x in (self._counts, self._sums))
+        self._counts.zero_()
+        self._sums.zero_()
+        bins = int(counts.sum(1).nonzero()[0].max(initial=-1)) + 1
+        return DraftAcceptance(self.bin_tokens, counts[:bins], sums[:bins])
+
+
+class Metered:
+    """Another schedule, of which a step now and then tells what a lossy rollout under it would have in acceptance.
+
+    Its step computes the distribution of the token that the first draft of a cycle is drawn for, and changes nothing:
+    the drafts write the same place of the cache again. Verification has the policy's distribution of that token.
+
+    Args:
+        schedule: with the page layout that drafts have.
+        every: cycles with drafts from one such step to the next.
+        table: its pages by length, as ``Runtime.page_table`` makes it.
+        logits_SV: where the logits of its steps go, by the sequences that the worker holds, and a place more for rows
+            without drafts: -1, an index from the end.
+        tally: where they are counted.
+    """
+
+    def __init__(self, schedule: SparsitySchedule, every: int, table: Tensor, logits_SV: Tensor, tally: Tally) -> None:
+        self.schedule, self.table, self.logits_SV, self.tally = schedule, table, logits_SV, tally
+        self._every, self._cycles = every, 0
+        # Whose logits belong to the drafts that verification will see next.
+        self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
+
+    def begin_cycle(self, index_R: Tensor) -> bool:
+        """Note that these sequences, -1 for none, get new drafts; whether a step is due before them."""
+        self._is_fresh_S[index_R.long()] = False
+        self._cycles += 1
+        return self._cycles % self._every == 0
+
+    def take(self, logits_RV: Tensor, index_R: Tensor) -> None:
+        """Keep the logits of a step until verification."""
+        self.logits_SV[index_R.long()] = logits_RV.to(self.logits_SV.dtype)
+        self._is_fresh_S[index_R.long()] = index_R >= 0
+
+    def add(
+        self, target_TV: Tensor, is_first_T: Tensor, position_T: Tensor, sequence_T: Tensor, temperature_S: Tensor
+    ) -> None:
+        """Count one verification; ``is_first_T``: rows of logits that a first draft was checked with."""
+        is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
+        place_T = is_judged_T.long() - 1
+        value_T = overlap(target_TV, self.logits_SV[:, None], sequence_T, place_T, temperature_S, temper=True)
+        self.tally.add(value_T, position_T)
+
+
 class Meter:
-    """How drafts fared, by length, on the device until somebody asks.
+    """How drafts fared, by length.
 
     A draft counts if all before it in its cycle were accepted: the others never were candidates for the response.
     Greedy drafts are not counted: they have no distribution.
 
     Args:
-        bin_tokens, max_length: tokens of a length bin and of the longest sequence.
+        drafts: where they are counted.
         temper: see ``overlap``.
+        metered: another schedule to count for, if any.
     """
 
-    def __init__(self, bin_tokens: int, max_length: int, device: torch.device, temper: bool) -> None:
-        self.bin_tokens, self.temper = bin_tokens, temper
-        bins = max_length // bin_tokens + 1
-        self._counts = torch.zeros(bins, BUCKETS, dtype=torch.int64, device=device)
-        self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
+    def __init__(self, drafts: Tally, temper: bool, metered: Metered | None = None) -> None:
+        self.drafts, self.temper, self.metered = drafts, temper, metered
 
     def add(
         self, target_TV: Tensor, draft_SkV: Tensor, first_B1: Tensor, position_T: Tensor, sequence_T: Tensor,
@@ -114,19 +188,6 @@ class Meter:
         value_T = overlap(
             target_TV, draft_SkV, sequence_T, torch.where(is_judged_T, place_T, -1), temperature_S, self.temper
         )
-        is_known_T = ~value_T.isnan()
-        value_T = value_T.nan_to_num_(0.0)
-        bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
-        bucket_T = (value_T * BUCKETS).long().clamp(max=BUCKETS - 1)
-        self._counts.view(-1).index_add_(0, bin_T * BUCKETS + bucket_T, is_known_T.long())
-        self._sums.index_add_(0, bin_T, value_T.double())
-
-    def settle(self) -> DraftAcceptance:
-        """What was counted since the last call."""
-        from sparrow.mismatch.drafts import DraftAcceptance
-
-        counts, sums = (x.to("cpu", copy=True).numpy() for x in (self._counts, self._sums))
-        self._counts.zero_()
-        self._sums.zero_()
-        bins = int(counts.sum(1).nonzero()[0].max(initial=-1)) + 1
-        return DraftAcceptance(self.bin_tokens, counts[:bins], sums[:bins])
+        self.drafts.add(value_T, position_T)
+        if self.metered is not None:
+            self.metered.add(target_TV, is_judged_T & (place_T == 0), position_T, sequence_T, temperature_S)

@@ -6,7 +6,8 @@ Shapes: B rows of a decode batch, padding rows of a CUDA graph (length 0) includ
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -97,6 +98,23 @@ class Runtime:
         torch.index_select(self._top_k_at_length, 0, place_B, out=self._top_k_B[:B])
         self._decoded.index_add_(0, place_B, self._one_B[:B])
 
+    @contextmanager
+    def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
+        """Steps inside the context read what another table says (``page_table``), and nothing counts them."""
+        table, decoded = self._top_k_at_length.clone(), self._decoded.clone()
+        self._top_k_at_length.copy_(top_k_at_length)
+        try:
+            yield
+        finally:
+            self._top_k_at_length.copy_(table)
+            self._decoded.copy_(decoded)
+
+    def page_table(self, schedule: SparsitySchedule) -> Tensor:
+        """Pages kept by score at every length, int32, on the host; rows in prefill look at length 0."""
+        table = torch.from_numpy(schedule.pages(np.arange(len(self._top_k_at_length))).astype(np.int32))
+        table[0] = ALL_PAGES
+        return table
+
     def everything(self, rows: int) -> Tensor:
         """Page counts ``[rows]``, int32, that leave nothing out."""
         return self._everything_B[:rows]
@@ -126,10 +144,24 @@ class Runtime:
         self._settle()
         self._fill(schedule)
 
+    def check_metered(self, schedule: SparsitySchedule) -> None:
+        """Raises ConfigError: a schedule to measure that needs other pages or landmarks than drafts, or fewer dense
+        layers."""
+        ours = self._started_with
+        for name in PAGE_LAYOUT:
+            if getattr(schedule, name) != getattr(ours, name):
+                raise ConfigError(
+                    f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts {getattr(ours, name)!r}; both read "
+                    "the same cache, so give both the same"
+                )
+        if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
+            raise ConfigError(
+                f"meter_schedule reads layers {lacking} sparsely, which drafts read whole; give draft_schedule only "
+                f"dense layers that meter_schedule has, {list(schedule.dense_layers)}"
+            )
+
     def _fill(self, schedule: SparsitySchedule) -> None:
-        lengths = np.arange(len(self._top_k_at_length))
-        self._top_k_at_length.copy_(torch.from_numpy(schedule.pages(lengths).astype(np.int32)))
-        self._top_k_at_length[0] = ALL_PAGES
+        self._top_k_at_length.copy_(self.page_table(schedule))
         self.schedule = schedule
 
     def counters(self) -> dict[str, int]:
@@ -143,8 +175,10 @@ class Runtime:
         cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
         if self.meter is None:
             return {"cycles": cycles}
-        drafts = self.meter.settle()
-        return {"cycles": cycles, "bins": [asdict(each) for each in drafts.bins()], "acceptance": drafts.to_dict()}
+        found = {"cycles": cycles, **_told(self.meter.drafts.settle())}
+        if (metered := self.meter.metered) is not None:
+            found["metered"] = {"schedule": metered.schedule.to_dict(), **_told(metered.tally.settle())}
+        return found
 
     def describe(self) -> dict[str, Any]:
         """What runs where, in plain types."""
@@ -189,6 +223,10 @@ class Runtime:
                 "emitted": emitted,
             }
         self._counts.update({name: int(count) for name, count in settled.items()})
+
+
+def _told(acceptance: Any) -> dict[str, Any]:
+    return {"bins": [asdict(each) for each in acceptance.bins()], "acceptance": acceptance.to_dict()}
 
 
 def find(vllm_config: Any) -> Runtime | None:

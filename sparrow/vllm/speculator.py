@@ -11,6 +11,7 @@ M blocks of the longest sequence, V vocabulary.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
 from vllm.distributed.parallel_state import graph_capture
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -28,7 +30,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, versions
 from sparrow.vllm.backend import Step
-from sparrow.vllm.meter import Meter
+from sparrow.vllm.meter import Meter, Metered, Tally
 from sparrow.vllm.runtime import Runtime, find
 
 DRAFT_NOISE = 0x5DEECE66D
@@ -99,6 +101,11 @@ class SparseSpeculator(DraftModelSpeculator):
         }
         self.idx_mapping.fill_(-1)
         self._slots_R = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
+        # Now, so that vLLM counts it when it sees how much memory is left.
+        self._metered_logits: Tensor | None = None
+        if decoding.meter_schedule is not None:
+            S, _, V = self.draft_logits.shape
+            self._metered_logits = self.draft_logits.new_zeros(S + 1, V)
 
     # No second model and no second cache.
 
@@ -124,10 +131,9 @@ class SparseSpeculator(DraftModelSpeculator):
         assert runtime is not None
         self.runtime = runtime
         self.block_tables = block_tables
-        runtime.meter = Meter(
-            runtime.schedule.bin_tokens, self.max_model_len, self.device, self._logits_argument == "logits_cache"
-        )
-        runtime.draft_bytes = self.draft_logits.nbytes
+        drafts = Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
+        runtime.meter = Meter(drafts, self._logits_argument == "logits_cache", self._metered(runtime))
+        runtime.draft_bytes = sum(x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None)
         self.draft_logits.sparrow_meter = runtime.meter  # where verification finds it
         # Versions that let kernels see smaller blocks than the scheduler does know both sizes.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
@@ -135,6 +141,21 @@ class SparseSpeculator(DraftModelSpeculator):
         self.layer_names = list(
             get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
         )
+
+    def _metered(self, runtime: Runtime) -> Metered | None:
+        """The schedule that is measured beside the drafts, if one was asked for.
+
+        Raises ConfigError: one whose steps would need another cache.
+        """
+        schedule = runtime.decoding.meter_schedule
+        if schedule is None:
+            return None
+        runtime.check_metered(schedule)
+        assert self._metered_logits is not None
+        return Metered(
+            schedule, runtime.decoding.meter_every, runtime.page_table(schedule).to(self.device), self._metered_logits,
+            Tally(schedule.bin_tokens, self.max_model_len, self.device),
+        )  # fmt: skip
 
     # One draft step, as a CUDA graph for each number of rows.
 
@@ -198,6 +219,9 @@ class SparseSpeculator(DraftModelSpeculator):
             PREFILL=is_prefilling is not None, NOISE=0 if self._own_noise else DRAFT_NOISE,
             ROWS=triton.next_power_of_2(S), num_warps=4,
         )  # fmt: skip
+        metered = self.runtime.meter.metered
+        if drafts and metered is not None and metered.begin_cycle(self.idx_mapping):
+            self._measure(metered, B)
         rows = min((size for size in self._graphs if size >= B), default=0)
         for _step in range(drafts):
             if rows:
@@ -206,26 +230,50 @@ class SparseSpeculator(DraftModelSpeculator):
                 self._draft(B)
         return self.draft_tokens[:B]
 
-    def _draft(self, rows: int) -> None:
-        """One draft step of ``rows`` rows, and what the next step reads; this is what a graph holds."""
-        buffers, table_RM = self.input_buffers, self.block_tables.input_block_tables[0][:rows]
-        ids_R, position_R, length_R = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
-        index_R, slot_R, k = self.idx_mapping[:rows], self._slots_R[:rows], self.num_speculative_steps
-        block_R = table_RM.gather(1, position_R[:, None] // self._block_tokens)[:, 0].long()
-        slot_R.copy_(block_R * self._block_tokens + position_R % self._block_tokens)
-        slot_R.masked_fill_(length_R == 0, -1)
-        step = Step(
-            rows=rows, lengths=length_R, top_k=self.runtime.begin_step(rows, None), block_table=table_RM, prefill=None,
+    def _measure(self, metered: Metered, rows: int) -> None:
+        """One step under another schedule, in place of the first draft step, which does its writing again."""
+        step = replace(self._step(rows), may_reuse_plan=False)
+        assert step.everything is not None
+        dense = replace(step, top_k=step.everything)
+        with self.runtime.uncounted(metered.table):
+            logits_RV = self._logits(
+                step,
+                {
+                    name: SimpleNamespace(sparrow=dense if index in metered.schedule.dense_layers else step)
+                    for name in self.layer_names
+                    for index in [extract_layer_index(name)]
+                },
+            )
+        metered.take(logits_RV, self.idx_mapping[:rows])
+
+    def _step(self, rows: int) -> Step:
+        """What the layers are told about a sparse step of ``rows`` rows."""
+        return Step(
+            rows=rows, lengths=self.input_buffers.seq_lens[:rows], top_k=self.runtime.begin_step(rows, None),
+            block_table=self.block_tables.input_block_tables[0][:rows], prefill=None,
             everything=self.runtime.everything(rows),
         )  # fmt: skip
-        metadata = SimpleNamespace(sparrow=step)
+
+    def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
+        """The model's logits after the tokens in the input buffers, ``[R, V]``, their keys and values written."""
+        rows, buffers = step.rows, self.input_buffers
+        position_R, slot_R = buffers.positions[:rows], self._slots_R[:rows]
+        block_R = step.block_table.gather(1, position_R[:, None] // self._block_tokens)[:, 0].long()
+        slot_R.copy_(block_R * self._block_tokens + position_R % self._block_tokens)
+        slot_R.masked_fill_(step.lengths == 0, -1)
         with set_forward_context(
-            dict.fromkeys(self.layer_names, metadata), self.vllm_config, num_tokens=rows,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE, slot_mapping=dict.fromkeys(self.layer_names, slot_R),
-            batch_descriptor=BatchDescriptor(num_tokens=rows),
+            metadata, self.vllm_config, num_tokens=rows, cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            slot_mapping=dict.fromkeys(self.layer_names, slot_R), batch_descriptor=BatchDescriptor(num_tokens=rows),
         ):  # fmt: skip
-            hidden = self.model(input_ids=ids_R, positions=position_R)
-        logits_RV = self.model.compute_logits(hidden)
+            hidden = self.model(input_ids=buffers.input_ids[:rows], positions=position_R)
+        return self.model.compute_logits(hidden)
+
+    def _draft(self, rows: int) -> None:
+        """One draft step of ``rows`` rows, and what the next step reads; this is what a graph holds."""
+        buffers, index_R, k = self.input_buffers, self.idx_mapping[:rows], self.num_speculative_steps
+        ids_R, position_R, length_R = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
+        step = self._step(rows)
+        logits_RV = self._logits(step, dict.fromkeys(self.layer_names, SimpleNamespace(sparrow=step)))
         drawn_R = gumbel_sample(
             logits_RV, index_R, self.temperature, self.seeds, position_R, apply_temperature=True,
             use_fp64=self.use_fp64_gumbel, **self._sampler_arguments,

@@ -32,6 +32,10 @@ from tests.conftest import fails
             {"mode": "lossless", "draft_schedule": "fixed:9", "adapt_draft_tokens": False}, None,
             Decoding("lossless", SparsitySchedule.fixed(9), adapt_draft_tokens=False),
         ),
+        (
+            {"mode": "lossless", "meter_schedule": "fixed:9", "meter_every": 4}, None,
+            Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=SparsitySchedule.fixed(9), meter_every=4),
+        ),
     ],
 )  # fmt: skip
 def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expected):
@@ -51,6 +55,7 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
             "fixed:9",
             r"mode is 'auto', but must be one of dense, lossless and lossy: only sparrow train",
         ),
+        ({"meter_schedule": "fixed:1"}, "fixed:9", r"meter_schedule is 'fixed:1', but must be left out unless mode is"),
         ({"draft_tokens": 4}, "fixed:9", r"draft_tokens is 4, but must be left out unless mode is lossless"),
         (
             {"mode": "lossy", "draft_schedule": "fixed:1"},

@@ -233,6 +233,12 @@ def test_engine_notices_when_sparse_attention_is_not_what_ran():
         engine.generate([[1, 2, 3]], Sampling(max_new_tokens=5))
 
 
+def test_a_schedule_to_meter_is_refused():
+    decoding = Decoding.lossless(SparsitySchedule.fixed(1), meter_schedule="fixed:2")
+    with pytest.raises(ConfigError, match="meter_schedule is measured by vLLM alone; leave it out"):
+        HFEngine(tiny_model(), decoding, eos_ids=[]).generate([[1, 2, 3]], Sampling(max_new_tokens=5))
+
+
 AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,))
 
 

@@ -57,5 +57,9 @@ def test_counters_are_logged_as_plain_numbers():
     assert {name: drafts[name] for name in counts} == counts
     assert abs(drafts["acceptance"] - 0.8) < 1e-12
     assert [(b["start"], b["end"], b["drafts"]) for b in drafts["bins"]] == [(0, 2000, 2), (2000, 4000, 1)]
+    assert "metered" not in drafts
+    both = Counters(30, 60, cycles=2, acceptance=alpha, metered=DraftAcceptance.of([0.25], [30], 2000)) + Counters(0, 0)
+    metered = both.to_dict()["drafts"]["metered"]
+    assert metered["acceptance"] == 0.25 and [b["drafts"] for b in metered["bins"]] == [1]
     assert "drafts" not in Counters(30, 60).to_dict()
     assert "bins" not in Counters(30, 60, cycles=1).to_dict()["drafts"], "this engine counts no acceptance"

@@ -663,12 +663,14 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
 def test_a_lossless_run_tells_how_it_drafted():
     def drafts(drafted, accepted, cycles, mean):
         bins = [{"start": 0, "end": 2000, "drafts": 9, "mean": mean, "p5": 0.5}]
-        return {"drafted": drafted, "accepted": accepted, "cycles": cycles, "bins": bins}
+        metered = {"acceptance": mean / 2, "p5": 0.1, "bins": [bins[0] | {"mean": mean / 2, "p5": 0.1}]}
+        return {"drafted": drafted, "accepted": accepted, "cycles": cycles, "bins": bins, "metered": metered}
 
     log = log_of(step_row(1), step_row(2, drafts=drafts(80, 30, 10, 0.7)), step_row(3, drafts=drafts(80, 50, 10, 0.9)))
     rows = dict(result_rows(log))
     assert rows["drafts per token"] == "1.60" and rows["tokens per cycle"] == "5.00"
     assert rows["drafts accepted at 0-2K tokens"] == "0.900, p5 0.500"
+    assert rows["metered at 0-2K tokens"] == "0.450, p5 0.100"
     assert not any("draft" in name for name in dict(result_rows(log_of(step_row(1)))))
     log.train["rollout"] = {"mode": "lossless"}
     assert dict(setup_rows(log)) == {"mode": "lossless", "drafts read": describe_schedule(SCHEDULE)}

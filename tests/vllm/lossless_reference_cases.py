@@ -10,6 +10,7 @@ from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is im
 from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.mode import Decoding
 from sparrow.model import speculative
 from sparrow.model.actor import set_schedule
 from tests.vllm.lossless_cases import DRAFTS, generate, tokens_of
@@ -102,6 +103,45 @@ def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycl
     assert len(acceptance) > 50 and np.std(acceptance) > 0.1
     assert metered.drafts == len(acceptance)
     assert metered.mean == pytest.approx(np.mean(acceptance), abs=1e-4)
+
+
+@torch.no_grad()
+def test_another_schedule_is_measured_on_the_way(made, cycles):
+    """What it measures is the reference's, and tokens, log-probs and counts are as without it, to the bit."""
+    (folder, model), asked = made, prompts(*LENGTHS, seed=23)
+    drafts, other = DRAFTS.replace(top_k=(PAGES,)), DRAFTS.replace(top_k=(1, 4), bin_tokens=150, dense_layers=(1,))
+    runs = {}
+    for every in (None, 2, 1):
+        metered = {} if every is None else {"meter_schedule": other, "meter_every": every}
+        decoding = Decoding.lossless(drafts, draft_tokens=K, adapt_draft_tokens=False, **metered)
+        with cases.engine(folder, decoding) as llm:
+            llm.collective_rpc("sparrow_acceptance")
+            cycles.clear()
+            completions = generate(llm, asked, 24, temperature=0.7, seed=3)
+            told = llm.collective_rpc("sparrow_acceptance")[0]
+            counted = cases.counters(llm)
+        found = told.pop("metered", None)
+        logprobs = [cases.logprobs_of(c).tolist() for c in completions]
+        runs[every] = (tokens_of(completions), logprobs, told, counted), found
+    assert runs[None][0] == runs[2][0] == runs[1][0] and runs[None][1] is None
+
+    written = [[*p, *ids] for p, ids in zip(asked, tokens_of(completions), strict=True)]
+    set_schedule(model, other)
+    expected, length = [], []
+    for i, own in by_sequence(cycles, written).items():
+        for cycle in own:
+            sequence = speculative.CachedSequences(model, torch.zeros(1, dtype=torch.long))
+            sequence.read(torch.tensor([written[i][: cycle["cached"]]]), 1)
+            sparse, p = sequence.read(torch.tensor([cycle["ids"][:1]]))[0, 0], cycle["p"][0].double().softmax(-1)
+            expected.append(float(torch.minimum((sparse.double() / 0.7).softmax(-1), p).sum()))
+            length.append(cycle["cached"] + 1)
+    set_schedule(model, drafts)
+    found = runs[1][1]
+    assert found["schedule"] == other.to_dict() and np.std(expected) > 0.1
+    measured, reference = DraftAcceptance.from_dict(found["acceptance"]), DraftAcceptance.of(expected, length, 150)
+    assert measured.drafts == len(expected) > 20 and np.allclose(measured.sums, reference.sums, atol=1e-3)
+    half = DraftAcceptance.from_dict(runs[2][1]["acceptance"])
+    assert 0.3 < half.drafts / measured.drafts < 0.7
 
 
 def test_greedy_tokens_and_tokens_of_each_cycle_are_the_references(made, cycles):

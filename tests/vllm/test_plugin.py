@@ -1,5 +1,6 @@
 """The plugin's parts on their own; only what is marked so needs vLLM itself."""
 
+import contextlib
 import inspect
 import json
 import re
@@ -38,6 +39,31 @@ def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | No
     top_k_B = made.begin_step(len(length_B), is_prefilling)
     made.look_up(length_B)
     return top_k_B
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (dict(page_size=8), "meter_schedule has page_size 8, drafts 16; both read the same cache"),
+        (dict(landmark_dtype="fp8_e4m3"), "has landmark_dtype 'fp8_e4m3', drafts 'auto'"),
+        (dict(dense_layers=(1, 2)), r"reads layers \[0\] sparsely, which drafts read whole; .* has, \[1, 2\]"),
+        (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
+    ],
+)
+def test_a_schedule_to_meter_reads_the_cache_of_drafts(other, message):
+    made = runtime()
+    refused = pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        made.check_metered(SCHEDULE.replace(**other))
+
+
+def test_steps_under_another_table_are_not_counted():
+    made, other = runtime(), SCHEDULE.replace(top_k=(7,))
+    step(made, lengths(100, 30))
+    with made.uncounted(made.page_table(other)):
+        assert step(made, lengths(100, 30, 0)).tolist() == [7, 7, ALL_PAGES]
+    assert step(made, lengths(100, 30)).tolist() == [4, 2]
+    assert made.counters()["rows"] == 4
 
 
 @pytest.mark.parametrize(

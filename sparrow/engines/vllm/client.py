@@ -121,8 +121,9 @@ def tally(
         return Counters(tokens_read=read, tokens_held=held)
     # Every worker takes part in every draft and sees all of its logits.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
-    of_drafts = DraftAcceptance.from_dict(acceptance[0]["acceptance"])
-    return Counters(read, held, 0, drafted, accepted, emitted - accepted, of_drafts)
+    parts = (acceptance[0], acceptance[0].get("metered"))
+    measured = (DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty() for part in parts)
+    return Counters(read, held, 0, drafted, accepted, emitted - accepted, *measured)
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
