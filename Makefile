@@ -2,7 +2,7 @@
 .PHONY: test lint types format
 
 test:
-	.venv/bin/pytest
+	.venv/bin/pytest -n 2 --dist loadfile
 
 lint:
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -34,6 +34,10 @@ ARCHITECTURES = {
 }
 
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # the processes of ``-n`` share the machine: threads of each would only wait
+    torch.set_num_threads(1)
+
+
 def pytest_addoption(parser):
     parser.addoption("--fast", action="store_true", help=f"no slow tests; fail others over {FAST_S:.0f} s")
 

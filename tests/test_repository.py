@@ -102,7 +102,7 @@ def test_ci_runs_the_test_command_of_the_readme(script):
         pytest.skip("not in the source distribution")
     (line,) = re.findall(r"^\s*\w+=\$\(grep -m1 '(.*)' README.md\)$", read(script), flags=re.MULTILINE)
     (command,) = re.findall(f"{line}.*", read("README.md"), flags=re.MULTILINE)
-    assert command.endswith(".venv/bin/pytest")
+    assert command.endswith(".venv/bin/pytest -n 2 --dist loadfile")
 
 
 def test_workflows_call_what_exists():
