@@ -145,6 +145,7 @@ def test_first_bins_with_too_few_tokens_are_joined():
     assert [b.start for b in found.bins] == [0, 160, 320] and found.schedule.top_k == (10, 15, 15, ALL_PAGES)
 
 
+@pytest.mark.slow
 def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
     import torch
 
@@ -185,6 +186,7 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     assert again.bins == found.bins
 
 
+@pytest.mark.slow
 def test_no_schedule_is_an_error_that_says_whether_lists_or_budgets_were_too_short(tmp_path, caplog):
     from sparrow.engines.hf import HFEngine
     from tests.conftest import VOCAB, tiny_model
@@ -287,6 +289,7 @@ class TwoPrograms:
     wake = sleep
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same-noise", "noise-anew"])
 @pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
 def test_what_is_said_to_hold_holds_for_the_sampler_whose_numerics_are_not_the_scorers(

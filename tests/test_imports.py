@@ -213,6 +213,7 @@ print(json.dumps(heavy))
     assert fresh(code) == {name: [] for name in names}
 
 
+@pytest.mark.slow
 def test_attention_loads_no_triton():
     code = """
 import json, sys
@@ -225,6 +226,7 @@ print(json.dumps(sorted(new & {"triton", "transformers", "vllm"})))
     assert fresh(code) == []
 
 
+@pytest.mark.slow
 def test_the_plugin_loads_no_client_and_no_trainer():
     code = """
 import importlib, json, sys

@@ -104,6 +104,7 @@ def test_settings_that_lossless_rollouts_cannot_have_are_refused():
         RolloutConfig(mode="fast")
 
 
+@pytest.mark.slow
 def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, capsys):
     run = tmp_path / "run"
     sampled = ["--rollout.prompts", "2", "--rollout.samples", "2", "--rollout.max-new-tokens", "24"]
@@ -127,6 +128,7 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
     assert "auto moves pages to hold the actor's p5" in message and not (tmp_path / "no").exists()
 
 
+@pytest.mark.slow
 def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     out = tmp_path / "report.json"
     sampled = ["--model", checkpoint, "--task", "trace:lines=24", "--count", "4", "--max-new-tokens", "40"]
@@ -139,6 +141,7 @@ def test_measuring_lossless_tells_how_drafts_fare(checkpoint, tmp_path, capsys):
     assert "say what to measure: give --schedule" in fails(capsys, "measure", *sampled)
 
 
+@pytest.mark.slow
 def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, monkeypatch):
     sampled = {}
     generate = HFEngine.generate

@@ -40,6 +40,7 @@ def greedy(model, ids, mask, **kwargs):
     return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, 1).log_softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_budget_that_covers_everything_equals_dense_generate(architecture, cache):
     ids, mask = left_padded(prompts())
@@ -68,6 +69,7 @@ def test_who_watches_is_told_of_tokens_and_finished_responses(mode):
     assert done == sum(map(len, short))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 2, 5])
 def test_teacher_forced_equals_step_by_step(architecture, pages):
     rows = prompts()
@@ -90,6 +92,7 @@ def test_teacher_forced_equals_step_by_step(architecture, pages):
         assert (alone - stepwise[i]).abs().max() < 1e-4
 
 
+@pytest.mark.slow
 def test_padding_and_static_cache_change_nothing():
     rows = prompts()
     ids, mask = left_padded(rows)
@@ -130,6 +133,7 @@ def test_teacher_forced_gradients_survive_checkpointing_and_the_context():
     assert (gradients[0] - dense_gradient).norm() > 0.01 * dense_gradient.norm()
 
 
+@pytest.mark.slow
 def test_engine_samples_records_and_scores_the_same_distribution():
     model = tiny_model()
     schedule = SparsitySchedule.fixed(2, dense_layers=(0,))
@@ -242,6 +246,7 @@ def test_a_schedule_to_meter_is_refused():
 AUTO = SparsitySchedule(top_k=(1,), bin_tokens=32, page_size=8, dense_layers=(0,))
 
 
+@pytest.mark.slow
 def test_auto_is_lossless_until_it_is_told_to_stop_verifying():
     rows = [p.tolist() for p in prompts()]
     sampling = Sampling(STEPS, seed=3)

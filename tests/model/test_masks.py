@@ -78,6 +78,7 @@ def arrangements():
             "holes": (rows, *holes)}  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("name", ["left padding", "right padding", "chat turns", "holes"])
 def test_padding_anywhere_decodes_as_each_row_alone(model, name, static):

@@ -66,6 +66,7 @@ def test_distributions_that_rounding_alone_tells_apart_still_give_a_token():
 # --- greedy ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 2, 5])
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_greedy_tokens_are_the_dense_ones(k, pages):
@@ -130,6 +131,7 @@ def test_likeliest_tokens_alike_are_all_kept():
     [("as it should", 1, None, 1.0), ("as it should", 2, None, 1.0), ("as it should", 2, 5, 0.8),
      ("never rejects", 2, None, 1.0), ("does not resample", 2, None, 1.0), ("draws both from one noise", 2, None, 1.0)],
 )  # fmt: skip
+@pytest.mark.slow
 def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k, top_k, top_p):
     V, T, count = 8, 4, 6_000
     model = tiny_model(vocab_size=V, num_hidden_layers=2)
@@ -167,6 +169,7 @@ def test_continuations_are_distributed_as_the_dense_policys(monkeypatch, how, k,
         assert p_value < 1e-9, p_value
 
 
+@pytest.mark.slow
 def test_log_probs_and_top_lists_are_the_dense_policys():
     model = tiny_model()
     for limit in (1, 2, 3, 30):  # a response's last token is verified alone, without drafts
@@ -181,6 +184,7 @@ def test_log_probs_and_top_lists_are_the_dense_policys():
     assert 0 < counters.accepted < counters.drafted
 
 
+@pytest.mark.slow
 def test_samples_do_not_depend_on_what_is_sampled_beside_them():
     model = tiny_model()
     rows = prompts()

@@ -109,6 +109,7 @@ def test_the_page_has_dense_lossy_lossless_and_distilled_runs_of_every_model():
     assert sum("lossless" in run for run in RUNS) == len(MODELS) + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: run[run.index("--run-dir") + 1] + run[run.index("--model") + 1])
 def test_every_training_passes_a_dry_run(run, tmp_path, monkeypatch, priced_at_once, capsys):
     monkeypatch.chdir(ROOT)
@@ -128,6 +129,7 @@ def test_what_a_machine_cannot_hold_is_found(tmp_path, monkeypatch, priced_at_on
     assert "training Qwen3-14B on 4 H100 needs" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_shrunk_run_trains_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     (small,) = commands("sparrow train")
@@ -255,6 +257,7 @@ def test_predicted_hours_are_what_the_cost_model_says():
     assert 0.7 * 190 < hours < 1.3 * 190  # the published dense 14B epoch
 
 
+@pytest.mark.slow
 def test_table_2_times_every_mode_on_the_same_prompts(checkpoint, tmp_path, capsys):
     out = tmp_path / "table2.json"
     recipe("table2").main(

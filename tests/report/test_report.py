@@ -91,6 +91,7 @@ def log_of(*rows, schedules=None) -> RunLog:
     return RunLog(Path("run"), train, rows, schedules or tuple(SCHEDULE for _ in rows))
 
 
+@pytest.mark.slow
 def test_evaluations_are_drawn_from_the_start_and_told(tmp_path):
     def score(value):
         return {"mean": {"value": value, "low": value - 0.1, "high": value + 0.1}, "tokens": 100 * value}
@@ -435,6 +436,7 @@ def test_each_logged_step_can_be_chosen(parsed, report):
         assert ("div", {"class": f"step step-{step}"}) in parsed.tags
 
 
+@pytest.mark.slow
 def test_the_expected_answer_stands_beside_a_response(tmp_path):
     known, unknown = rollout_row(1, ["a"], [0.5], answer="<7>"), rollout_row(1, ["b"], [0.5])
     parsed = Page(write_report(write_run(tmp_path, [step_row(1)], [known, unknown])).read_text(encoding="utf-8"))
@@ -536,6 +538,7 @@ def test_a_bin_has_one_colour_in_every_figure():
     assert [line.get_color() for line in drawn(figures.draw_pages, log, log=log).lines] == list(colors.values())
 
 
+@pytest.mark.slow
 def test_the_ceiling_stands_beside_p5_where_the_log_has_it(tmp_path):
     measured = {"ceiling": 0.97, "ceiling_low": 0.96, "ceiling_high": 0.98}
     bins = bins_only({**bin_row(0, 0.9, 0.88, 0.93), **measured}, bin_row(1, 0.8))
@@ -578,6 +581,7 @@ def test_curves_are_the_recorded_numbers():
     assert not panels["distil"].recorded([log]) and not panels["cycle"].recorded([log])
 
 
+@pytest.mark.slow
 def test_two_runs_stand_in_one_page(run, tmp_path):
     other = write_run(
         tmp_path / "other", [step_row(step, entropy=0.7) for step in (1, 2, 3)],

@@ -31,6 +31,7 @@ def pretend(monkeypatch, share, state="S"):
     monkeypatch.setattr(processes, "family", seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
 def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
     """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
@@ -38,6 +39,7 @@ def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, sha
     assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "end"), [(0.0, (-9, "")), (0.3, (0, None))])
 def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch, share, end):
     start = time.monotonic()
@@ -50,6 +52,7 @@ def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch,
     assert (code, why) == end
 
 
+@pytest.mark.slow
 def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
     monkeypatch.setattr(clock, "STARVED", 2)
     pretend(monkeypatch, 0.06, "R")
@@ -58,6 +61,7 @@ def test_a_program_that_never_gets_the_processor_is_given_up(monkeypatch):
     assert judgement.verdicts == ("timeout",) and 2 <= judgement.wall_s < 6
 
 
+@pytest.mark.slow
 def test_processor_time_of_a_family():
     burn = "import time\nwhile time.process_time() < 0.4: pass"
     script = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {burn!r}])"
@@ -97,6 +101,7 @@ def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
     assert time_limit.over and time_limit.left_s == 0.0
 
 
+@pytest.mark.slow
 def test_what_a_program_spends_before_it_ends_counts():
     """Six tests of 0.6 s, each of which ends the program: 2 s are over in the fourth."""
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
@@ -105,6 +110,7 @@ def test_what_a_program_spends_before_it_ends_counts():
     assert judgement.verdicts[0] == "error" and judgement.verdicts[-1] == "timeout" and len(judgement.verdicts) <= 4
 
 
+@pytest.mark.slow
 def test_a_program_that_waits_for_the_processor_is_not_asleep(monkeypatch):
     """None of the 1.6 s was it on the processor, yet it asked for it."""
     pretend(monkeypatch, 0.0, "R")

@@ -127,6 +127,7 @@ def test_not_equivalent(verifier, answer, reference):
     assert not verifier.equal(answer, reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("category", sorted({row["category"] for row in PAIRS}))
 def test_labelled_pairs(verifier, category):
     """No false accept in any category; what is still rejected wrongly is named here."""
@@ -151,6 +152,7 @@ def test_the_cases_written_down_for_math_verify(verifier):
         assert verifier.equal(answer, reference) == (alone == "different"), (answer, reference)
 
 
+@pytest.mark.slow
 @given(
     st.integers(-(10**12), 10**12),
     st.sampled_from(["{}", "{:,}", "${}$", r"\${:,}", "{}.", "{}.0", " {} ", r"\left({}\right)"]),
@@ -205,6 +207,7 @@ def test_a_comparison_that_hangs_is_cut_off_and_the_next_is_served(caplog, born)
     assert born() == []
 
 
+@pytest.mark.slow
 def test_a_hanging_worker_ends_itself_when_its_parent_is_gone():
     """The parent is killed in the middle of a comparison that never ends."""
     program = f"""
@@ -249,6 +252,7 @@ def test_as_many_answers_as_workers_can_hang_and_nobody_waits(born):
         assert len(born()) <= 2
 
 
+@pytest.mark.slow
 def test_an_answer_that_hung_is_not_tried_again():
     with MathVerifier(workers=1, limit_s=1) as verifier:
         assert not verifier.equal(HANGS, "204")
@@ -257,6 +261,7 @@ def test_an_answer_that_hung_is_not_tried_again():
         assert time.monotonic() - start < 0.5 and verifier.lost == 1
 
 
+@pytest.mark.slow
 def test_the_limit_is_of_processor_time(monkeypatch, born):
     """A comparison that was kept from the processor is not wrong for that; one that never gets it is, in the end."""
     monkeypatch.setattr("sparrow.rewards.math.PATIENCE_S", 0.05)

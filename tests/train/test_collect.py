@@ -269,6 +269,7 @@ def test_penalised_run_logs_its_parts(tmp_path):
     assert reward["mean"] == pytest.approx(sum(reward["parts"].values())) and -1 <= reward["parts"]["overlong"] < 0
 
 
+@pytest.mark.slow
 def test_truncated_responses_have_no_loss(tmp_path, monkeypatch):
     seen = []
     whole = learner.policy_loss

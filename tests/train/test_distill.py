@@ -55,6 +55,7 @@ def theta(trainer: Trainer) -> dict[str, torch.Tensor]:
     )
 
 
+@pytest.mark.slow
 def test_theta_is_bit_identical_with_and_without_the_phi_pass(tmp_path):
     without, with_phi = run(tmp_path / "a", DistillConfig()), run(tmp_path / "b", ON)
     assert all(torch.equal(p, theta(with_phi)[name]) for name, p in theta(without).items())
@@ -91,6 +92,7 @@ def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypa
     assert len(contexts) == model.config.num_hidden_layers
 
 
+@pytest.mark.slow
 def test_a_listener_is_told_how_far_the_adapter_is(tmp_path):
     told = []
     trainer = run(tmp_path, ON)
@@ -100,6 +102,7 @@ def test_a_listener_is_told_how_far_the_adapter_is(tmp_path):
     assert counted and counted == [(i, len(counted)) for i in range(len(counted))]
 
 
+@pytest.mark.slow
 def test_distillation_raises_the_tail_of_a_frozen_policy(tmp_path):
     run(tmp_path, replace(ON, policy_loss=False, learning_rate=1e-3), steps=24, learning_rate=1e-9)
     rows = metrics_of(tmp_path)
@@ -152,6 +155,7 @@ def test_the_layers_gradients_are_those_of_a_lora():
         assert (coarse - direct).norm() < 0.02 * direct.norm()
 
 
+@pytest.mark.slow
 def test_rollouts_are_those_of_the_merged_actor(tmp_path):
     trainer = run(tmp_path, ON, steps=3)
     merged = model_()
@@ -178,6 +182,7 @@ def test_a_delta_below_the_last_bit_of_rounded_weights_is_not_lost():
     torch.testing.assert_close(found, torch.full_like(found, 2 * 2 * 8 * 1e-4), atol=0, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     run(tmp_path / "whole", ON, steps=4)
     run(tmp_path / "parts", ON, steps=2)
@@ -198,6 +203,7 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(again.parameters, phi, strict=True))
 
 
+@pytest.mark.slow
 def test_steps_down_when_the_cheaper_schedule_holds_and_back_when_it_does_not(tmp_path):
     roomy = SCHEDULE.replace(top_k=(8,))
     for name, top_k in (("sparser", (6,)), ("sparsest", (0,))):
@@ -212,6 +218,7 @@ def test_steps_down_when_the_cheaper_schedule_holds_and_back_when_it_does_not(tm
     assert hard.schedule.top_k == (8,)
 
 
+@pytest.mark.slow
 def test_a_length_that_a_single_response_reached_does_not_hold_the_step_down_up(tmp_path, monkeypatch):
     roomy = SCHEDULE.replace(top_k=(8,))
     (tmp_path / "sparser.json").write_text(SCHEDULE.to_json())
@@ -223,6 +230,7 @@ def test_a_length_that_a_single_response_reached_does_not_hold_the_step_down_up(
     assert run(tmp_path / "stays", config, schedule=roomy, tau=0.965).schedule.top_k == (8,)
 
 
+@pytest.mark.slow
 def test_the_adapter_follows_a_schedule_that_the_guard_raises(tmp_path):
     run(tmp_path, ON, steps=3, guard=GuardConfig("raise", threshold=0.999, patience=1))
     rows = metrics_of(tmp_path)
@@ -254,12 +262,14 @@ def test_worst_positions_are_the_least_accepted():
     assert worst_positions(torch.tensor([0.9, 0.1]), 0.01).tolist() == [False, True]
 
 
+@pytest.mark.slow
 def test_a_share_of_the_positions_trains(tmp_path):
     run(tmp_path, replace(ON, positions=0.25))
     row = metrics_of(tmp_path)[0]
     assert row["distill"]["tokens"] == round(row["response"]["tokens"] * 0.25)
 
 
+@pytest.mark.slow
 def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
     scored = []
     sparse = Distiller._sparse

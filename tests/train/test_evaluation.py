@@ -38,6 +38,7 @@ EVALUATED = dict(
 )
 
 
+@pytest.mark.slow
 def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
     plain = make_trainer(tmp_path / "plain", steps=3)
     plain.train()
@@ -60,6 +61,7 @@ def test_evaluations_leave_training_as_it_is_to_the_bit(tmp_path):
     assert set(found[0]["eval"]["words"]["mean"]) == {"value", "low", "high"}
 
 
+@pytest.mark.slow
 def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
     made = make_trainer(tmp_path, steps=2, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
@@ -75,6 +77,7 @@ def test_an_evaluation_is_what_sparrow_eval_finds_of_the_export(tmp_path):
         assert row["eval"]["words"]["tokens"] == result.tokens
 
 
+@pytest.mark.slow
 def test_exports_are_few_load_by_themselves_and_know_the_best(tmp_path):
     made = make_trainer(tmp_path, steps=6, benchmarks={"words": words("a", 4)}, **EVALUATED)
     made.train()
@@ -88,6 +91,7 @@ def test_exports_are_few_load_by_themselves_and_know_the_best(tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "exports" / "best")) == len(made.tokenizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", ["in an evaluation", "in an export", "after one"])
 def test_a_run_that_was_stopped_has_every_evaluation_and_export_once(tmp_path, monkeypatch, stop):
     whole = dict(steps=5, benchmarks={"words": words("a", 3)}, **EVALUATED)

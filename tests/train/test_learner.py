@@ -35,6 +35,7 @@ def trainer_of(run_dir, **changes) -> Trainer:
     return Trainer(TrainConfig(**{**settings, **FEW, **changes}), model, tokenizer, EarlyWords(), engine, SCHEDULE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHANGES)
 def test_each_resumes_to_the_same_numbers(name, tmp_path):
     changes = CHANGES[name]
@@ -57,6 +58,7 @@ def test_each_resumes_to_the_same_numbers(name, tmp_path):
     assert all(torch.equal(trained[key], again[key]) for key in trained)
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_model_of_the_start(tmp_path):
     """KL to it is 0 in the first step, and grows; a large beta holds the policy near it."""
     rows = {}

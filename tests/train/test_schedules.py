@@ -368,6 +368,7 @@ def tables(run_dir) -> list[list]:
     return [row["schedule"]["top_k"] for row in metrics_of(run_dir)]
 
 
+@pytest.mark.slow
 def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     def halve(event, metrics):
         if event == "step" and metrics["step"] == 1:
@@ -383,6 +384,7 @@ def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     assert all(b["lower_bound"] >= 0.95 - 0.02 for b in after if b["bin"] in hit)
 
 
+@pytest.mark.slow
 def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
     # Lists that cover the vocabulary: the lower bound on acceptance is then 1 while the actor is dense.
     changes = dict(steps=5, closed_loop=True, rollout=RolloutConfig(4, 4, 24, top_n=151))
@@ -406,6 +408,7 @@ def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
     assert resumed.movers.state() == whole.movers.state() and resumed.schedule == whole.schedule
 
 
+@pytest.mark.slow
 def test_nothing_that_moves_the_schedule_excludes_another(tmp_path):
     made = make_trainer(tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise"))
     made.train()
@@ -420,6 +423,7 @@ EXACT = RolloutConfig(4, 4, 24, top_n=151)
 """Lists that cover the vocabulary: what they say of acceptance is no bound but exact."""
 
 
+@pytest.mark.slow
 def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, caplog):
     from tests.train import test_trainer
 
@@ -433,6 +437,7 @@ def test_a_dense_run_with_short_lists_is_not_stopped(tmp_path, monkeypatch, capl
     assert [r.message for r in caplog.records if "whether p5 of acceptance reaches 0.84 is not known" in r.message]
 
 
+@pytest.mark.slow
 def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         make_trainer(tmp_path, rollout=EXACT, guard=GuardConfig(threshold=0.999, patience=2)).train()
@@ -444,11 +449,13 @@ def test_guard_warns_once_and_logs_every_step(tmp_path, caplog):
     assert found == [{"steps_below": i, "alarm": i >= 2} for i in (1, 2, 3, 4)]
 
 
+@pytest.mark.slow
 def test_guard_raises_the_schedule(tmp_path):
     make_trainer(tmp_path, rollout=EXACT, guard=GuardConfig("raise", threshold=0.999, patience=2)).train()
     assert tables(tmp_path) == [[0, 1], [0, 1], [0, 3, 3], [0, 6, 6]]  # 4, 6, 9 pages with the 3 always kept
 
 
+@pytest.mark.slow
 def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
     guard = GuardConfig("stop", threshold=0.999, patience=3)
     with pytest.raises(TrainingDiverged, match=r"below 0.999, .* for 3 steps.*checkpoint of step 3 is saved"):
@@ -459,6 +466,7 @@ def test_guard_stops_with_a_checkpoint_that_resumes(tmp_path):
     assert len(metrics_of(tmp_path)) == 4
 
 
+@pytest.mark.slow
 def test_auto_on_the_command_line(tmp_path):
     from sparrow.cli import main
 

@@ -28,6 +28,7 @@ def test_the_source_compiles_for_hopper(changes, FP8):
     assert [bytes([n])[0] for n in range(256)] == list(range(256)), "the compiler wrote into bytes that Python shares"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "D, G, FP8", [(128, 1, 0), (128, 2, 0), (128, 4, 0), (128, 8, 0), (64, 2, 0), (64, 8, 0), (128, 4, 1), (64, 8, 1)]
 )

@@ -79,6 +79,7 @@ def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
 SAMPLING = Sampling(max_new_tokens=4, top_n=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("generate", "message"),
     [("die", "no vLLM server answers"), ("refuse", "HTTP 500 .*EngineDeadError"), (60.0, "generated nothing for 0 s")],
@@ -96,6 +97,7 @@ def test_a_server_that_fails_is_one_sentence(pretender, generate, message):
     assert len(threads) <= before, "what still runs as Python ends can abort it"
 
 
+@pytest.mark.slow
 def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
@@ -172,6 +174,7 @@ def test_of_several_clients_one_controls(pretender):
     assert leader.counters().tokens_held == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["generate", "update_weights"])
 def test_an_engine_that_fails_costs_no_finished_step(tmp_path, failing):
     trainer = make_trainer(tmp_path, steps=4, save_every=100)
