@@ -6,7 +6,8 @@ Every step of the engine ends one cycle of every request, so the tokens that a r
 accepted and the one after them. Beside it stands what the model predicts for the same cycles, teacher-forced in float32
 along the tokens that came out (``drafts.py``). These are samples of the dense policy, so the chance that the first j
 drafts are accepted is the mean of the product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and
-``geometric`` are the estimates that ``acceptance.py`` makes, for comparison.
+``geometric`` are the estimates that ``acceptance.py`` makes, for comparison. With ``--meter-budget`` one in four cycles
+also measures another schedule, whose mean acceptance stands beside the model's at the first drafts of the same cycles.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from torch import Tensor
 from train import windows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
@@ -96,6 +98,13 @@ def compare(start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Seq
     return {**of(np.ones(start.shape, bool)), "bins": bins}
 
 
+def of_first(alpha: Array) -> dict[str, list[float]]:
+    """Mean and p5 of acceptance ``[S, R, 1]``, with 95 % intervals over texts."""
+    text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
+    statistics = {"mean": weighted_mean, "p5": weighted_percentile}
+    return {name: list(sequence_bootstrap(alpha.ravel(), text, of)[:3]) for name, of in statistics.items()}
+
+
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     """``options`` are vLLM's, for machines that need others."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -105,6 +114,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[])
     parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
     parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--meter-budget", type=int, help="of another schedule, measured on the way")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
     parser.add_argument("--cycles", type=int, default=48, help="of each request that are compared with the prediction")
@@ -118,15 +128,19 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     lengths = np.linspace(context // 8, context - args.tokens - args.drafts - 1, args.requests).astype(int)
     rows = windows(np.load(args.checkpoint / "held_out.npy"), args.requests, context)
     prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-    decoding = Decoding.lossless(kept, draft_tokens=args.drafts, adapt_draft_tokens=False)
+    other = acceptance.schedule(args.meter_budget, args.dense_layers, 16, args.landmarks) if args.meter_budget else None
+    metered = {} if other is None else {"meter_schedule": other, "meter_every": 4}
+    decoding = Decoding.lossless(kept, draft_tokens=args.drafts, adapt_draft_tokens=False, **metered)
     defaults = {"max_num_seqs": args.requests, "gpu_memory_utilization": args.memory, "enable_prefix_caching": False}
     llm = LLM(
         str(args.checkpoint), additional_config={"sparrow": decoding.to_dict()}, max_model_len=context,
         **{**defaults, **options},
     )  # fmt: skip
     llm.collective_rpc("sparrow_counters")
+    llm.collective_rpc("sparrow_acceptance")
     done = generate(llm, prompts, args.tokens)
     counters = llm.collective_rpc("sparrow_counters")
+    (told,) = llm.collective_rpc("sparrow_acceptance")
     del llm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -150,6 +164,18 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         "counters": counters,
         **compare(start, emitted, alpha, ratio, [context // 8, *(context * n // 4 for n in (1, 2, 3, 4))]),
     }
+    if other is not None:
+        first = [
+            predict(model, ids[i : i + 4].to(device), torch.from_numpy(start[i : i + 4]).to(device), 1, other)[0]
+            for i in range(0, len(ids), 4)
+        ]
+        measured = DraftAcceptance.from_dict(told["metered"]["acceptance"])
+        result["metered"] = {
+            "budget": args.meter_budget,
+            "drafts": measured.drafts,
+            "measured": {"mean": measured.mean, "p5": measured.percentile(5)},
+            "predicted": of_first(torch.cat(first).double().cpu().numpy()),
+        }
     args.out.write_text(json.dumps(plain(result)) + "\n")
     print(json.dumps(plain({k: v for k, v in result.items() if k != "model"})), flush=True)
     return result

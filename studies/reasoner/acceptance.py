@@ -1,0 +1,93 @@
+"""What a reasoner accepts: drafts of lossless rollouts, and the lossy actor under the same schedule, by budget.
+
+    python studies/reasoner/acceptance.py --models reasoner runs/deep --lines 24 20 \
+        --out benchmarks/results/reasoner_acceptance.json
+
+Both sample responses to the same unseen problems with the transformers engine. Acceptance is over the whole vocabulary:
+of drafts as verification has it, of the lossy actor against the policy teacher-forced along what the actor wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from stability_study import LAYOUT
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from sparrow.engines.hf import HFEngine, eos_ids
+from sparrow.loading import HELD_OUT, load_model
+from sparrow.measure import flatten, measure
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mode import Decoding
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from sparrow.tasks import Trace
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure."""
+
+    out: Path  # The JSON file of results.
+    models: tuple[str, ...] = ("reasoner",)  # Names or checkpoints.
+    lines: tuple[int, ...] = (24,)  # Length of each model's programs.
+    pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
+    drafts: tuple[int, ...] = (4, 8)  # Before each verification.
+    problems: int = 128
+
+
+def row(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Sequence[int]], pages: int,
+    drafts: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    """One budget: mean and p5 of the lossy actor, with 95 % intervals over responses, and how drafts fare."""
+    schedule = SparsitySchedule.fixed(pages, **LAYOUT)
+    sampling = Sampling(max_new_tokens=400, top_n=len(tokenizer))
+    engine = HFEngine(model, Decoding.lossy(schedule), eos_ids(model, tokenizer))
+    alpha, _, position, response = flatten(measure(engine, engine, prompts, sampling, schedule))
+    lossy: dict[str, Any] = {"tokens": len(alpha), "read_fraction": engine.counters().read_fraction}
+    for name, statistic in (("mean", weighted_mean), ("p5", weighted_percentile)):
+        lossy[name] = list(sequence_bootstrap(alpha, response, statistic)[:3])
+    lossy["bins"] = [
+        {"start": int(low), "mean": float(inside.mean()), "p5": float(np.percentile(inside, 5))}
+        for low in np.unique(position // schedule.bin_tokens) * schedule.bin_tokens
+        if len(inside := alpha[position // schedule.bin_tokens == low // schedule.bin_tokens])
+    ]
+    lossless = {}
+    for k in drafts:
+        engine = HFEngine(model, Decoding.lossless(schedule, draft_tokens=k), eos_ids(model, tokenizer))
+        engine.generate(prompts, sampling)
+        lossless[k] = engine.counters().to_dict()["drafts"]
+    return {"pages": pages, "tokens": schedule.tokens_read(2**20), "lossy": lossy, "lossless": lossless}
+
+
+def main(options: Options) -> None:
+    """Measure, and save after every budget."""
+    if len(options.models) != len(options.lines):
+        raise SystemExit(f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each")
+    found: dict[str, Any] = {"problems": options.problems, "models": []}
+    for name, lines in zip(options.models, options.lines, strict=True):
+        model, tokenizer = load_model(name)
+        task = Trace(lines)
+        prompts = [
+            tokenizer(task.problem(i, seed=HELD_OUT).prompt, add_special_tokens=False).input_ids
+            for i in range(options.problems)
+        ]
+        rows: list[dict[str, Any]] = []
+        config = model.config
+        found["models"].append(
+            {"name": Path(name).name, "layers": config.num_hidden_layers, "lines": lines, "rows": rows}
+        )
+        for pages in options.pages:
+            rows.append(row(model, tokenizer, prompts, pages, options.drafts))
+            options.out.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options))
