@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
     parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000 and the host at 64 x 320, without drafts")
+    parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000, and the host at 64 x 320")
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())
 

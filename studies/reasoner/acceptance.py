@@ -64,7 +64,7 @@ def row(
         engine = HFEngine(model, Decoding.lossless(schedule, draft_tokens=k), eos_ids(model, tokenizer))
         engine.generate(prompts, sampling)
         lossless[k] = engine.counters().to_dict()["drafts"]
-    return {"pages": pages, "tokens": schedule.tokens_read(2**20), "lossy": lossy, "lossless": lossless}
+    return {"pages": pages, "tokens": int(schedule.tokens_read(2**20)), "lossy": lossy, "lossless": lossless}
 
 
 def main(options: Options) -> None:
