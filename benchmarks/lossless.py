@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from rollout import LOGPROBS, POINTS, PROMPT, Bench
 from rollout_trace import SLOTS, responses, simulate, states
+from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
@@ -168,7 +169,7 @@ def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) 
     for _ in range(SETTLE):
         bench.llm.llm_engine.step()
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as recorded:
         for _ in range(cycles):
             bench.llm.llm_engine.step()
         torch.cuda.synchronize()
@@ -178,9 +179,9 @@ def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) 
     text.write_text("\n".join(lines) + "\n")
 
 
-def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int = 300) -> None:
-    """Where the host spends its time in steps without drafts."""
-    bench.start([length - 64] * batch, [steps + MARGIN] * batch, None)
+def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int = 300, traced: int = 40) -> None:
+    """Where the host spends its time in steps without drafts, in Python and, over fewer steps, in torch and CUDA."""
+    bench.start([length - 64] * batch, [steps + traced + MARGIN] * batch, None)
     for _ in range(SETTLE):
         bench.llm.llm_engine.step()
     recorded = cProfile.Profile()
@@ -188,9 +189,16 @@ def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int =
     for _ in range(steps):
         bench.llm.llm_engine.step()
     recorded.disable()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as calls:
+        for _ in range(traced):
+            bench.llm.llm_engine.step()
     abandon(bench, batch)
+    rows = sorted(calls.key_averages(), key=lambda r: -r.self_cpu_time_total)[:60]
     with text.open("w") as stream:
-        pstats.Stats(recorded, stream=stream).sort_stats("tottime").print_stats(45)
+        for row in rows:
+            stream.write(f"{row.self_cpu_time_total / traced:9.1f} us {row.count / traced:7.1f} x  {row.key[:100]}\n")
+        for order in ("tottime", "cumulative"):
+            pstats.Stats(recorded, stream=stream).sort_stats(order).print_stats(120)
 
 
 def measure(arguments: argparse.Namespace) -> None:
