@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import io
 import json
 import pstats
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -194,11 +196,14 @@ def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int =
             bench.llm.llm_engine.step()
     abandon(bench, batch)
     rows = sorted(calls.key_averages(), key=lambda r: -r.self_cpu_time_total)[:60]
-    with text.open("w") as stream:
-        for row in rows:
-            stream.write(f"{row.self_cpu_time_total / traced:9.1f} us {row.count / traced:7.1f} x  {row.key[:100]}\n")
-        for order in ("tottime", "cumulative"):
-            pstats.Stats(recorded, stream=stream).sort_stats(order).print_stats(120)
+    lines = [f"{r.self_cpu_time_total / traced:9.1f} us {r.count / traced:7.1f} x  {r.key[:100]}" for r in rows]
+    stream = io.StringIO()
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(recorded, stream=stream).sort_stats(order).print_stats(120)
+    profiled = stream.getvalue()
+    for folder in sorted({str(Path(p).resolve()) for p in sys.path}, key=len, reverse=True):
+        profiled = profiled.replace(f"{folder}/", "")  # modules by their names, wherever they are installed
+    text.write_text("\n".join(lines) + profiled)
 
 
 def measure(arguments: argparse.Namespace) -> None:

@@ -87,6 +87,16 @@ def text_vllm() -> str:
     return table(head, rows)
 
 
+def text_metered() -> str:
+    """One line: another schedule as vLLM measured it on the way, and as the model has it at cycles of the same run."""
+    found = load("text_vllm_metered")["metered"]
+    pairs = (
+        f"{name} {found['measured'][name]:.3f}, where the model itself has {_interval(found['predicted'][name], 3)}"
+        for name in ("mean", "p5")
+    )
+    return f"{found['budget']} tokens read, {found['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
+
+
 def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> str:
     rows = []
     for row in load("text_bytes")["rows"]:
@@ -124,6 +134,7 @@ def text_kept() -> str:
 
 TABLES = {
     "text vllm": text_vllm,
+    "text metered": text_metered,
     "text page sizes": text_pages,
     "text landmarks": text_landmarks,
     "text quest": text_quest,

@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 from itertools import pairwise
 from math import inf, isnan, nan
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -579,6 +580,17 @@ def test_curves_are_the_recorded_numbers():
         assert line.get_ydata() == pytest.approx(values), name
         assert line.get_xdata().tolist() == [1, 2, 3, 4]
     assert not panels["distil"].recorded([log]) and not panels["cycle"].recorded([log])
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_flat_curve_does_not_lie_on_the_edge_of_its_figure(value):
+    log = SimpleNamespace(steps=np.arange(1, 5))
+    panel = curves.Panel("title", "meaning", "axis", lambda _: {"flat": np.full(4, value)}, floor=0.0)
+    ax = Figure().add_subplot()
+    panel.draw(ax, [log])
+    bottom, top = ax.get_ylim()
+    assert bottom == 0 and top > value
+    assert value == 0 or top > 1.05 * value
 
 
 @pytest.mark.slow
