@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
@@ -17,7 +18,13 @@ from sparrow.vllm.versions import installed
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    pass
+    """With kernels whose cache the reference can view: AMX's, which vLLM takes for bfloat16, pack keys in tiles."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if self.runtime is not None and self.isa == "amx":
+            self.isa = "vec"
+            self._set_isa_to_layers(layer_names)
 
 
 class CpuImpl(SparseImpl, CPUAttentionBackendImpl):

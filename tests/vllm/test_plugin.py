@@ -100,6 +100,22 @@ def test_adapters_view_the_cache_as_kernels_want_it():
         v032.cpu_key_value(cache, "amx")
 
 
+def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in_order(monkeypatch):
+    pytest.importorskip("vllm.version")
+    from sparrow.vllm import cpu
+
+    told = []
+
+    def with_amx(builder, *arguments):
+        builder.runtime, builder.isa = arguments[2], "amx"
+
+    monkeypatch.setattr(cpu.SparseBuilder, "__init__", with_amx)
+    monkeypatch.setattr(cpu.CpuBuilder, "_set_isa_to_layers", lambda builder, names: told.append((builder.isa, names)))
+    cpu.CpuBuilder("spec", ["layer"], "a runtime", "cpu")
+    assert told == [("vec", ["layer"])]
+    assert cpu.CpuBuilder("spec", ["layer"], None, "cpu").isa == "amx" and len(told) == 1
+
+
 def test_024_is_told_which_rows_are_in_prefill():
     builder = SimpleNamespace(is_prefilling=None)
     groups = [[SimpleNamespace(get_metadata_builder=lambda i: builder)]]
