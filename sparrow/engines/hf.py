@@ -36,6 +36,9 @@ from sparrow.model.state import attention_layers
 from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
+# Of a batch at its longest: 128 sequences of 4,096.
+DECODE_TOKENS = 2**19
+
 
 class HFEngine(Engine, Scorer):
     """Rollouts by transformers, in this process, on the model it is given: no copy of the weights is made.
@@ -45,8 +48,8 @@ class HFEngine(Engine, Scorer):
     A ``schedule`` is decoded under as it is (lossy, or dense if it reads everything); a ``Decoding`` says how. Lossless
     decoding always drafts ``draft_tokens``: nothing is gained here by fewer. In mode auto responses are lossless up to
     what ``verify_up_to`` says, without end before that, and lossy from there on. ``batch_size`` sequences are decoded
-    together, and ``token_budget`` padded tokens scored together, under autocast to the dtype ``autocast`` if there is
-    one.
+    together, by default as many as have ``DECODE_TOKENS`` tokens if all responses are as long as they may be; and
+    ``token_budget`` padded tokens scored together, under autocast to the dtype ``autocast`` if there is one.
 
     Raises UnsupportedModel, ConfigError: see ``set_schedule``.
     """
@@ -56,7 +59,7 @@ class HFEngine(Engine, Scorer):
         model: PreTrainedModel,
         schedule: SparsitySchedule | Decoding,
         eos_ids: Sequence[int],
-        batch_size: int = 128,
+        batch_size: int | None = None,
         token_budget: int = 65536,
         autocast: torch.dtype | None = None,
     ) -> None:
@@ -95,9 +98,11 @@ class HFEngine(Engine, Scorer):
         seeds = sampling.request_seeds(len(prompts))
         rollouts: dict[int, Rollout] = {}
         tokens = 0  # of the batches before
+        longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
+        batch_size = self.batch_size or max(1, DECODE_TOKENS // longest)
         with self._inference():
-            for begin in range(0, len(order), self.batch_size):
-                rows = order[begin : begin + self.batch_size]
+            for begin in range(0, len(order), batch_size):
+                rows = order[begin : begin + batch_size]
                 watch = partial(_watch_after, sampling.watch, tokens, begin)
                 decoded = self._decode([prompts[i] for i in rows], sampling, [seeds[i] for i in rows], watch)
                 rollouts.update(zip(rows, decoded, strict=True))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
+from sparrow.engines import hf
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
@@ -131,6 +132,16 @@ def test_teacher_forced_gradients_survive_checkpointing_and_the_context():
     dense_gradient = torch.cat([p.grad.flatten() for p in dense.parameters() if p.grad is not None])
     assert torch.allclose(gradients[0], gradients[1], atol=1e-7)
     assert (gradients[0] - dense_gradient).norm() > 0.01 * dense_gradient.norm()
+
+
+@pytest.mark.parametrize("decoded, sizes", [(2**19, [5]), (60, [2, 2, 1]), (1, [1] * 5)])
+def test_as_many_sequences_are_decoded_together_as_have_so_many_tokens(decoded, sizes, monkeypatch):
+    engine = HFEngine(tiny_model(), SparsitySchedule.fixed(2), eos_ids=[])
+    seen, decode = [], engine._decode
+    monkeypatch.setattr(hf, "DECODE_TOKENS", decoded)
+    monkeypatch.setattr(engine, "_decode", lambda rows, *rest: seen.append(len(rows)) or decode(rows, *rest))
+    rollouts = engine.generate([[3] * n for n in (20, 5, 20, 5, 5)], Sampling(max_new_tokens=4))
+    assert seen == sizes and [len(r.prompt_ids) for r in rollouts] == [20, 5, 20, 5, 5]
 
 
 @pytest.mark.slow
