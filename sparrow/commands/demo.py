@@ -20,6 +20,7 @@ from sparrow.settings import Count, Seed
 REASONER = Path(str(resources.files("sparrow") / "reasoner"))
 SCHEDULE = REASONER / "demo_schedule.json"
 DRAFT_TOKENS = 4  # before each verification, in lossless mode
+COMPARED = 8  # problems that are sampled in each mode in the end
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Demo(Command):
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.
     steps: Count = 7  # Training steps.
-    prompts: Count = 24  # Problems a step, with 8 responses each, and problems for each mode in the end.
+    prompts: Count = 24  # Problems a step, with 8 responses each.
     # Of the training. lossy: under the schedule that comes with the reasoner. lossless: drafts read what that says.
     mode: Literal["dense", "lossy", "lossless"] = "lossy"
 
@@ -65,7 +66,7 @@ class Demo(Command):
         with status("the same problems in each mode") as shown:
             model, tokenizer = load_model(str(Path(self.run_dir, "model")))
             task = load_task_spec(training.task)
-            problems = [task.problem(i, seed=HELD_OUT) for i in range(self.prompts)]
+            problems = [task.problem(i, seed=HELD_OUT) for i in range(COMPARED)]
             prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
             sampling = Sampling(training.rollout.max_new_tokens, top_n=0, seed=self.seed)
             lossless = Decoding.lossless(str(SCHEDULE), draft_tokens=DRAFT_TOKENS)

@@ -2,7 +2,7 @@
 
     python studies/reasoner/demo_seeds.py --folder runs/seeds --out benchmarks/results/demo.json
 
-Runs that are already in the folder are used as they are. About five minutes a seed on two idle cores.
+Runs that are already in the folder are used as they are. About six minutes a seed on two idle cores.
 """
 
 from __future__ import annotations
