@@ -1,4 +1,4 @@
-"""Tables of the language model of real text: acceptance of drafts and of the lossy actor (``studies/text``)."""
+"""Tables of the models in ``studies/text`` and ``studies/reasoner``: acceptance of drafts and of lossy actors."""
 
 from __future__ import annotations
 
@@ -132,7 +132,22 @@ def text_kept() -> str:
     return table(["sink pages", "recent pages", "mean", "p5"], made)
 
 
+def reasoner_acceptance() -> str:
+    made = []
+    for model in load("reasoner_acceptance")["models"]:
+        for row in model["rows"]:
+            lossy, (few, many) = row["lossy"], (row["lossless"][k] for k in ("4", "8"))
+            spans = [_interval(lossy[name], 3) for name in ("mean", "p5")]
+            drafts = [f"{few['acceptance']:.3f}", f"{few['p5']:.3f}"]
+            cycles = [f"{found['tokens_per_cycle']:.2f}" for found in (few, many)]
+            which = f"{model['layers']} layers, {model['lines']} lines"
+            made.append([which, row["tokens"], *spans, *drafts, *cycles])
+    head = ["model and programs", "tokens read", "lossy actor: mean", "p5", "drafts, k = 4: mean", "p5"]
+    return table([*head, "tokens a cycle, k = 4", "tokens a cycle, k = 8"], made)
+
+
 TABLES = {
+    "reasoner acceptance": reasoner_acceptance,
     "text vllm": text_vllm,
     "text metered": text_metered,
     "text page sizes": text_pages,
