@@ -18,7 +18,7 @@ from tests.conftest import VOCAB, tiny_model
 from tests.train.test_distill import ON, SCHEDULE, run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "reasoner"))
-import acceptance
+import draft_acceptance
 from graph_engine import GraphEngine
 from stability_statistics import against_dense, arrival, last_reward, late_outcome, outcome, tau, threshold
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
@@ -224,14 +224,15 @@ def test_the_page_has_every_table_as_the_files_have_it():
 
 def test_acceptance_is_whole_where_all_is_read_and_less_where_little_is(checkpoint, tmp_path):
     out = tmp_path / "acceptance.json"
-    small = acceptance.Options(out, models=(checkpoint,), lines=(4,), pages=(1, 200), drafts=(2,), problems=2)
-    acceptance.main(small)
+    few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
+    small = draft_acceptance.Options(out, models=(checkpoint,), lines=(4,), **few)
+    draft_acceptance.main(small)
     (model,) = json.loads(out.read_text())["models"]
     little, everything = model["rows"]
-    assert [row["pages"] for row in (little, everything)] == [1, 200] and model["lines"] == 4
+    assert [row["pages"] for row in (little, everything)] == [1, 20] and model["lines"] == 4
     assert little["lossy"]["read_fraction"] < everything["lossy"]["read_fraction"] == 1
     assert little["lossy"]["mean"][0] < 0.99 < everything["lossy"]["p5"][0]
     fewer, most = (row["lossless"]["2"]["tokens_per_cycle"] for row in (little, everything))
     assert fewer < 2.9 < most <= 3
     with pytest.raises(SystemExit, match="give one each"):
-        acceptance.main(replace(small, lines=(4, 5)))
+        draft_acceptance.main(replace(small, lines=(4, 5)))

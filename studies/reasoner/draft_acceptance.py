@@ -1,6 +1,6 @@
 """What a reasoner accepts: drafts of lossless rollouts, and the lossy actor under the same schedule, by budget.
 
-    python studies/reasoner/acceptance.py --models reasoner runs/deep --lines 24 20 \
+    python studies/reasoner/draft_acceptance.py --models reasoner runs/deep --lines 24 20 \
         --out benchmarks/results/reasoner_acceptance.json
 
 Both sample responses to the same unseen problems with the transformers engine. Acceptance is over the whole vocabulary:
@@ -40,15 +40,16 @@ class Options:
     pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
     drafts: tuple[int, ...] = (4, 8)  # Before each verification.
     problems: int = 128
+    max_new_tokens: int = 400
 
 
 def row(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[Sequence[int]], pages: int,
-    drafts: Sequence[int],
+    drafts: Sequence[int], max_new_tokens: int,
 ) -> dict[str, Any]:  # fmt: skip
     """One budget: mean and p5 of the lossy actor, with 95 % intervals over responses, and how drafts fare."""
     schedule = SparsitySchedule.fixed(pages, **LAYOUT)
-    sampling = Sampling(max_new_tokens=400, top_n=len(tokenizer))
+    sampling = Sampling(max_new_tokens, top_n=len(tokenizer))
     engine = HFEngine(model, Decoding.lossy(schedule), eos_ids(model, tokenizer))
     alpha, _, position, response = flatten(measure(engine, engine, prompts, sampling, schedule))
     lossy: dict[str, Any] = {"tokens": len(alpha), "read_fraction": engine.counters().read_fraction}
@@ -85,7 +86,7 @@ def main(options: Options) -> None:
             {"name": Path(name).name, "layers": config.num_hidden_layers, "lines": lines, "rows": rows}
         )
         for pages in options.pages:
-            rows.append(row(model, tokenizer, prompts, pages, options.drafts))
+            rows.append(row(model, tokenizer, prompts, pages, options.drafts, options.max_new_tokens))
             options.out.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
 
 
