@@ -87,6 +87,9 @@ def test_a_bin_that_fails_takes_the_shorter_ones_back_and_leaves_the_longer_ones
     found = dial.turn([], [tail(1, 0.99), tail(2, 0.9499), tail(3, 0.96)])
     assert [b.verdict for b in found] == ["holds", "fails", "holds"]
     assert dial.verified_up_to == 300
+    dial.load({"verified_up_to": 100, "waits": [], "failures": []})
+    dial.turn([], [tail(1, 0.94), tail(2, 0.96, sequences=8), tail(3, 0.96)])
+    assert dial.verified_up_to == 200, "the longer ones begin with the second; eight responses are enough"
 
 
 def test_lossy_only_where_it_is_faster():
@@ -147,6 +150,12 @@ def test_gain_by_hand():
     # 100 tokens at 2 ms and 300 at 1 ms, where lossless takes 2 ms for all 400.
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx(0.8 / 0.5)
     assert gain(bins, {}) == 1.0
+    dial = Dial(
+        TAU, lambda length, acceptance: (length * 1e-5, length * 4e-6)
+    )  # 1.5 and 2.5 ms; lossy 2.5 times as fast
+    dial.load({"verified_up_to": 200, "waits": [], "failures": []})
+    bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
+    assert gain(bins, {100: 100, 200: 300}) == pytest.approx((0.15 + 0.75) / (0.15 + 0.30))
 
 
 def test_the_price_is_the_cost_model_s():

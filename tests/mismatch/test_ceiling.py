@@ -1,9 +1,13 @@
 """The ceiling of p5: what is kept of dense rollouts, and what stands beside which length."""
 
 import json
-from math import isnan, nan
+from math import inf, isnan, log, nan
+
+import numpy as np
+import pytest
 
 from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport, mismatch_report
+from sparrow.mismatch.ceiling import engine_noise, with_noise
 
 
 def dense(*bins: tuple[int, float, int], width: int = 100) -> MismatchReport:
@@ -53,3 +57,22 @@ def test_the_state_survives_json_with_a_bin_of_one_response():
     ceiling.measure(MismatchReport(**{**vars(report), "bins": bins}))
     again.load(json.loads(json.dumps(ceiling.state(), allow_nan=False)))
     assert str(again.state()) == str(ceiling.state()) and ceilings(again, 0) == [0.95]
+
+
+def test_a_samplers_noise_by_hand():
+    """Two listed tokens, and all others as one."""
+    noise = engine_noise(np.log([[0.4, 0.4]]), np.log([[0.5, 0.3]]))
+    np.testing.assert_allclose(noise, [[log(0.8), log(4 / 3), 0.0]], atol=1e-12)
+    np.testing.assert_allclose(np.exp(with_noise(np.log([[0.5, 0.3]]), noise)), [[0.4, 0.4]])
+    # Another schedule's 0.2, 0.6 and 0.2 become 0.16, 0.8 and 0.2, of a sum of 1.16.
+    np.testing.assert_allclose(np.exp(with_noise(np.log([[0.2, 0.6]]), noise)), [[0.16 / 1.16, 0.8 / 1.16]])
+
+
+def test_noise_of_lists_that_leave_nothing_over_or_are_padded():
+    whole = np.array([[log(0.75), log(0.25), -inf]])
+    noise = engine_noise(whole, whole)
+    assert not noise.any()
+    np.testing.assert_allclose(np.exp(with_noise(whole, noise)), [[0.75, 0.25, 0.0]], atol=2e-6)
+    # A rest of 0.001 is one, a rest of a tenth of a millionth is rounding.
+    for rest, expected in ((1e-3, log(1e-3 / 1e-2)), (1e-7, log(1e-6 / 1e-2))):
+        assert engine_noise([[np.log1p(-rest)]], [[np.log1p(-1e-2)]])[0, 1] == pytest.approx(expected, abs=1e-6)

@@ -29,6 +29,7 @@ def test_percentiles_by_hand():
     # Of four drafts, one a quarter, the fifth percentile lies a fifth into the first one's bucket.
     found = DraftAcceptance.of([0.2, 0.4, 0.6, 1.0], [5, 5, 5, 5], 10)
     assert abs(found.percentile(5) - (0.2 + 0.2 / BUCKETS)) < 1e-9
+    assert found.percentile() == found.percentile(5)
     assert abs(found.percentile(100) - 1) < 1e-9 and abs(found.mean - 0.55) < 1e-12
 
 

@@ -310,6 +310,10 @@ def test_gradients_stop(kind):
             r"uniform_BT leaves \[0, 1\]",
         ),
         (lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2), uniform_BT=torch.ones(2, 3)), r"z_BT has shape \(2,\)"),
+        (
+            lambda: correct("obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1.001), uniform_BT=torch.zeros(2, 3)),
+            r"z_BT leaves \[0, 1\]",
+        ),
     ],
 )
 def test_errors(call, message):

@@ -100,6 +100,11 @@ def test_dual_clip_by_hand():
     assert loss.item() == pytest.approx((-3.06 + 2.4 + 0.8) / 5) and metrics["clip_c_fraction"] == 1 / 5
     loss.backward()
     assert logp.grad[1, 0] == 0 and logp.grad[0, 1] != 0
+    # An advantage that is not negative has no such bound, however small.
+    small = [
+        policy_loss(logp, OLD, ADVANTAGES.abs() / 10, MASK, WEIGHT, c, NORMALIZERS)[0] for c in (config, LossConfig())
+    ]
+    assert small[0] == small[1]
     with pytest.raises(ConfigError, match=r"loss.clip_ratio_c is 1.0, but must be greater than 1"):
         LossConfig(clip_ratio_c=1.0)
 

@@ -151,6 +151,7 @@ def test_a_bin_is_never_raised_beyond_its_whole_cache():
 
 def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), calm=[1, 1]) == ((27, 40, 60), (0, 0))
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=8), calm=[0, 1])[0] == (27, 29, 60)
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.8, high=0.92, sequences=7))[0] == (27, 40, 60)
     assert turn([27, 37, 60], seen(0, 0.905), seen(1, 0.8, high=0.881, sequences=7))[0] == (27, 45, 60)
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.2, low=nan, high=nan, sequences=1))[0] == (27, 40, 60)
@@ -165,6 +166,7 @@ def test_dead_bins_follow_the_first_one_that_can_be_judged():
 def test_below_and_raise_bins():
     bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
     assert below(bins, 0.8) == bins[:1]
+    assert below([seen(0, 0.79, sequences=8)], 0.8) != []
     assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1]).top_k == (27, 27, 40)
     assert raise_bins(SparsitySchedule((17, ALL_PAGES)), bins[:2]).top_k == (27, ALL_PAGES, ALL_PAGES)
 
@@ -262,6 +264,13 @@ def test_a_step_down_and_the_loop_take_turns():
     tails[(45, 100)] = [seen(0, 0.85)]
     assert step_down.propose(moved, moved, second._replace(step=4)) == rungs[0]
     assert step_down.state() == {"rung": 0}
+
+
+def test_a_step_down_ends_at_its_last_schedule():
+    rungs = [SparsitySchedule((97, 200)), SparsitySchedule((17, 40))]
+    step_down = StepDown(rungs, 1, Tau(0.9))
+    holds = evidence(seen(0, 0.99), tails={rung.top_k: [seen(0, 0.95)] for rung in rungs})
+    assert [step_down.propose(rungs[i], rungs[i], holds) for i in (0, 1, 1)] == [rungs[1]] * 3
 
 
 def test_all_movers_may_be_on_and_remember_where_they_were(tmp_path):

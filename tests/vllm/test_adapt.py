@@ -126,6 +126,30 @@ def test_batches_and_lengths_are_told_apart():
     assert chooser.in_use() == {"64 x 16384": 8, "64 x 1024": 0}
 
 
+def test_acceptance_is_that_of_the_length():
+    chooser = DraftLength(CHOICES)
+    for length, acceptance, expected in ((15_000, 0.95, 8), (60_000, 0.3, 0), (15_000, 0.95, 8)):
+        chosen, _ = simulate(chooser, 600, acceptance, LONG, length=length)
+        assert Counter(chosen[300:]).most_common(1)[0][0] == expected
+
+
+def test_acceptance_of_a_length_not_seen_is_that_of_the_nearest():
+    chooser = DraftLength(CHOICES)
+    for length, accepted in ((1_000, 1), (30_000, 9)):
+        chooser.observe(1, length, 4, 0.01, accepted * 100, 1000)
+    assert chooser.acceptance(2_000) == pytest.approx(0.1, abs=0.01)
+    assert chooser.acceptance(40_000) == pytest.approx(0.9, abs=0.01)
+
+
+def test_what_is_predicted_to_be_hopeless_is_never_drafted():
+    chosen, _ = simulate(DraftLength(CHOICES), 300, 0.95, SHORT)
+    assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
+
+
+def test_the_slowest_quarter_of_the_times_does_not_count():
+    assert adapt._typical([3.0, 1.0, 90.0, 2.0]) == 2.0 and adapt._typical([5.0]) == 5.0
+
+
 def test_tokens_of_a_cycle_by_hand():
     assert tokens_per_cycle(0.5, 2) == 1.75  # 1 + 1/2 + 1/4
     assert tokens_per_cycle(1.0, 8) == 9
