@@ -73,6 +73,11 @@ def test_without_drafts_a_cycle_is_a_dense_step():
         assert astuple(found) == pytest.approx(astuple(dense))
 
 
+def test_what_the_host_does_for_a_token_is_not_shortened_by_drafts():
+    found = lossless_step(SHAPES["qwen3-4b"], H200, [3000, 9000], drafts(4, 0.9), Overheads(host_s=1.0))
+    assert found.seconds == pytest.approx(2.0), "a second for each of two sequences"
+
+
 def test_the_fit_recovers_what_it_was_given():
     truth = Cycle(20e-6, 0.5)
     cycles = [
@@ -168,7 +173,15 @@ LONG = response_lengths(14_000, 32_768, 240)
 
 @pytest.mark.slow
 def test_rows_advise_by_what_pays():
-    table = dict(rows(*predicted("qwen3-1.7b", LONG, 0.9)))
+    lossy, lossless = predicted("qwen3-1.7b", LONG, 0.9)
+    table = dict(rows(lossy, lossless))
+    spent = {"dense": lossy.dense, "lossy": lossy.sparse, "lossless": lossless.rollout}
+    for name, run in spent.items():
+        attention, draining = (round(100 * part / run.seconds) for part in (run.attention_s, run.drain_s))
+        assert table[f"{name} rollout"].endswith(f"{attention}% attention, {draining}% draining")
+    whole = [run.seconds + lossy.train_s for run in spent.values()]
+    for name, seconds in zip(("lossy", "lossless"), whole[1:], strict=True):
+        assert table[f"{name} speed-up"].endswith(f"{whole[0] / seconds:.2f}x on the step")
     assert list(table) == [
         "dense rollout", "lossy rollout", "lossless rollout", "lossy speed-up", "lossless speed-up", "drafts",
         "verdict",

@@ -26,8 +26,8 @@ DEVICE void load_queries(u32* q, const Program& p) {
 }
 
 #if FP8
-// The same in float16 and in the order of ``marks_times_queries``. Those in bfloat16 are scaled by a power of 2, one for
-// the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter, and the
+// The same in float16 and in the order of ``marks_times_queries``. Those in bfloat16 are scaled by a power of 2, one
+// for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter, and the
 // ranking stays as it is.
 DEVICE void load_ranking_queries(u32* q, const Program& p) {
   const uint2* const from = (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
