@@ -117,6 +117,8 @@ def test_truncation_is_that_of_one_token_after_another(top_k, top_p):
     shape = Shape(0.7, top_k, top_p)
     torch.testing.assert_close(shape.distribution(logits), expected.double(), atol=1e-6, rtol=0)
     torch.testing.assert_close(shape.log_probs(logits).exp(), expected.float(), atol=1e-6, rtol=0)
+    at_one = Shape(1.0, top_k, top_p).log_probs(logits)
+    assert torch.equal(Shape(0.0, top_k, top_p).log_probs(logits), at_one) and Shape() == Shape(1.0)
     greedy = Shape(0.0, top_k, top_p).distribution(logits)
     assert torch.equal(greedy.argmax(-1), logits.argmax(-1)) and torch.equal(greedy.sum(-1), torch.ones(50).double())
 
