@@ -248,6 +248,31 @@ def test_a_schedule_comes_from_the_config_first_and_from_the_environment_otherwi
         asked({"sparrow": 3})
 
 
+@pytest.mark.parametrize(
+    "mode, schedule, expected",
+    [
+        ("", "", None),
+        ("", "fixed:9", Decoding.lossy("fixed:9")),
+        ("lossy", "fixed:9", Decoding.lossy("fixed:9")),
+        ("lossless", "", Decoding.lossless()),
+        ("lossless", "fixed:9", Decoding.lossless("fixed:9")),
+        ("dense", "", Decoding.load("dense")),
+        (' {"mode": "lossless", "draft_tokens": 4}', "", Decoding.lossless(draft_tokens=4)),
+    ],
+)
+def test_the_environment_says_the_mode_and_what_is_read_or_drafted(mode, schedule, expected, monkeypatch):
+    monkeypatch.setenv("SPARROW_MODE", mode)
+    monkeypatch.setenv("SPARROW_SCHEDULE", schedule)
+    assert config.from_environment() == expected
+
+
+def test_settings_in_two_variables_are_refused(monkeypatch):
+    monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless"}')
+    monkeypatch.setenv("SPARROW_SCHEDULE", "fixed:9")
+    with pytest.raises(ConfigError, match="holds all settings; unset SPARROW_SCHEDULE='fixed:9'"):
+        config.from_environment()
+
+
 def vllm_config(model=None, **parts):
     model = dict(
         architecture="Some", use_mla=False, is_encoder_decoder=False, is_hybrid=False, is_attention_free=False,
@@ -287,6 +312,14 @@ def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
     config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=True)
     with pytest.raises((UnsupportedModel, ConfigError), match=message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
+
+
+def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
+    odd = vllm_config(dict(get_head_size=lambda: 48))
+    config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=True)
+    config.check_supported(vllm_config(), Decoding.lossy(SCHEDULE), on_cpu=False)
+    with pytest.raises(UnsupportedModel, match="heads of 48; the decode kernels take"):
+        config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=False)
 
 
 @pytest.mark.parametrize(
