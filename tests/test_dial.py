@@ -150,12 +150,11 @@ def test_gain_by_hand():
     # 100 tokens at 2 ms and 300 at 1 ms, where lossless takes 2 ms for all 400.
     assert gain(bins, {100: 100, 200: 300}) == pytest.approx(0.8 / 0.5)
     assert gain(bins, {}) == 1.0
-    dial = Dial(
-        TAU, lambda length, acceptance: (length * 1e-5, length * 4e-6)
-    )  # 1.5 and 2.5 ms; lossy 2.5 times as fast
+    # Lossless takes 1.5 ms in the first bin and 2.5 in the second, and lossy 1.
+    dial = Dial(TAU, lambda length, acceptance: (length * 1e-5, 1e-3))
     dial.load({"verified_up_to": 200, "waits": [], "failures": []})
     bins = dial.turn([tail(1, 0.5)], [tail(2, 0.99)])
-    assert gain(bins, {100: 100, 200: 300}) == pytest.approx((0.15 + 0.75) / (0.15 + 0.30))
+    assert gain(bins, {100: 100, 200: 300}) == pytest.approx((0.15 + 0.75) / (0.15 + 0.3))
 
 
 def test_the_price_is_the_cost_model_s():

@@ -26,7 +26,7 @@ COMPARED = 8  # problems that are sampled in each mode in the end
 @dataclass(frozen=True)
 class Demo(Command):
     """Train the bundled reasoner on a CPU in some minutes: sparse rollouts, dense policy, rising reward. Then sample
-    the same problems dense, lossy and lossless."""
+    held-out problems dense, lossy and lossless."""
 
     run_dir: str = "runs/demo"  # Where the run goes; must not exist yet.
     seed: Seed = 0  # Seeds the problems and the samples.

@@ -36,8 +36,8 @@ from sparrow.model.state import attention_layers
 from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
-# Of a batch at its longest: 128 sequences of 4,096.
 DECODE_TOKENS = 2**19
+"""Tokens that a batch may grow to, such as 128 sequences of 4,096."""
 
 
 class HFEngine(Engine, Scorer):
@@ -48,8 +48,8 @@ class HFEngine(Engine, Scorer):
     A ``schedule`` is decoded under as it is (lossy, or dense if it reads everything); a ``Decoding`` says how. Lossless
     decoding always drafts ``draft_tokens``: nothing is gained here by fewer. In mode auto responses are lossless up to
     what ``verify_up_to`` says, without end before that, and lossy from there on. ``batch_size`` sequences are decoded
-    together, by default as many as have ``DECODE_TOKENS`` tokens if all responses are as long as they may be; and
-    ``token_budget`` padded tokens scored together, under autocast to the dtype ``autocast`` if there is one.
+    together, by default as many as hold ``DECODE_TOKENS`` tokens at the greatest length allowed; ``token_budget``
+    padded tokens are scored together, under autocast to the dtype ``autocast`` if there is one.
 
     Raises UnsupportedModel, ConfigError: see ``set_schedule``.
     """

@@ -166,7 +166,7 @@ def test_dead_bins_follow_the_first_one_that_can_be_judged():
 def test_below_and_raise_bins():
     bins = [seen(0, 0.79), seen(1, 0.81), seen(2, 0.1, sequences=7)]
     assert below(bins, 0.8) == bins[:1]
-    assert below([seen(0, 0.79, sequences=8)], 0.8) != []
+    assert below(enough := [seen(0, 0.79, sequences=8)], 0.8) == enough
     assert raise_bins(SparsitySchedule((17, 17, 40)), bins[:1]).top_k == (27, 27, 40)
     assert raise_bins(SparsitySchedule((17, ALL_PAGES)), bins[:2]).top_k == (27, ALL_PAGES, ALL_PAGES)
 
