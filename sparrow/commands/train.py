@@ -55,7 +55,7 @@ class Train(TrainConfig, Command):
             from sparrow.commands.dry_run import dry_run
 
             return dry_run(self)
-        from accelerate import PartialState
+        from accelerate import DistributedType, PartialState
 
         from sparrow.loading import context_of, load_benchmarks, load_model, load_problems, prompt_room
         from sparrow.report import summary_rows
@@ -91,7 +91,8 @@ class Train(TrainConfig, Command):
                 Trainer(*start, self._dial(model, decoding), benchmarks).train()
             finally:
                 engine.close()
-        PartialState().destroy_process_group()
+        if PartialState().distributed_type is not DistributedType.NO:  # else the group, if any, is somebody else's
+            PartialState().destroy_process_group()
         if main_process:
             print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
             say(f"figures: sparrow report {self.run_dir}")

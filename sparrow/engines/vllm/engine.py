@@ -73,7 +73,8 @@ class VLLMEngine(Client):
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
-        self.llm = LLM(model=model, **{**defaults, **options})
+        with _undone_if_refused():
+            self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
         self.connect(vllm_config.model_config.max_model_len)
@@ -168,6 +169,20 @@ class VLLMEngine(Client):
             # capture would ask for it.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
+
+
+@contextlib.contextmanager
+def _undone_if_refused() -> Iterator[None]:
+    """End what vLLM has set up in this process if it does not start; process groups of the trainer's stay."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    trainers = torch.distributed.is_initialized()
+    try:
+        yield
+    except BaseException:
+        if not trainers:
+            cleanup_dist_env_and_memory()
+        raise
 
 
 def check_discoverable() -> None:
