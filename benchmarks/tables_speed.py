@@ -204,7 +204,19 @@ def grpo_step() -> str:
     return table(["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows)
 
 
+def host_time() -> str:
+    """Microseconds of the host a sequence and step, by part."""
+    names = {"stock": "stock vLLM", "before": "Sparrow at a553f48", "now": "Sparrow"}
+    parts = ("scheduler", "output processor", "reading lists")
+    rows = []
+    for variant, one in load("short_responses_cpu")["variants"].items():
+        us = [one[f"{part}, us"] for part in parts]
+        rows.append([names[variant], *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
+    return table(["us a sequence and step", *parts, "together"], rows)
+
+
 TABLES = {
+    "host time": host_time,
     "decode steps": decode_steps,
     "rollouts with top 20": lambda: rollouts("top 20"),
     "rollouts without log-probs": lambda: rollouts("none"),

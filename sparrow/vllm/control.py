@@ -27,7 +27,8 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     ``rows`` sequences times steps; ``tokens_read`` cached tokens read and ``tokens_held`` tokens a dense actor
     would have read, over rows and this worker's layers; ``pages_read`` in sparse layers; and the rows that read
     everything, by reason: ``dense_rows_schedule`` (a bin without limit), ``dense_rows_short`` (no more pages
-    than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not in ``rows``).
+    than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not in ``rows``). ``preemptions``
+    are sequences whose cache vLLM dropped, to prefill them again.
 
     In lossless mode rows are those of draft steps, ``tokens_read`` counts verification too, ``tokens_held`` is what
     dense decoding would have read for the tokens ``emitted``, and there are the tokens ``drafted`` and ``accepted``.

@@ -16,6 +16,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from sparrow.vllm import config, control, lossless
+from sparrow.vllm.runtime import find
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,22 @@ def _checked_init_device(stock: Any) -> Any:
         decoding = config.requested(self.vllm_config)
         if decoding is not None:
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
+            apply(WORKER)
             if decoding.mode == "lossless":
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
 
     return init_device
+
+
+def _counting_preemptions(stock: Any) -> Any:
+    @wraps(stock)
+    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.preempted_req_ids and (runtime := find(self.vllm_config)) is not None:
+            runtime.count_preempted(len(scheduler_output.preempted_req_ids))
+        return stock(self, scheduler_output, *args, **kwargs)
+
+    return execute_model
 
 
 def _checked_initialize_from_config(stock: Any) -> Any:
@@ -191,6 +203,21 @@ def _with_prefill_flags(stock: Any) -> Any:
     return with_prefill(stock)
 
 
+def _lists_in_arrays(stock: Any) -> Any:
+    from vllm.logprobs import FlatLogprobs
+
+    from sparrow.vllm import lists
+
+    @wraps(stock)
+    def _update_sample_logprobs(self: Any, logprobs_lists: Any) -> None:
+        if self.tokenizer is None and isinstance(self.logprobs, FlatLogprobs):
+            lists.update(self, *logprobs_lists[:3])
+        else:
+            stock(self, logprobs_lists)
+
+    return _update_sample_logprobs
+
+
 def _unpacked_linear(stock: Any) -> Any:
     from torch.nn.functional import linear
 
@@ -224,6 +251,15 @@ ALWAYS = (
     ),
 )  # fmt: skip
 """Made wherever the plugin is loaded; without effect for an engine that did not ask for Sparrow."""
+
+WORKER = (
+    Patch(
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ">=0.24", "count preempted sequences; vLLM's own "
+        "count is among statistics that cost a tenth of the host's time for each token", _counting_preemptions,
+        ("scheduler_output",),
+    ),
+)  # fmt: skip
+"""Made in a worker of an engine that asked for Sparrow, before its device is touched."""
 
 ATTENTION = (
     Patch(
@@ -267,3 +303,12 @@ CPU_WEIGHTS = (
     ),
 )  # fmt: skip
 """Made where Sparrow's CPU backend is chosen for a model."""
+
+LISTS = (
+    Patch(
+        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", ">=0.24", "vLLM keeps every id, log-prob "
+        "and rank of a list as a Python object; arrays take a tenth of the memory and less time",
+        _lists_in_arrays, ("logprobs_lists",),
+    ),
+)  # fmt: skip
+"""Made where a trainer's engine asks for the lists of every token."""

@@ -119,6 +119,10 @@ class Runtime:
         """Page counts ``[rows]``, int32, that leave nothing out."""
         return self._everything_B[:rows]
 
+    def count_preempted(self, sequences: int) -> None:
+        """Count sequences whose cache vLLM has dropped, to prefill them again."""
+        self._counts["preemptions"] += sequences
+
     def count_pass(self, drafts: int) -> Tensor:
         """Count one dense pass of lossless mode, after which so many tokens are drafted, and say where the rest goes.
 
@@ -167,7 +171,7 @@ class Runtime:
     def counters(self) -> dict[str, int]:
         """What decode steps did since the last call; see ``control.sparrow_counters``."""
         self._settle()
-        counts, self._counts = dict(self._counts), Counter()
+        counts, self._counts = {"preemptions": 0, **self._counts}, Counter()
         return counts
 
     def acceptance(self) -> dict[str, Any]:

@@ -160,6 +160,7 @@ def test_counters_by_hand():
     step(made, lengths(160, 33, 0), torch.tensor([False, True, False]))  # 160: 7 pages of 10
     made.set_schedule(SparsitySchedule.fixed(0, dense_layers=(0,)))
     step(made, lengths(160))  # 3 pages of 10
+    made.count_preempted(2)
     assert made.counters() == {
         "rows": 4,
         "tokens_held": 4 * (100 + 40 + 160 + 160),
@@ -168,6 +169,7 @@ def test_counters_by_hand():
         "dense_rows_schedule": 0,
         "dense_rows_short": 2,
         "dense_rows_prefill": 1,
+        "preemptions": 2,
     }
     assert not any(made.counters().values())
     made.set_schedule(SparsitySchedule.dense())

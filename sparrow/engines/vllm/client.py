@@ -7,7 +7,6 @@ import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ class Client(ABC):
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
         self._is_lossless = self._described[0].get("mode") == "lossless"  # older plugins do not say
-        self._preempted = 0
         self.counters()  # forget what vLLM's own warm-up steps read
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -55,10 +53,6 @@ class Client(ABC):
     @abstractmethod
     def reset_prefix_cache(self) -> bool:
         """Drop the prefix cache; False if requests hold it."""
-
-    @abstractmethod
-    def preempted(self) -> int:
-        """Preemptions since vLLM was started."""
 
     def describe(self) -> dict[str, Any]:
         """Backend, schedule and layers, as the first worker reports them."""
@@ -92,16 +86,15 @@ class Client(ABC):
 
     def counters(self) -> Counters:
         counts = self.rpc("sparrow_counters")
-        seen = self.preempted()
-        new, self._preempted = seen - self._preempted, seen
-        if new:
+        acceptance = self.rpc("sparrow_acceptance") if self._is_lossless else None
+        counted = tally(self._described, counts, acceptance)
+        if counted.preemptions:
             logger.warning(
                 "vLLM preempted %d sequences and prefilled their generated tokens again, densely: not what the actor "
                 "would have cached; give it more KV cache or lower max_num_seqs",
-                new,
+                counted.preemptions,
             )
-        acceptance = self.rpc("sparrow_acceptance") if self._is_lossless else None
-        return replace(tally(self._described, counts, acceptance), preemptions=new)
+        return counted
 
 
 def tally(
@@ -117,13 +110,14 @@ def tally(
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
+    preemptions = counts[0]["preemptions"]  # every worker is told of all
     if acceptance is None:
-        return Counters(tokens_read=read, tokens_held=held)
+        return Counters(read, held, preemptions)
     # Every worker takes part in every draft and sees all of its logits.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance[0], acceptance[0].get("metered"))
     measured = (DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty() for part in parts)
-    return Counters(read, held, 0, drafted, accepted, emitted - accepted, *measured)
+    return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, *measured)
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:

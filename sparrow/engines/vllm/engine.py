@@ -23,7 +23,7 @@ from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.rollout import Rollout, Sampling, Watch
 from sparrow.schedule import SparsitySchedule
-from sparrow.vllm import config, plugin
+from sparrow.vllm import config, patches, plugin
 
 WATCH_S = 1.0  # how often a rollout tells how far it is
 
@@ -50,6 +50,7 @@ class VLLMEngine(Client):
         except ImportError as error:
             raise ConfigError(f"the vLLM engine needs vLLM ({error}); pip install -e '.[vllm]' in a clone") from error
         plugin.register()
+        patches.apply(patches.LISTS)
         model_processes = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
         training_processes = int(os.environ.get("WORLD_SIZE", 1))
         if model_processes > 1 < training_processes:
@@ -68,7 +69,6 @@ class VLLMEngine(Client):
             enable_sleep_mode=self._has_memory,
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             max_logprobs=-1,
-            disable_log_stats=False,  # preemptions are counted there
             # Has vLLM take its place from the launcher's environment, and leave the other processes' engines alone.
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
@@ -113,26 +113,18 @@ class VLLMEngine(Client):
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
 
-    def preempted(self) -> int:
-        return self._totals("vllm:num_preemptions")[0]
-
-    def _totals(self, *counters: str) -> list[int]:
-        """These counters of vLLM's, since it was started."""
-        metrics: list[Any] = self.llm.get_metrics()
-        return [sum(int(metric.value) for metric in metrics if metric.name == name) for name in counters]
-
     @contextlib.contextmanager
     def _watched(self, watch: Watch) -> Iterator[None]:
         """Tell ``watch`` how far vLLM is, from another thread, since it is busy until all responses are finished."""
-
-        def totals() -> list[int]:
-            return self._totals("vllm:generation_tokens", "vllm:request_success")
+        running, ended = self.llm.llm_engine.output_processor.request_states, threading.Event()
 
         def tell() -> None:
+            tokens: dict[str, int] = {}
             while not ended.wait(WATCH_S):
-                watch(*(now - before for now, before in zip(totals(), begun, strict=True)))
+                requests: dict[str, Any] = running.copy()  # those that are not finished
+                tokens |= {name: request.detokenizer.num_output_tokens() for name, request in requests.items()}
+                watch(sum(tokens.values()), len(tokens) - len(requests))
 
-        begun, ended = totals(), threading.Event()
         thread = threading.Thread(target=tell, daemon=True)
         thread.start()
         try:

@@ -123,14 +123,11 @@ class VLLMServer(Client):
     def _generated(self) -> int:
         """Tokens the server has read and written since it was started; -1 if it does not say."""
         try:
-            return self._total("(?:prompt|generation)_tokens", CHECK_S)
+            metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
         except EngineError:
             return -1
-
-    def _total(self, counter: str, timeout: float = ANSWER_S) -> int:
-        """Sum of the server's counters whose name matches, since it was started."""
-        metrics = self._request("GET", "/metrics", timeout=timeout).decode()
-        return int(sum(map(float, re.findall(rf"^vllm:{counter}_total\{{[^}}]*\}} (\S+)", metrics, re.M))))
+        counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{[^}]*\} (\S+)", metrics, re.M)
+        return int(sum(map(float, counts)))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._controls:
@@ -160,9 +157,6 @@ class VLLMServer(Client):
     def reset_prefix_cache(self) -> bool:
         answer = self._request("POST", "/reset_prefix_cache")
         return json.loads(answer)["success"] if answer else True
-
-    def preempted(self) -> int:
-        return self._total("num_preemptions")
 
     def sleep(self) -> None:
         """See ``Engine.sleep``; needs ``--enable-sleep-mode``."""

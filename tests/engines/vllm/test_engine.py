@@ -14,6 +14,7 @@ from vllm import LLM, SamplingParams
 from sparrow import SparsitySchedule
 from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
+from sparrow.engines.vllm import engine as vllm_engine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
 from tests.vllm import tiny_vllm as tiny
@@ -167,6 +168,16 @@ def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
         agree = int(np.cumprod(a.response_ids == b.response_ids).sum())
         assert agree >= 8 and len(a) == len(b) == len(a.logprobs)
         assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
+
+
+def test_who_watches_is_told_of_tokens_and_finished_responses(folder, monkeypatch):
+    monkeypatch.setattr(vllm_engine, "WATCH_S", 0.02)
+    told = []
+    sampling = replace(SAMPLED, max_new_tokens=60, watch=lambda *counts: told.append(counts))
+    with engine(folder, max_num_seqs=2) as sparrow:  # the last are begun when the first are finished
+        generated = sum(len(rollout) for rollout in sparrow.generate(prompts(40, 50, 60, 70), sampling))
+    assert len(set(told)) >= 5 and told == sorted(told)
+    assert 0 < told[-1][0] <= generated and told[-1][1] in (2, 3, 4)
 
 
 def test_the_last_token_of_a_prompt_is_prefill_even_alone(folder):

@@ -34,7 +34,7 @@ class Pretender(BaseHTTPRequestHandler):
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
         described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0]}
-        counters = {"tokens_read": 1, "tokens_held": 2}
+        counters = {"tokens_read": 1, "tokens_held": 2, "preemptions": 0}
         results = {"sparrow_describe": [described], "sparrow_counters": [counters]}
         if self.path != "/inference/v1/generate":
             self.answer({"success": True, "results": results.get(body.get("method"))})

@@ -1,0 +1,171 @@
+"""A rollout of many short responses with lists of the most likely tokens, where every step waits for the host.
+
+    git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py old/ --out results/short_responses.json
+
+256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM with the same lists, this
+tree's engine, and another tree's, each in processes of its own, by turns; a variant's time is its best. Both trees
+decode sparsely under the published 0.86 schedule, which keeps nearly everything at this length. *host* is what vLLM's
+scheduler and output processor and the reading of the lists take for a token, by a rollout apart, whose clock is read
+at every step. On a CPU, a small model and shorter responses: there only *host* tells something about a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parents[1]
+REQUESTS, PROMPT, TOP_N = 256, 64, 20
+SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
+
+
+def measure(variant: str) -> dict[str, float]:
+    """Tokens a second, and microseconds of the host a token, of one variant in this process."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    import numpy as np
+    import torch
+    from transformers import Qwen3Config
+
+    on_gpu = torch.cuda.is_available()
+    small: dict[str, Any] = dict(
+        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    # Not by an import: with this folder on the path, transformers would take ``kernels.py`` for a package of that name.
+    large = runpy.run_path(str(HERE / "benchmarks" / "common.py"))["QWEN3_1_7B"]
+    shape, tokens = (large, 1024) if on_gpu else (small, 96)
+    options: dict[str, Any] = dict(
+        load_format="dummy", dtype="bfloat16" if on_gpu else "float32", skip_tokenizer_init=True,
+        max_model_len=PROMPT + tokens, max_num_seqs=REQUESTS, enable_prefix_caching=False, max_logprobs=-1,
+        logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    if not on_gpu:
+        options |= dict(
+            enforce_eager=True, kv_cache_memory_bytes=2**28, block_size=32, max_num_batched_tokens=REQUESTS * PROMPT
+        )  # fmt: skip
+    prompts = np.random.default_rng(0).integers(0, shape["vocab_size"], (REQUESTS, PROMPT)).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        Qwen3Config(
+            architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
+            dtype=options["dtype"], **shape,
+        ).save_pretrained(folder)  # fmt: skip
+        run = (stock if variant == "stock" else ours)(folder, options, prompts, tokens)
+        run()
+        begun = time.perf_counter()
+        run()
+        took = time.perf_counter() - begun
+        host = watch_host()
+        run()
+    total = REQUESTS * tokens
+    return {"tokens/s": total / took, **{f"{name}, us": 1e6 * spent / total for name, spent in host.items()}}
+
+
+def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
+    """vLLM as it comes, its lists made into arrays as a trainer would."""
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(folder, **options)
+    parameters = SamplingParams(
+        max_tokens=tokens, temperature=1.0, logprobs=TOP_N, seed=0, detokenize=False, flat_logprobs=True,
+        ignore_eos=True,
+    )  # fmt: skip
+
+    def run() -> None:
+        for output in llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False):
+            read(output.outputs[0].logprobs)
+
+    return run
+
+
+def read(lists: Any) -> Any:
+    """Ids and log-probs of a response's lists."""
+    import numpy as np
+
+    return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(lists.logprobs, dtype=np.float32)
+
+
+def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
+    """The engine of the tree that is first on the path."""
+    from sparrow import SparsitySchedule
+    from sparrow.engines.vllm.engine import Sampling, VLLMEngine  # both trees have both names there
+
+    engine = VLLMEngine(
+        folder, SparsitySchedule.preset("qwen3-1.7b", target=0.86).replace(dense_layers=(0,)), **options
+    )
+    sampling = Sampling(max_new_tokens=tokens, temperature=1.0, top_n=TOP_N, seed=0)
+    return lambda: engine.generate(prompts, sampling)
+
+
+def watch_host() -> dict[str, float]:
+    """Seconds that each part of the host's work takes from now on."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.output_processor import OutputProcessor
+
+    import sparrow.engines.vllm.engine as engine
+
+    spent = dict.fromkeys((SCHEDULER, OUTPUT, READING), 0.0)
+
+    def watched(owner: Any, name: str, part: str) -> None:
+        stock = getattr(owner, name)
+
+        @functools.wraps(stock)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                spent[part] += time.perf_counter() - begun
+
+        setattr(owner, name, timed)
+
+    watched(Scheduler, "schedule", SCHEDULER)
+    watched(Scheduler, "update_from_output", SCHEDULER)
+    assert "schedule" not in vars(AsyncScheduler), "it would be counted twice"
+    watched(OutputProcessor, "process_outputs", OUTPUT)
+    watched(engine, "_rollout", READING)
+    watched(sys.modules[__name__], "read", READING)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("old", type=Path, help="an unpacked source tree to compare this one with")
+    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
+    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "FILE"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        Path(args.measure[1]).write_text(json.dumps(measure(args.measure[0])))
+        return
+    trees = {"stock": HERE, "before": args.old.resolve(), "now": HERE}
+    best: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for variant, tree in [*trees.items()] * args.rounds:
+            found = Path(folder) / "found.json"
+            command = [sys.executable, __file__, str(args.old), "--measure", variant, str(found)]
+            # An engine registers its own tree's plugin; vLLM itself would load the one that is installed.
+            own = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "VLLM_PLUGINS": ""}
+            subprocess.run(command, env={**os.environ, **own}, check=True)
+            one = json.loads(found.read_text())
+            if variant not in best or one["tokens/s"] > best[variant]["tokens/s"]:
+                best[variant] = one
+    for variant, one in best.items():
+        print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in one.items()))
+    if args.out:
+        from common import save
+
+        save(args.out, {"rounds": args.rounds, "variants": best})
+
+
+if __name__ == "__main__":
+    main()

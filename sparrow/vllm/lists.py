@@ -1,0 +1,62 @@
+"""Lists of the most likely tokens of a response, kept as arrays while it grows.
+
+vLLM keeps each id, log-prob and rank as a Python object, some 1.8 KB a token with lists of 20: gigabytes for a rollout.
+
+Shapes: T new tokens, N entries of a token's list: the sampled token, then the most likely ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    FlatLogprobs = Any  # whose fields become properties here
+else:
+    from vllm.logprobs import FlatLogprobs
+
+
+class ArrayLogprobs(FlatLogprobs):
+    """What ``FlatLogprobs`` is to its readers, of lists that are all equally long and were not decoded."""
+
+    def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Empty, for lists like these: of the same length and dtypes."""
+        self.width = logprobs.shape[1]
+        self.token_ids: array[int] = array(ids.dtype.char)
+        self.logprobs: array[float] = array(logprobs.dtype.char)
+        self.sampled_ranks: array[int] = array("q")
+
+    def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
+        """Appends the lists of T tokens; a rank is the sampled token's, from 1 on."""
+        self.token_ids.frombytes(ids_TN.tobytes())
+        self.logprobs.frombytes(logprobs_TN.tobytes())
+        self.sampled_ranks.extend(rank_T.tolist())
+
+    @property
+    def start_indices(self) -> range:
+        return range(0, len(self.logprobs), self.width)
+
+    @property
+    def end_indices(self) -> range:
+        return range(self.width, len(self.logprobs) + 1, self.width)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [rank for sampled in self.sampled_ranks for rank in (sampled, *range(1, self.width))]
+
+    @property
+    def decoded_tokens(self) -> list[None]:
+        return [None] * len(self.logprobs)
+
+
+def update(processor: Any, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
+    """What ``LogprobsProcessor`` does with the lists of new tokens of a request, for flat ones without a tokenizer."""
+    wanted = processor.num_logprobs + 1
+    if 0 < wanted < logprobs_TN.shape[1]:  # another request of the batch asked for more
+        ids_TN, logprobs_TN = ids_TN[:, :wanted], logprobs_TN[:, :wanted]
+    if not isinstance(processor.logprobs, ArrayLogprobs):
+        processor.logprobs = ArrayLogprobs(ids_TN, logprobs_TN)
+    processor.logprobs.add(ids_TN, logprobs_TN, rank_T)
+    processor.cumulative_logprob += sum(logprobs_TN[:, 0].tolist())
