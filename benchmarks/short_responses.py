@@ -40,7 +40,7 @@ def measure(variant: str) -> dict[str, float]:
         vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
-    # Not by an import: with this folder on the path, transformers would take ``kernels.py`` for a package of that name.
+    # Not by an import: the path holds the measured tree alone, so that no module of this one can stand in for its own.
     large = runpy.run_path(str(HERE / "benchmarks" / "common.py"))["QWEN3_1_7B"]
     shape, tokens = (large, 1024) if on_gpu else (small, 96)
     options: dict[str, Any] = dict(

@@ -2,8 +2,8 @@
 
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
 
-Each tree times the rows of ``kernels.py`` with its own package and its own benchmark, in processes of their own, old
-and new by turns; a row's time is its best median. Rows that only one tree has are named and left out. Exits with 1 if a
+Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in processes of their
+own, old and new by turns; a row's time is its best median. Rows that only one tree has are named and left out. Exits with 1 if a
 row is more than 2 % slower than before, or 25 % if it is one of shapes that only Triton serves.
 """
 
@@ -15,6 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
@@ -23,9 +25,10 @@ MOST, MOST_TRITON = 1.02, 1.25
 
 def measure() -> dict[str, float]:
     """Microseconds per layer of every row, by the tree that is first on the path."""
-    import kernels
     import torch
 
+    # Older trees call it ``kernels``, as a package is called that transformers looks for.
+    kernels = import_module("decode_kernels" if find_spec("decode_kernels") else "kernels")
     torch.manual_seed(0)
     times: dict[str, float] = {}
     pool = kernels.Pool(kernels.TOKENS, kernels.LAYERS)

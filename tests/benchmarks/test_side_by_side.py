@@ -23,7 +23,8 @@ def ragged(pool, limit): return [dict(shape="small", step=7, B=3, us=TIMES[128])
 def compare(tmp_path, old: dict[int, float], new: dict[int, float]) -> tuple[int, list[str]]:
     for name, times in (("old", old), ("new", new)):
         (tmp_path / name / "benchmarks").mkdir(parents=True, exist_ok=True)
-        (tmp_path / name / "benchmarks" / "kernels.py").write_text(f"TIMES = {times}\n{KERNELS}")
+        module = "kernels.py" if name == "old" else "decode_kernels.py"
+        (tmp_path / name / "benchmarks" / module).write_text(f"TIMES = {times}\n{KERNELS}")
     shutil.copy(SCRIPT, tmp_path / "new" / "benchmarks")
     command = [sys.executable, "new/benchmarks/side_by_side.py", "old", "--rounds", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

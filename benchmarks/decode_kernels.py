@@ -1,6 +1,6 @@
 """Decode kernels against the bytes they must move, and sparse against dense decoding, on one GPU.
 
-    python benchmarks/kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
+    python benchmarks/decode_kernels.py            # the shipped configurations; writes JSON to benchmarks/results/
 
 Every case has the caches of several layers, in vLLM's layout with landmarks in the blocks' padded tails, random
 values and random block order; a CUDA graph runs through the layers, so nothing is read twice in a row. The block table
