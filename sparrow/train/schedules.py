@@ -45,7 +45,7 @@ class Control(NamedTuple):
     """What the closed loop decided last."""
 
     schedule: SparsitySchedule  # for the next rollouts
-    calm: tuple[int, ...] = ()  # per length bin, the steps in a row that it had room
+    room_steps: tuple[int, ...] = ()  # per length bin, the steps in a row that it had room
     floor: tuple[int, ...] = ()  # per length bin, the top-k below which it is not lowered any more
 
 
@@ -68,31 +68,31 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
     schedule, always = control.schedule, control.schedule.sink_pages + control.schedule.recent_pages
     # The last entry of the table is for all longer lengths; only those before it are moved.
     count = max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins))
-    calm, floor = ([*memory, *[0] * count][:count] for memory in (control.calm, control.floor))
+    room_steps, floor = ([*memory, *[0] * count][:count] for memory in (control.room_steps, control.floor))
     table = [min(k, _whole(schedule, i)) for i, k in enumerate(_extended(schedule, count))]
     judged = set()
     for b in bins:
         enough = b.n_sequences >= MIN_SEQUENCES and not math.isnan(b.interval_low)
         rejected = (1 - (b.interval_low if enough else b.interval_high)) / (1 - tau)
-        i, k, had_room = b.bin, table[b.bin], calm[b.bin]
-        calm[i] = 0
+        i, k, had_room = b.bin, table[b.bin], room_steps[b.bin]
+        room_steps[i] = 0
         if rejected > 1:
             floor[i] = max(floor[i], k + 1)
             table[i] = min(max(_raised(k + always, rejected) - always, floor[i]), _whole(schedule, i))
         elif enough and rejected > ROOM:
             floor[i] = max(floor[i], k)
         elif enough:
-            calm[i] = had_room + 1
-            if calm[i] == PATIENCE:
+            room_steps[i] = had_room + 1
+            if room_steps[i] == PATIENCE:
                 lowered = math.floor((k + always) * max(STEP_DOWN, math.cbrt(rejected))) - always
                 table[i] = min(k, max(lowered, floor[i], 0))
-                calm[i] = 0
+                room_steps[i] = 0
         if enough or rejected > 1:
             judged.add(i)
     for i in reversed(range(max(judged, default=0))):
         if i not in judged:
             table[i] = min(table[i], table[i + 1])
-    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(calm), tuple(floor))
+    return Control(_monotone(schedule, [*table, schedule.top_k[-1]]), tuple(room_steps), tuple(floor))
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
@@ -180,22 +180,23 @@ class ClosedLoop:
 
     def __init__(self, tau: Tau) -> None:
         self._tau = tau
-        self._calm: tuple[int, ...] = ()
+        self._room_steps: tuple[int, ...] = ()
         self._floor: tuple[int, ...] = ()
 
     def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
         if proposed != now:
             return proposed
-        control = Control(now, self._calm, self._floor)
+        control = Control(now, self._room_steps, self._floor)
         bins = self._tau.scale(seen.report.bins)
-        schedule, self._calm, self._floor = next_schedule(control, bins, self._tau.value)
+        schedule, self._room_steps, self._floor = next_schedule(control, bins, self._tau.value)
         return schedule
 
     def state(self) -> dict[str, Any]:
-        return {"calm": self._calm, "floor": self._floor}
+        return {"room_steps": self._room_steps, "floor": self._floor}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._calm, self._floor = tuple(state["calm"]), tuple(state["floor"])
+        room_steps = state["room_steps"] if "room_steps" in state else state["calm"]  # as checkpoints of 0.1.0 have it
+        self._room_steps, self._floor = tuple(room_steps), tuple(state["floor"])
 
 
 class Guard:

@@ -30,7 +30,7 @@ def test_what_is_written_is_read_back(tmp_path):
     assert log.train == {"tau": 0.9, "steps": 3} and log.steps.tolist() == [1, 2, 3]
     assert log.responses([1, 3]) == [responses[0]] * 2 + [responses[2]] * 2
     assert log.schedules[1] == SCHEDULE.replace(top_k=(2, 2**30))
-    state = TrainerState(3, 17, SCHEDULE, {"calm": [1]})
+    state = TrainerState(3, 17, SCHEDULE, {"room_steps": [1]})
     state.save(tmp_path)
     assert TrainerState.load(tmp_path) == state and TrainerState.load(tmp_path).schedule.provenance == {"preset": "x"}
 

@@ -39,9 +39,9 @@ def seen(bin: int, p5: float, low: float | None = None, high: float | None = Non
     return BinMismatch(bin, bin * 2000, (bin + 1) * 2000, 10**4, sequences, 0.99, p5, low, high, p5)
 
 
-def turn(top_k, *bins, calm=(), floor=(), tau=TAU):
-    control = next_schedule(Control(SparsitySchedule(tuple(top_k)), tuple(calm), tuple(floor)), bins, tau)
-    return control.schedule.top_k, control.calm
+def turn(top_k, *bins, room_steps=(), floor=(), tau=TAU):
+    control = next_schedule(Control(SparsitySchedule(tuple(top_k)), tuple(room_steps), tuple(floor)), bins, tau)
+    return control.schedule.top_k, control.room_steps
 
 
 def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
@@ -71,7 +71,7 @@ def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
     # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not told from dense.
     assert ClosedLoop(Tau(0.96)).propose(start, start, evidence(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
-    assert loop.propose(start, start, evidence(noisy(0, 0.94))) == start and loop.state()["calm"] == (1,)
+    assert loop.propose(start, start, evidence(noisy(0, 0.94))) == start and loop.state()["room_steps"] == (1,)
     assert loop.propose(start, start, evidence(noisy(0, 0.94))).top_k[0] < 97
     raised = ClosedLoop(relative).propose(start, start, evidence(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
@@ -119,13 +119,13 @@ def test_too_low_is_raised_at_once_in_proportion_and_at_most_doubled():
 
 def test_the_lower_limit_decides():
     assert turn([17, 40], seen(0, 0.95, low=0.881))[0] == (21, 40)
-    assert turn([17, 40], seen(0, 0.95, low=0.905), calm=[1]) == ((17, 40), (0,))  # holds, without room
+    assert turn([17, 40], seen(0, 0.95, low=0.905), room_steps=[1]) == ((17, 40), (0,))  # holds, without room
 
 
 def test_room_lowers_a_third_of_the_way_after_two_steps_and_by_a_quarter_at_most():
     assert turn([97, 200], seen(0, 0.9359)) == ((97, 200), (1,))
-    assert turn([97, 200], seen(0, 0.9359), calm=[1]) == ((83, 200), (0,))  # 100 * 0.641 ** (1 / 3) = 86.2
-    assert turn([97, 200], seen(0, 0.9999), calm=[1]) == ((72, 200), (0,))
+    assert turn([97, 200], seen(0, 0.9359), room_steps=[1]) == ((83, 200), (0,))  # 100 * 0.641 ** (1 / 3) = 86.2
+    assert turn([97, 200], seen(0, 0.9999), room_steps=[1]) == ((72, 200), (0,))
 
 
 def test_what_failed_or_left_no_room_is_the_floor():
@@ -134,15 +134,15 @@ def test_what_failed_or_left_no_room_is_the_floor():
 
     assert floors(0.95) == (0,) and floors(0.905) == (17,) and floors(0.881) == (18,)
     assert floors(0.905, (20,)) == (20,)  # it never sinks
-    assert turn([97, 200], seen(0, 0.9999), calm=[1], floor=[90])[0] == (90, 200)
+    assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[90])[0] == (90, 200)
     # A schedule lowered by hand is not raised where it has room, and goes back to what is known where it fails.
-    assert turn([97, 200], seen(0, 0.9999), calm=[1], floor=[99])[0] == (97, 200)
+    assert turn([97, 200], seen(0, 0.9999), room_steps=[1], floor=[99])[0] == (97, 200)
     assert turn([17, 200], seen(0, 0.881), floor=[60])[0] == (60, 200)
 
 
 def test_a_dense_start_goes_down_by_bounded_steps_and_stays_dense_beyond_what_was_seen():
     assert turn([ALL_PAGES], seen(0, 1.0), seen(1, 1.0)) == ((122, 247, ALL_PAGES), (1, 1))
-    assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), calm=[1, 1])[0] == (90, 184, ALL_PAGES)
+    assert turn([122, 247, ALL_PAGES], seen(0, 1.0), seen(1, 1.0), room_steps=[1, 1])[0] == (90, 184, ALL_PAGES)
 
 
 def test_a_bin_is_never_raised_beyond_its_whole_cache():
@@ -150,15 +150,15 @@ def test_a_bin_is_never_raised_beyond_its_whole_cache():
 
 
 def test_bins_with_few_responses_keep_their_pages_unless_they_surely_fail():
-    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), calm=[1, 1]) == ((27, 40, 60), (0, 0))
-    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=8), calm=[0, 1])[0] == (27, 29, 60)
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=7), room_steps=[1, 1]) == ((27, 40, 60), (0, 0))
+    assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.99, sequences=8), room_steps=[0, 1])[0] == (27, 29, 60)
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.8, high=0.92, sequences=7))[0] == (27, 40, 60)
     assert turn([27, 37, 60], seen(0, 0.905), seen(1, 0.8, high=0.881, sequences=7))[0] == (27, 45, 60)
     assert turn([27, 40, 60], seen(0, 0.905), seen(1, 0.2, low=nan, high=nan, sequences=1))[0] == (27, 40, 60)
 
 
 def test_dead_bins_follow_the_first_one_that_can_be_judged():
-    low = turn([90, 90, 97, 200], seen(2, 0.9359), calm=[0, 0, 1])
+    low = turn([90, 90, 97, 200], seen(2, 0.9359), room_steps=[0, 0, 1])
     assert low == ((83, 83, 83, 200), (0, 0, 0))
     assert turn([10, 10, 17, 40], seen(2, 0.881))[0] == (10, 10, 21, 40)
 
@@ -258,7 +258,7 @@ def test_a_step_down_and_the_loop_take_turns():
     assert step_down.propose(rungs[0], rungs[0], first) == rungs[0]  # not yet its turn
     second = first._replace(step=2)
     assert step_down.propose(rungs[0], rungs[0], second) == rungs[1]
-    assert loop.propose(rungs[0], rungs[1], second) == rungs[1] and loop.state()["calm"] == ()  # not measured yet
+    assert loop.propose(rungs[0], rungs[1], second) == rungs[1] and loop.state()["room_steps"] == ()  # not measured yet
     # Its next rung does not hold, and what is in force, which the loop has moved meanwhile, surely fails: back.
     moved = rungs[1].replace(top_k=(45, 100))
     tails[(45, 100)] = [seen(0, 0.85)]
@@ -288,7 +288,7 @@ def test_all_movers_may_be_on_and_remember_where_they_were(tmp_path):
     # A checkpoint of before step-downs remembered their rung.
     again.load({"calm": [1], "floor": [9], "best_p1": 0.7, "steps_below": 2}, SparsitySchedule((17, 40)))
     assert again.state() == {
-        "step_down": {"rung": 1}, "closed_loop": {"calm": (1,), "floor": (9,)},
+        "step_down": {"rung": 1}, "closed_loop": {"room_steps": (1,), "floor": (9,)},
         "guard": {"best_p1": 0.7, "steps_below": 2},
     }  # fmt: skip
 

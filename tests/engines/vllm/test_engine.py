@@ -160,11 +160,11 @@ def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
         rollouts = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions > 0
     with engine(folder, enable_prefix_caching=False) as sparrow:
-        calm = sparrow.generate(RAGGED, SAMPLED)
+        undisturbed = sparrow.generate(RAGGED, SAMPLED)
         assert sparrow.counters().preemptions == 0
     # The latest request goes first; the first one is never preempted, the others keep what they had sampled.
-    assert same_tokens(rollouts[:1], calm[:1]) and logprob_gap(rollouts[:1], calm[:1]) < 1e-5
-    for a, b in zip(rollouts, calm, strict=True):
+    assert same_tokens(rollouts[:1], undisturbed[:1]) and logprob_gap(rollouts[:1], undisturbed[:1]) < 1e-5
+    for a, b in zip(rollouts, undisturbed, strict=True):
         agree = int(np.cumprod(a.response_ids == b.response_ids).sum())
         assert agree >= 8 and len(a) == len(b) == len(a.logprobs)
         assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
