@@ -43,8 +43,8 @@ BUDGETS = (8, 12, 16, 24, 32, 48)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def write(name: str, found: dict[str, Any]) -> None:
-    save(RESULTS / f"calibration_{name}.json", found)
+def write(name: str, result: dict[str, Any]) -> None:
+    save(RESULTS / f"calibration_{name}.json", result)
 
 
 # --- does it hold its target? ---
@@ -69,10 +69,10 @@ def table(arguments: argparse.Namespace) -> None:
                          "--budgets", *map(str, TRIALS), "--on-policy", str(rounds),
                          "--seed", str(seed), *common]
                     )  # fmt: skip
-                    found = SparsitySchedule.load(schedule)
-                    bins = judge(found, sampled_anew(found, arguments.count, 1000 + seed), target)
+                    calibrated = SparsitySchedule.load(schedule)
+                    bins = judge(calibrated, sampled_anew(calibrated, arguments.count, 1000 + seed), target)
                     what = {"machine": machine(), "target": target, "seed": seed, "on_policy": rounds,
-                            "passes_of_last_round": len(found.provenance["curves"])}  # fmt: skip
+                            "passes_of_last_round": len(calibrated.provenance["curves"])}  # fmt: skip
                     record.write_text(json.dumps({**what, "bins": bins}))
                 runs.append(json.loads(record.read_text()))
     summary = [tally([r for r in runs if r["on_policy"] == n], n) for n in arguments.on_policy]
@@ -95,7 +95,7 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: 
     Of each, ``parts`` has the schedule's own bins that lie in it: start, tokens and p5.
     """
     alpha, _, position, sequence = flatten(fresh)
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     before = None
     for b in schedule.provenance["bins"]:
         inside = (position >= b["start"]) & (position < b["end"])
@@ -103,14 +103,14 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: 
             continue
         (p5,) = percentile_by_bin_interval(alpha[inside], 0 * position[inside], sequence[inside])
         parts = percentile_by_bin_interval(alpha[inside], position[inside], sequence[inside], schedule.bin_tokens)
-        found.append(
+        rows.append(
             {"start": b["start"], "end": b["end"], "top_k": "all" if b["top_k"] >= ALL_PAGES else b["top_k"],
              "p5": p5.estimate, "low": p5.lower, "high": p5.upper, "n_sequences": p5.n_sequences,
              "over_target": p5.estimate - target, "held_up": b["top_k"] == before,
              "parts": [[part.start, part.n_tokens, part.estimate] for part in parts]}
         )  # fmt: skip
         before = b["top_k"]
-    return found
+    return rows
 
 
 def tally(runs: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def shortcut(arguments: argparse.Namespace) -> None:
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
         rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
         print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
-    found = {"model": arguments.model.name, "count": arguments.count, "seconds_dense_sampling": once, "budgets": rows}
-    write(f"shortcut{arguments.suffix}", found)
+    result = {"model": arguments.model.name, "count": arguments.count, "seconds_dense_sampling": once, "budgets": rows}
+    write(f"shortcut{arguments.suffix}", result)
 
 
 def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:

@@ -43,15 +43,15 @@ TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
 DRIFT, NOISE = 1.15, 0.004
 
 
-def write(name: str, found: dict[str, Any]) -> None:
-    save(RESULTS / f"calibration_{name}.json", found)
+def write(name: str, result: dict[str, Any]) -> None:
+    save(RESULTS / f"calibration_{name}.json", result)
 
 
 def steps(arguments: argparse.Namespace) -> None:
     """Decode steps of a whole batch, with the list of 20 tokens that calibrating takes; dense layers as published."""
     from rollout import Bench
 
-    found: dict[str, Any] = {"batch": BATCH, "steps": []}
+    result: dict[str, Any] = {"batch": BATCH, "steps": []}
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench("qwen3-1.7b", "sparse", folder, 0.93)
         bench.step([1024] * BATCH, 20)
@@ -59,9 +59,9 @@ def steps(arguments: argparse.Namespace) -> None:
             bench.engine.rpc("sparrow_set_schedule", SparsitySchedule.fixed(top_k).to_json())
             for length in LENGTHS:
                 row = {"top_k": top_k, "length": length, **bench.step([length] * BATCH, 20)}
-                found["steps"].append(row)
+                result["steps"].append(row)
                 print(row, flush=True)
-                write("steps", found)
+                write("steps", result)
 
 
 class Told(Engine, Scorer):
@@ -141,11 +141,11 @@ def search(arguments: argparse.Namespace) -> None:
     engine = Told(scorer, rollouts, clock)
     prompts = ids(PILOT + 8, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        found = calibrate_engine(
+        calibration = calibrate_engine(
             engine, engine, prompts, Sampling(T, top_n=1), Path(folder), budgets=DEFAULT_BUDGETS, target=TARGET,
             layout=SparsitySchedule.dense(), refine=REFINE, on_policy=ROUNDS, provenance={},
         )  # fmt: skip
-    write("search", {"rounds": engine.rounds, "found": found.schedule.to_dict()["top_k"]})
+    write("search", {"rounds": engine.rounds, "found": calibration.schedule.to_dict()["top_k"]})
 
 
 def table(arguments: argparse.Namespace) -> None:
@@ -174,7 +174,7 @@ def table(arguments: argparse.Namespace) -> None:
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
     every = [s for r in rounds for p in r["passes"] for s in p["sequence_s"]]
     dense = float(np.median([s for r in rounds for s in r["passes"][0]["sequence_s"]]))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": timed.get("machine", timed.get("device")), "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
         "sampling_18_budgets_s": sum(anew.values()), "sampling_by_budget_s": anew,
         "scoring_18_budgets_s": dense * SEQUENCES * len(anew), "dense_pass_s": dense,
@@ -185,11 +185,11 @@ def table(arguments: argparse.Namespace) -> None:
         """A way to calibrate: of every round, what its passes take for one sequence."""
         sampling = sum(rollout(named(r["sampled_under"]), n) for r, n in zip(rounds, counts, strict=True))
         scoring = sum(sum(row) * n for row, n in zip(seconds, counts, strict=True))
-        less = found["sampling_18_budgets_s"] / (sampling + scoring)
+        less = result["sampling_18_budgets_s"] / (sampling + scoring)
         scored = sum(len(row) * n for row, n in zip(seconds, counts, strict=True))
         way = {"label": label, "passes": [len(row) for row in seconds], "sampling_s": sampling, "scoring_s": scoring,
                "sequences_scored": scored, "times_less": less}  # fmt: skip
-        found["ways"].append(way)
+        result["ways"].append(way)
         print(way)
 
     taken = [[float(np.mean(p["sequence_s"])) for p in r["passes"]] for r in rounds]
@@ -198,7 +198,7 @@ def table(arguments: argparse.Namespace) -> None:
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
     label = "every round with all the passes that --refine allows, each as slow as the slowest"
     add(label, [[max(every)] * n for n in most])
-    write("cost", found)
+    write("cost", result)
 
 
 def main() -> None:

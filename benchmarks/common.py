@@ -33,14 +33,14 @@ def load(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def save(path: Path, found: Mapping[str, Any]) -> None:
+def save(path: Path, result: Mapping[str, Any]) -> None:
     """A result, with the machine, the versions and the day if it does not say them itself."""
     import torch
 
-    made = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
+    record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    made |= {"date": time.strftime("%Y-%m-%d"), **found}
-    path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    record |= {"date": time.strftime("%Y-%m-%d"), **result}
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -51,14 +51,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
     """A table with a line for each row; a column is a format of the row's fields, or a function of the row."""
-    made = ([cell.format(**row) if isinstance(cell, str) else cell(row) for cell in cells.values()] for row in rows)
-    return table(list(cells), list(made))
+    lines = ([cell.format(**row) if isinstance(cell, str) else cell(row) for cell in cells.values()] for row in rows)
+    return table(list(cells), list(lines))
 
 
 def render(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
     """The page with what stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` made anew."""
 
-    def fill(found: re.Match[str]) -> str:
-        return f"<!-- table: {found[1]} -->\n{tables[found[1]]()}<!-- end -->"
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{tables[match[1]]()}<!-- end -->"
 
     return re.sub(r"<!-- table: ([^>]+) -->\n.*?<!-- end -->", fill, page, flags=re.DOTALL)

@@ -54,7 +54,7 @@ def sources(revision: str | None) -> Iterator[tuple[str, str]]:
 def code_lines(name: str, text: str) -> int:
     """Lines that hold code, docstrings and comments left out."""
     if not name.endswith(".py"):
-        without = re.sub(r"/\*.*?\*/", lambda found: "\n" * found[0].count("\n"), text, flags=re.DOTALL)
+        without = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
         return sum(bool(re.sub(r"//.*", "", line).strip()) for line in without.splitlines())
     silent = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
     held: set[int] = set()
@@ -75,20 +75,20 @@ def folder_of(name: str) -> str:
 
 def count(revision: str | None) -> Counter[tuple[str, str]]:
     """Lines by folder and kind; those of what was added since under its subject, not its folder."""
-    found: Counter[tuple[str, str]] = Counter()
+    tally: Counter[tuple[str, str]] = Counter()
     for name, text in sources(revision):
         added = next((what for what, path in SINCE.items() if re.fullmatch(path, name)), None)
         where = f"sparrow: {added}" if added else folder_of(name)
         groups = [where, "sparrow, in all" if name.startswith("sparrow/") else "", "added" if added else ""]
         for group in filter(None, groups):
-            found[group, "lines"] += len(text.splitlines())
-            found[group, "code"] += code_lines(name, text)
-        found[f"wider than {WIDTH}", "lines"] += sum(len(line) > WIDTH for line in text.splitlines())
+            tally[group, "lines"] += len(text.splitlines())
+            tally[group, "code"] += code_lines(name, text)
+        tally[f"wider than {WIDTH}", "lines"] += sum(len(line) > WIDTH for line in text.splitlines())
     for kind in ("lines", "code"):
-        found["sparrow, without what was added", kind] = found["sparrow, in all", kind] - found.pop(("added", kind), 0)
-        scripts = (found[top, kind] for top in ("benchmarks", "recipes", "studies"))
-        found["benchmarks, recipes and studies", kind] = sum(scripts)
-    return found
+        tally["sparrow, without what was added", kind] = tally["sparrow, in all", kind] - tally.pop(("added", kind), 0)
+        scripts = (tally[top, kind] for top in ("benchmarks", "recipes", "studies"))
+        tally["benchmarks, recipes and studies", kind] = sum(scripts)
+    return tally
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("revisions", nargs="*", default=[None], help="commits; the working tree if none is given")
     revisions: list[str | None] = parser.parse_args().revisions
     counts = [count(revision) for revision in revisions]
-    groups = sorted({group for found in counts for group, _ in found})
+    groups = sorted({group for counter in counts for group, _ in counter})
     rows = [[g, *(f"{n[g, 'lines']:,} ({n[g, 'code']:,})" if n[g, "lines"] else "" for n in counts)] for g in groups]
     print(table(["lines (of code)", *(revision or "working tree" for revision in revisions)], rows), end="")
 

@@ -100,18 +100,18 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
     """Pages that a tile reads for each that one of its positions keeps: one response, mean over sparse layers."""
-    found = []
+    ratios = []
     select = Call.select
 
     def watched(self: Call, *arguments: Any) -> Selection:
         selection = select(self, *arguments)
         kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(8 * selection.masks.element_size()))
-        found.append(int(selection.counts.sum()) * self.BT / kept)
+        ratios.append(int(selection.counts.sum()) * self.BT / kept)
         return selection
 
     with mock.patch.object(Call, "select", watched):
         distiller._sparse(step, [0], None)
-    return statistics.mean(found)
+    return statistics.mean(ratios)
 
 
 def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
@@ -119,7 +119,7 @@ def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[
     learner = trainer.learner
     distiller, learner.distiller = learner.distiller, None
     assert distiller is not None
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for text, run in TEXTS.items():
         step = experience(options.tokens, options.responses, run)
         assessment = learner.assess(step, trainer.schedule)[0]
@@ -134,8 +134,8 @@ def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[
                 distiller.config = replace(distiller.config, distill=config)
                 times[name] = seconds(distiller.update, step, assessment, advantages_B)
             rounds.append(times)
-            found[text] = {"read": pages} | {name: summary(rounds, name) for name in times}
-            save(found)
+            results[text] = {"read": pages} | {name: summary(rounds, name) for name in times}
+            save(results)
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
@@ -163,8 +163,8 @@ def main() -> None:
         "gradient_checkpointing": not options.no_checkpointing,
     }  # fmt: skip
 
-    def save(found: dict[str, Any]) -> None:
-        write_result(options.out, about | found)
+    def save(results: dict[str, Any]) -> None:
+        write_result(options.out, about | results)
 
     with tempfile.TemporaryDirectory() as folder:
         measure(make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder), options, save)

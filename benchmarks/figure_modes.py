@@ -34,9 +34,9 @@ def main() -> None:
     with plt.rc_context(MATPLOTLIB):
         figure, axes = plt.subplots(1, 2, figsize=(9.2, 2.5), layout="constrained", sharey=True)
         for ax, (shape, label) in zip(axes, SHAPES.items(), strict=True):
-            found = gains(shape)
-            ax.barh(list(MODES), [found[mode] for mode in MODES], color=[MUTED, SERIES[0], SERIES[1]], height=0.62)
-            for i, (mode, gain) in enumerate(found.items()):
+            speedups = gains(shape)
+            ax.barh(list(MODES), [speedups[mode] for mode in MODES], color=[MUTED, SERIES[0], SERIES[1]], height=0.62)
+            for i, (mode, gain) in enumerate(speedups.items()):
                 ax.text(
                     gain + 0.05, i, f"{gain:.2f}x" if mode != "dense" else "1", va="center", color=INK, weight="bold"
                 )

@@ -20,15 +20,15 @@ H200 = MACHINES["h200"]
 
 def measured() -> list[dict[str, Any]]:
     """Cycles on an H200 with a fixed number of drafts; their times do not depend on how many are accepted."""
-    found = []
+    points = []
     for path in sorted(RESULTS.glob("lossless_*.json")):
         result = load(path.stem)
         if result.get("variant") == "lossless" and "H200" in result.get("device", ""):
             stored = result["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
             for point in result.get("points", ()):
                 if isinstance(point["drafts"], int) and point["drafts"]:
-                    found.append({"shape": result["shape"], "landmark_dtype": stored, **point})
-    return found
+                    points.append({"shape": result["shape"], "landmark_dtype": stored, **point})
+    return points
 
 
 def errors(cycles: list[dict[str, Any]]) -> list[float]:

@@ -47,8 +47,8 @@ class Point:
 
 def measured() -> dict[str, Any]:
     """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that ``rollout.py`` measured."""
-    found = json.loads(MEASURED.read_text(encoding="utf-8")) | {"ragged": []}
-    found["rollouts"] = [json.loads((RESULTS / f"grpo_step_{run}.json").read_text()) for run in ("sparse", "ddp2")]
+    rows = json.loads(MEASURED.read_text(encoding="utf-8")) | {"ragged": []}
+    rows["rollouts"] = [json.loads((RESULTS / f"grpo_step_{run}.json").read_text()) for run in ("sparse", "ddp2")]
     for path in sorted(RESULTS.glob("rollout_*.json")):
         run = json.loads(path.read_text(encoding="utf-8"))
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
@@ -56,14 +56,14 @@ def measured() -> dict[str, Any]:
             is_one_step = row["p90"] <= STEADY * row["p10"]
             if row["schedule"] != "dense" and row["logprobs"] != "sampled" and is_one_step:
                 uniform = {key: row[key] for key in ("batch", "length", "ms")} | {"lists": row["logprobs"] == "top 20"}
-                found["steps"].append({"shape": run["shape"], **uniform, **sparse})
+                rows["steps"].append({"shape": run["shape"], **uniform, **sparse})
         for requests, trace in run["traces"].items():
             spans = simulate([PROMPT] * int(requests), responses(int(requests)), run["slots"])
             for (step, lengths), row in zip(states(spans, len(trace["states"])), trace["states"], strict=True):
                 assert (step, lengths.sum()) == (row["step"], row["tokens"]), f"{path} has another trace"
                 ragged = {"shape": run["shape"], "lengths": lengths, "ms": row["top 20"]["ms"], "lists": True, **sparse}
-                found["ragged"].append(ragged | {"trace": requests})
-    return found
+                rows["ragged"].append(ragged | {"trace": requests})
+    return rows
 
 
 def point(row: Mapping[str, Any], machine: str) -> Point:
@@ -79,10 +79,10 @@ def point(row: Mapping[str, Any], machine: str) -> Point:
     return Point(name, row["shape"], features, row["ms"] * 1e-3)
 
 
-def fit(found: list[Point]) -> Overheads:
+def fit(points: list[Point]) -> Overheads:
     """The constants with the smallest sum of squared relative errors."""
-    features, seconds = _arrays(found)
-    *constants, slowness = nnls(features / seconds[:, None], np.ones(len(found)))[0].tolist()
+    features, seconds = _arrays(points)
+    *constants, slowness = nnls(features / seconds[:, None], np.ones(len(points)))[0].tolist()
     return Overheads(*constants, 1 / slowness)
 
 
@@ -113,23 +113,23 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]], prompt: int = 64)
     return replace(overheads, host_s=float(candidates[np.argmin(errors)]))
 
 
-def predicted(found: list[Point], overheads: Overheads) -> NDArray[np.float64]:
+def predicted(points: list[Point], overheads: Overheads) -> NDArray[np.float64]:
     """Seconds of each point."""
     *constants, read_fraction, _ = astuple(overheads)
-    return _arrays(found)[0] @ np.array([*constants, 1 / read_fraction])
+    return _arrays(points)[0] @ np.array([*constants, 1 / read_fraction])
 
 
-def _arrays(found: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    return np.array([point.features for point in found]), np.array([point.seconds for point in found])
+def _arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return np.array([point.features for point in points]), np.array([point.seconds for point in points])
 
 
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
     """The constants; and of each point: seconds predicted, relative error, and that of a fit without its shape."""
-    found = [point(row, rows["machine"]) for row in rows["steps"]]
-    overheads = fit_host(fit(found), rows.get("rollouts", []))
-    others = {shape: fit([p for p in found if p.shape != shape]) for shape in {p.shape for p in found}}
+    points = [point(row, rows["machine"]) for row in rows["steps"]]
+    overheads = fit_host(fit(points), rows.get("rollouts", []))
+    others = {shape: fit([p for p in points if p.shape != shape]) for shape in {p.shape for p in points}}
     table = []
-    for p, seconds in zip(found, predicted(found, overheads), strict=True):
+    for p, seconds in zip(points, predicted(points, overheads), strict=True):
         held_out = predicted([p], others[p.shape])[0] / p.seconds - 1
         table.append((p, float(seconds), float(seconds / p.seconds - 1), float(held_out)))
     return overheads, table
@@ -137,12 +137,12 @@ def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float,
 
 def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, list[float]]:
     """Relative errors at the steps of traces, by shape and kind."""
-    found: dict[str, list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     for row in rows.get("ragged", ()):
         p = point(row, rows["machine"])
         kind = f"{row['shape']} {'sparse' if 'schedule' in row else 'dense'}, {row['trace']} requests"
-        found.setdefault(kind, []).append(float(predicted([p], overheads)[0] / p.seconds - 1))
-    return found
+        by_kind.setdefault(kind, []).append(float(predicted([p], overheads)[0] / p.seconds - 1))
+    return by_kind
 
 
 def report(rows: Mapping[str, Any]) -> list[str]:

@@ -70,13 +70,13 @@ class Given:
         self.measured: dict[str, Any] = {}
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        rng, found = np.random.default_rng(0), []
+        rng, rollouts = np.random.default_rng(0), []
         for prompt, n in zip(prompts, next(self._lengths), strict=True):
             ids = rng.integers(0, VOCABULARY, n, dtype=np.int32)
             top = (ids[:, None] + np.arange(sampling.top_n, dtype=np.int32)) % VOCABULARY
             even = np.full(top.shape, -np.log(VOCABULARY), dtype=np.float32)
-            found.append(Rollout(prompt, ids, even[:, 0], top, even, "length"))
-        return found
+            rollouts.append(Rollout(prompt, ids, even[:, 0], top, even, "length"))
+        return rollouts
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         for _, weight in weights:
@@ -117,7 +117,7 @@ class Engine(Given):
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._ends = [time.perf_counter()]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
-        found = [_rollout(p, output.outputs[0], sampling.top_n) for p, output in zip(prompts, outputs, strict=True)]
+        rollouts = [_rollout(p, output.outputs[0], sampling.top_n) for p, output in zip(prompts, outputs, strict=True)]
         ms = 1e3 * np.diff(self._ends)
         self.measured = {
             "generate_s": time.perf_counter() - self._ends[0],
@@ -125,7 +125,7 @@ class Engine(Given):
             "steps": len(ms),
             "ms": [float(part.mean()) for part in np.array_split(ms, 32)],
         }
-        return found
+        return rollouts
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.llm.collective_rpc("sparrow_load_weights", args=(weights,))
@@ -205,7 +205,7 @@ def main() -> None:
             optimizer=OptimizerConfig(precision="bf16", gradient_checkpointing=True, token_budget=65536),
             loss=LossConfig(normalization="dapo"),
         )
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             "device": torch.cuda.get_device_name(), "shape": SHAPE, "variant": arguments.variant, "scale": scale,
             "part": arguments.part, "responses": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
             "schedule": schedule.to_dict()["top_k"] if arguments.variant == "sparse" else None,
@@ -216,16 +216,16 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             elif event == "step":
                 if state.is_main_process:
-                    found.update({key: metrics[key] for key in ("seconds", "response", "entropy", "imbalance")})
-                    found["acceptance"] = metrics["mismatch"]["mean"]
-                    found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-                    found["engine"] = engine.measured
-                    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
+                    result.update({key: metrics[key] for key in ("seconds", "response", "entropy", "imbalance")})
+                    result["acceptance"] = metrics["mismatch"]["mean"]
+                    result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+                    result["engine"] = engine.measured
+                    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
                 raise Done  # before a checkpoint is written
 
         tokenizer = AutoTokenizer.from_pretrained(str(Path(sparrow.__file__).parent / "reasoner"))
         trainer = Trainer(config, model, tokenizer, Coin(), engine, schedule, listener=listen)
-        found["gpus"], found["sharded"] = trainer.ranks.count, trainer.ranks.is_sharded
+        result["gpus"], result["sharded"] = trainer.ranks.count, trainer.ranks.is_sharded
         with suppress(Done):
             trainer.train()
 

@@ -108,19 +108,19 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 def point(bench: Bench, batch: int, length: int, seconds: float, then: float = 0.0) -> dict[str, Any]:
     lengths = [length - 64] * batch
     begin(bench, lengths)
-    found: dict[str, Any] = timed(bench, lengths, TIMED, seconds)
+    metrics: dict[str, Any] = timed(bench, lengths, TIMED, seconds)
     if then:
-        found["settled"] = timed(bench, lengths, TIMED, then)
+        metrics["settled"] = timed(bench, lengths, TIMED, then)
     abandon(bench, batch)
-    return found
+    return metrics
 
 
 def growth(bench: Bench, batch: int, length: int) -> dict[str, float]:
     lengths = [length] * batch
     begin(bench, lengths)
-    found = timed(bench, lengths, TIMED, 0, GROWTH)
+    metrics = timed(bench, lengths, TIMED, 0, GROWTH)
     abandon(bench, batch)
-    return found
+    return metrics
 
 
 def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
@@ -134,12 +134,12 @@ def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
             now = len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths)
         drafts = chooser.settled(*now)
         chooser.choose = lambda *_: drafts
-    found = timed(bench, behind.tolist(), TIMED, 0.5)
+    metrics = timed(bench, behind.tolist(), TIMED, 0.5)
     abandon(bench, len(lengths))
     if settle:
         del chooser.choose
-        found["drafts"] = drafts
-    return {"ms_per_token": len(lengths) / found["tokens_per_s"] * 1e3, **found}
+        metrics["drafts"] = drafts
+    return {"ms_per_token": len(lengths) / metrics["tokens_per_s"] * 1e3, **metrics}
 
 
 def whole(bench: Bench, requests: int) -> dict[str, Any]:
@@ -222,22 +222,22 @@ def measure(arguments: argparse.Namespace) -> None:
         config = bench.vllm_config
         import vllm
 
-        found: dict[str, Any] = dict(
+        result: dict[str, Any] = dict(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=arguments.shape,
             variant=arguments.variant, start_s=time.monotonic() - began,
             kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory},
         )  # fmt: skip
         if decoding is not None:
-            found["decoding"] = decoding.to_dict()
+            result["decoding"] = decoding.to_dict()
             choices = scheduler(bench).draft_length.choices
 
         def save(part: str, **row: Any) -> None:
-            found.setdefault(part, []).append(row)
-            out.write_text(json.dumps(found, indent=1) + "\n")
+            result.setdefault(part, []).append(row)
+            out.write_text(json.dumps(result, indent=1) + "\n")
             print(f"{time.monotonic() - began:6.1f} s  {json.dumps(row)}", flush=True)
 
-        print(f"{time.monotonic() - began:6.1f} s  started, {found['kv_tokens']} tokens of KV cache", flush=True)
+        print(f"{time.monotonic() - began:6.1f} s  started, {result['kv_tokens']} tokens of KV cache", flush=True)
         if arguments.profile and decoding is not None:
             scheduler(bench).draft_length.choose = lambda *_: k
             runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(cases[0][1])
@@ -280,12 +280,12 @@ def measure(arguments: argparse.Namespace) -> None:
         if "trace" in parts:
             tokens, slots = responses(240), SLOTS[arguments.shape]
             spans = simulate([PROMPT] * len(tokens), tokens, slots)
-            found["rollout"] = dict(
+            result["rollout"] = dict(
                 requests=len(tokens), tokens=sum(tokens), slots=slots, rate=cases[0][1],
                 steps=sum(steps for steps, _, _ in spans),
             )  # fmt: skip
             peak = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
-            assert peak + slots * 64 < found["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
+            assert peak + slots * 64 < result["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
             for step, lengths in states(spans, STATES):
                 row = dict(batch=len(lengths), tokens=int(lengths.sum()), **state(bench, lengths, decoding is not None))
                 save("trace", step=step, **row)

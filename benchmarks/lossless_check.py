@@ -42,13 +42,13 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
 
 
-def notes(out: str, **found: Any) -> Any:
+def notes(out: str, **results: Any) -> Any:
     started = time.monotonic()
 
     def note(name: str, value: Any) -> None:
-        found[name] = value
+        results[name] = value
         print(f"{time.monotonic() - started:6.1f} s  {name}: {value}", flush=True)
-        Path(out).write_text(json.dumps(found, indent=1) + "\n")
+        Path(out).write_text(json.dumps(results, indent=1) + "\n")
 
     return note
 
@@ -56,13 +56,13 @@ def notes(out: str, **found: Any) -> Any:
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
     """Where greedy tokens first differ: the position, and how much the float32 model prefers one token."""
     scored = [truth.score(rollouts, UNBOUNDED, 1.0) for rollouts in (ours, stock)]
-    found = []
+    differences = []
     for a, b, a_score, b_score in zip(ours, stock, *scored, strict=True):
         differ = np.flatnonzero(a.response_ids != b.response_ids)
         if len(differ):
             at = int(differ[0])
-            found.append({"token": at, "gap": float(abs(a_score.logprobs[at] - b_score.logprobs[at]))})
-    return found
+            differences.append({"token": at, "gap": float(abs(a_score.logprobs[at] - b_score.logprobs[at]))})
+    return differences
 
 
 def equal(arguments: argparse.Namespace) -> None:
@@ -203,9 +203,9 @@ def samples(arguments: argparse.Namespace) -> None:
         share = -(-arguments.count // arguments.processes)
         parts = [range(10**6 + i, 10**6 + min(i + share, arguments.count)) for i in range(0, arguments.count, share)]
         with ProcessPoolExecutor(len(parts), mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(drawn, [folder] * len(parts), [decoding] * len(parts), range(len(parts)), parts))
-    counts = np.sum([counts for counts, _ in found], axis=0)
-    note("counters", {name: sum(of[name] for _, of in found) for name in ("drafted", "accepted", "emitted")})
+            results = list(pool.map(drawn, [folder] * len(parts), [decoding] * len(parts), range(len(parts)), parts))
+    counts = np.sum([counts for counts, _ in results], axis=0)
+    note("counters", {name: sum(of[name] for _, of in results) for name in ("drafted", "accepted", "emitted")})
     test = stats.chisquare(counts, expected * counts.sum() / expected.sum())
     note("samples", int(counts.sum()))
     note("chi-square", float(test.statistic))

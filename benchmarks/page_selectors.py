@@ -307,7 +307,7 @@ def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iter
 
 def run(arguments: argparse.Namespace) -> None:
     bench = Bench(arguments.model, arguments.lines, arguments.count, arguments.token_budget, arguments.seed)
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "machine": machine(), "model": Path(arguments.model).name, "layers": bench.layers, "lines": arguments.lines,
         "responses": arguments.count, "response_tokens": int(bench.owner.size), "mean_length": bench.mean_length,
         "dense_layers": arguments.dense_layers, "sections": {},
@@ -328,15 +328,15 @@ def run(arguments: argparse.Namespace) -> None:
                  "over_first": p5[0] - base[0],
                  "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(), **rest}
             )  # fmt: skip
-        found["sections"][section] = rows
-        arguments.out.write_text(condensed(found), encoding="utf-8")
+        result["sections"][section] = rows
+        arguments.out.write_text(condensed(result), encoding="utf-8")
         print(f"{time.monotonic() - began:6.1f} s  {section}", flush=True)
-    show(found)
+    show(result)
 
 
-def condensed(found: dict[str, Any]) -> str:
+def condensed(result: dict[str, Any]) -> str:
     """JSON with a line for each variant, numbers to five digits."""
-    rounded = json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 5))
+    rounded = json.loads(json.dumps(result), parse_float=lambda text: round(float(text), 5))
     sections = rounded.pop("sections")
     lines = [
         f"{json.dumps(name)}: [\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]"
@@ -345,9 +345,9 @@ def condensed(found: dict[str, Any]) -> str:
     return json.dumps(rounded, indent=1)[:-2] + ',\n "sections": {\n ' + ",\n ".join(lines) + "\n }\n}\n"
 
 
-def show(found: dict[str, Any]) -> None:
+def show(result: dict[str, Any]) -> None:
     """The tables in Markdown, best first; a variant that could not keep to its bytes is marked."""
-    for section, rows in found["sections"].items():
+    for section, rows in result["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
         print(f"\n{section}\n\n| | p5 | against the first | mean | tokens read |\n|---|---|---|---|---|")
         for r in [rows[0], *sorted(rows[1:], key=lambda r: -r["p5"])]:

@@ -59,13 +59,13 @@ def sampled(count: int, seed: int) -> tuple[dict[int | None, list[Rollout]], int
         str(REASONER), LAYOUT.replace(top_k=(BUDGETS[0],)), dtype="bfloat16", enforce_eager=True,
         kv_cache_memory_bytes=256 * 2**20, block_size=32, max_model_len=1024, max_num_batched_tokens=16384,
     )  # fmt: skip
-    found = {}
+    rollouts = {}
     for budget in (None, *BUDGETS):
         engine.set_schedule(LAYOUT if budget is None else LAYOUT.replace(top_k=(budget,)))
-        found[budget] = engine.generate(prompts, sampling)
-        print("sampled", budget, sum(map(len, found[budget])), flush=True)
+        rollouts[budget] = engine.generate(prompts, sampling)
+        print("sampled", budget, sum(map(len, rollouts[budget])), flush=True)
     engine.close()
-    return found, vocabulary
+    return rollouts, vocabulary
 
 
 def main() -> None:
@@ -87,11 +87,11 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
     for budget, some in rollouts.items():
         vllm[budget] = np.concatenate([in_order(r.top_ids, r.top_logprobs) for r in some])
         every = [replace(r, top_ids=np.tile(np.arange(V, dtype=np.int32), (len(r), 1))) for r in some]
-        for found, schedule in (
+        for logprobs, schedule in (
             (policy, LAYOUT),
             (actor, LAYOUT if budget is None else LAYOUT.replace(top_k=(budget,))),
         ):
-            found[budget] = np.concatenate([s.top_logprobs for s in scorer.score(every, schedule, 1.0)])
+            logprobs[budget] = np.concatenate([s.top_logprobs for s in scorer.score(every, schedule, 1.0)])
         place[budget] = np.concatenate([LAYOUT.page_end(len(r.prompt_ids) + np.arange(len(r))) for r in some])
         owner[budget] = np.repeat(np.arange(len(some)), [len(r) for r in some])
         print("scored", budget, flush=True)
@@ -108,11 +108,11 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
 
     def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
         """p5 by budget, [R, bins]; a prompt has the same weight at every budget."""
-        found = {}
+        by_budget = {}
         for k, values in alpha.items():
             inside = [place[k] // LAYOUT.bin_tokens == b for b in bins]
-            found[k] = np.stack([p5(values[at], owner[k][at], weights_RB) for at in inside], 1)
-        return found
+            by_budget[k] = np.stack([p5(values[at], owner[k][at], weights_RB) for at in inside], 1)
+        return by_budget
 
     def with_noise(scale: float, budgets: Sequence[int | None], seed: int) -> dict[int | None, np.ndarray]:
         drawn = np.random.default_rng(seed)
@@ -133,10 +133,10 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
         name = f"noise that gives dense p5 {ceiling:.2f}"
         pairs[name], scales[name] = with_noise(scale, list(place), 2), scale
     pairs[f"transformers float32, lists of {SHORT}"] = {k: accepted(policy[k], actor[k], SHORT) for k in place}
-    found = {name: tails(alpha) for name, alpha in pairs.items()}
-    own = {scale: {tau: pages(found[OWN], tau, scale) for tau in TAUS} for scale in ("relative", "absolute")}
+    p5_by_pair = {name: tails(alpha) for name, alpha in pairs.items()}
+    own = {scale: {tau: pages(p5_by_pair[OWN], tau, scale) for tau in TAUS} for scale in ("relative", "absolute")}
     rows = []
-    for name, p5s in found.items():
+    for name, p5s in p5_by_pair.items():
         row: dict[str, Any] = {
             "pair": name,
             "noise": scales.get(name),
@@ -162,9 +162,9 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
 
 def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
     """Log-probs of whole lists by token id."""
-    found = np.full(logprobs_Tn.shape, -np.inf, np.float32)
-    np.put_along_axis(found, ids_Tn.astype(np.int64), logprobs_Tn, 1)
-    return found
+    ordered = np.full(logprobs_Tn.shape, -np.inf, np.float32)
+    np.put_along_axis(ordered, ids_Tn.astype(np.int64), logprobs_Tn, 1)
+    return ordered
 
 
 def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:

@@ -222,11 +222,11 @@ def measure(arguments: argparse.Namespace) -> None:
     out, parts = Path(arguments.out), arguments.parts.split(",")
     out.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
 
     def save(**more: Any) -> None:
-        found.update(more)
-        out.write_text(json.dumps(found, indent=1) + "\n")
+        result.update(more)
+        out.write_text(json.dumps(result, indent=1) + "\n")
         print(f"{time.monotonic() - began:6.1f} s  {json.dumps(more)[-160:]}", flush=True)
 
     shape, slots = arguments.shape, SLOTS[arguments.shape]
@@ -274,7 +274,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 for label in ("none", "top 20"):
                     row[label] = bench.step(lengths, LOGPROBS[label])
                 rows.append(row)
-                save(traces=found.get("traces", {}) | {str(requests): trace})
+                save(traces=result.get("traces", {}) | {str(requests): trace})
             if requests == arguments.requests[0]:
                 save(join_ms=[bench.join(lengths, LOGPROBS["top 20"]) for _, lengths in chosen[1::5]])
         if "validate" in parts:

@@ -57,9 +57,9 @@ def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
     """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every request in them."""
     ends = np.cumsum([steps for steps, _, _ in spans])
     chosen = ((np.arange(count) + 0.5) * ends[-1] / count).astype(int)
-    found = []
+    result = []
     for step in chosen:
         i = int(np.searchsorted(ends, step, side="right"))
         steps, lengths, _ = spans[i]
-        found.append((int(step), lengths + int(step) - int(ends[i]) + steps))
-    return found
+        result.append((int(step), lengths + int(step) - int(ends[i]) + steps))
+    return result

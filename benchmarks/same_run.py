@@ -84,8 +84,8 @@ class Bench:
         """What there is to say of a run that ends by itself."""
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
-        told = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
-        return {"exit": code, "told": told[-6:], "steps": read(self.folder / name)}
+        messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
+        return {"exit": code, "told": messages[-6:], "steps": read(self.folder / name)}
 
     def until_step(self, name: str, steps: int, process: subprocess.Popen[bytes]) -> None:
         wait_for(lambda: process.poll() is not None or len(read(self.folder / name)) >= steps)
@@ -163,7 +163,7 @@ def main() -> None:
         "options", nargs="*", default=["--steps", "10"], help="after --: other options of sparrow train"
     )
     arguments = parser.parse_args()
-    found: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    results: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(arguments.runs)) as pool:
         bench = Bench(Path(name), arguments.options)
         futures = {}
@@ -173,8 +173,8 @@ def main() -> None:
             time.sleep(3)  # vLLM takes stock of free memory as it starts
         for future in as_completed(futures):
             error = future.exception()
-            found[futures[future]] = {"error": repr(error)} if error else future.result()
-            arguments.out.write_text(json.dumps(rounded(found), indent=1) + "\n")
+            results[futures[future]] = {"error": repr(error)} if error else future.result()
+            arguments.out.write_text(json.dumps(rounded(results), indent=1) + "\n")
             for log in bench.folder.glob("*.log") if arguments.logs else ():
                 (arguments.logs / log.name).write_text(log.read_text(errors="replace")[-20000:])
 

@@ -151,16 +151,16 @@ def main() -> None:
     best: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for variant, tree in [*trees.items()] * args.rounds:
-            found = Path(folder) / "found.json"
-            command = [sys.executable, __file__, str(args.old), "--measure", variant, str(found)]
+            output = Path(folder) / "found.json"
+            command = [sys.executable, __file__, str(args.old), "--measure", variant, str(output)]
             # An engine registers its own tree's plugin; vLLM itself would load the one that is installed.
             own = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "VLLM_PLUGINS": ""}
             subprocess.run(command, env={**os.environ, **own}, check=True)
-            one = json.loads(found.read_text())
-            if variant not in best or one["tokens/s"] > best[variant]["tokens/s"]:
-                best[variant] = one
-    for variant, one in best.items():
-        print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in one.items()))
+            metrics = json.loads(output.read_text())
+            if variant not in best or metrics["tokens/s"] > best[variant]["tokens/s"]:
+                best[variant] = metrics
+    for variant, metrics in best.items():
+        print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in metrics.items()))
     if args.out:
         from common import save
 

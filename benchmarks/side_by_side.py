@@ -3,8 +3,8 @@
     git archive a553f48 | tar -x -C old/ && python benchmarks/side_by_side.py old/
 
 Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in processes of their
-own, old and new by turns; a row's time is its best median. Rows that only one tree has are named and left out. Exits with 1 if a
-row is more than 2 % slower than before, or 25 % if it is one of shapes that only Triton serves.
+own, old and new by turns; a row's time is its best median. Rows that only one tree has are named and left out. Exits
+with 1 if a row is more than 2 % slower than before, or 25 % if it is one of shapes that only Triton serves.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ def main() -> None:
     best: dict[Path, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for tree in [args.old.resolve(), HERE] * args.rounds:
-            found = Path(folder) / "times.json"
+            output = Path(folder) / "times.json"
             path = os.pathsep.join(map(str, (tree, tree / "benchmarks")))
-            command = [sys.executable, __file__, str(args.old), "--measure", str(found)]
+            command = [sys.executable, __file__, str(args.old), "--measure", str(output)]
             subprocess.run(command, env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}, check=True)
-            times = json.loads(found.read_text())
+            times = json.loads(output.read_text())
             best[tree] = {row: min(us, best.get(tree, times)[row]) for row, us in times.items()}
     old, new = best[args.old.resolve()], best[HERE]
     failed = slower(old, new)

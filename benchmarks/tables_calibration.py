@@ -28,22 +28,22 @@ def calibration() -> str:
 def calibration_summary() -> str:
     names = {0: "no round on policy", 2: "two rounds"}
     rows = []
-    for found in load("calibration_table")["summary"]:
-        counts = (found[name] for name in ("above_0.02", "above_0.02_held_up_by_a_shorter_bin", "below_0.02"))
-        within = f"{found['within_0.02']} of {found['bins']}, {found['share_within']:.0%}"
-        rows.append([names[found["on_policy"]], within, *counts, f"{found['lowest']:+.3f}", f"{found['highest']:+.3f}"])
+    for row in load("calibration_table")["summary"]:
+        counts = (row[name] for name in ("above_0.02", "above_0.02_held_up_by_a_shorter_bin", "below_0.02"))
+        within = f"{row['within_0.02']} of {row['bins']}, {row['share_within']:.0%}"
+        rows.append([names[row["on_policy"]], within, *counts, f"{row['lowest']:+.3f}", f"{row['highest']:+.3f}"])
     head = ["", "within 0.02 of the target", "above by more", "of these held up by a shorter bin", "below by more"]
     return table([*head, "lowest", "highest"], rows)
 
 
 def shortcut() -> str:
     rows = []
-    for found in load("calibration_shortcut")["budgets"]:
-        bins = [b for b in found["bins"] if b["start"] >= 192]
-        drifts, seconds = [b["drift"] for b in bins], found["seconds"]
+    for row in load("calibration_shortcut")["budgets"]:
+        bins = [b for b in row["bins"] if b["start"] >= 192]
+        drifts, seconds = [b["drift"] for b in bins], row["seconds"]
         spans = [[b[way]["p5"] for b in bins] for way in ("teacher_forced", "sampled")]
         rows.append(
-            [found["top_k"], *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
+            [row["top_k"], *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
              f"{statistics.mean(drifts):+.3f}, {min(drifts):+.3f}", f"{sum(b['overlap'] for b in bins)} of {len(bins)}",
              f"{seconds['teacher_forced']:.1f}, {seconds['sampled']:.1f}"]
         )  # fmt: skip
@@ -64,11 +64,11 @@ def beta_tail() -> str:
 
 
 def relative_tau() -> str:
-    found = load("relative_tau")
+    result = load("relative_tau")
     rows = []
-    for pair in found["pairs"]:
+    for pair in result["pairs"]:
         ceiling = _range([c[0] for c in pair["ceiling"]])
-        for tau in found["taus"]:
+        for tau in result["taus"]:
             cells = []
             for scale in ("relative", "absolute"):
                 needed = pair[scale][str(tau)]
@@ -84,9 +84,9 @@ def relative_tau() -> str:
 
 
 def relative_tau_summary() -> str:
-    found = load("relative_tau")
+    result = load("relative_tau")
     rows = []
-    for pair in found["pairs"][1:]:
+    for pair in result["pairs"][1:]:
         counts = []
         for scale in ("relative", "absolute"):
             ratios = [x for needed in pair[scale].values() for x in needed["of_own"]]
@@ -128,11 +128,11 @@ def _range(values: list[float]) -> str:
 
 
 def calibration_cost() -> str:
-    found = load("calibration_cost")
-    whole, dense = found["sampling_18_budgets_s"], found["scoring_18_budgets_s"]
+    result = load("calibration_cost")
+    whole, dense = result["sampling_18_budgets_s"], result["scoring_18_budgets_s"]
     published = "sampling at each of 18 budgets from 512 to 16,384 tokens, as published"
     rows = [[published, f"{whole:,.0f}", f"({dense:,.0f}, not counted)", f"{whole:,.0f}", ""]]
-    for way in found["ways"]:
+    for way in result["ways"]:
         scored = f"{way['scoring_s']:,.0f} ({way['sequences_scored']:,} sequences)"
         total = f"{way['sampling_s'] + way['scoring_s']:,.0f}"
         rows.append([way["label"], f"{way['sampling_s']:,.0f}", scored, total, f"{way['times_less']:.1f}x"])
@@ -141,9 +141,9 @@ def calibration_cost() -> str:
 
 def scoring_passes() -> str:
     rows = []
-    for number, found in enumerate(load("calibration_search")["rounds"]):
-        passes = [f"{_span(p['top_k'])}: {statistics.mean(p['sequence_s']):.2f}" for p in found["passes"]]
-        rows.append([number, _span(found["sampled_under"]), "; ".join(passes)])
+    for number, row in enumerate(load("calibration_search")["rounds"]):
+        passes = [f"{_span(p['top_k'])}: {statistics.mean(p['sequence_s']):.2f}" for p in row["passes"]]
+        rows.append([number, _span(row["sampled_under"]), "; ".join(passes)])
     return table(["round", "sampled with", "pages of each pass, and its seconds a sequence"], rows)
 
 
@@ -157,14 +157,14 @@ def teacher_forced() -> str:
     rows = []
     for case in load("teacher_forced")["cases"]:
         for way in ("forward", "backward"):
-            dense = [found[f"{way}_ms"] for found in case["dense"].values()]
+            dense = [metrics[f"{way}_ms"] for metrics in case["dense"].values()]
             cells = []
-            for found in case["sparse"].values():
-                ms = found[f"{way}_ms"]
+            for metrics in case["sparse"].values():
+                ms = metrics[f"{way}_ms"]
                 cells.append(f"{ms:.1f} ({', '.join(f'{other / ms:.2f}x' for other in dense)})")
             what = f"{case['T']:,}, {case['G']}, {case['top_k']}"
             rows.append([what, way, *(f"{ms:.1f}" for ms in dense), *cells])
-        read = (f"{found['read']:.1f}" for found in case["sparse"].values())
+        read = (f"{metrics['read']:.1f}" for metrics in case["sparse"].values())
         rows.append([what, "pages read per page kept", "", "", *read])
     return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)
 

@@ -34,8 +34,8 @@ def limits(requests: str = "240") -> str:
                 for schedule in (None, SparsitySchedule.preset(shape))
             )
             cells.append(f"{dense / ours:.2f}x")
-        found = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
-        rows.append([SHAPES[shape], f"{found:.2f}x", *cells])
+        speedup = trace_seconds(stock, requests, "none") / trace_seconds(sparse, requests, "none")
+        rows.append([SHAPES[shape], f"{speedup:.2f}x", *cells])
     head = ["shape", "measured", "rows in balance", "sparse layers at the cost of their bytes"]
     return table([*head, "nothing costs but bytes"], rows)
 
@@ -67,10 +67,10 @@ def overheads() -> str:
 def ragged() -> str:
     rows = fit_roofline.measured()
     overheads, _ = fit_roofline.errors(rows)
-    found = fit_roofline.ragged_errors(rows, overheads)
+    errors = fit_roofline.ragged_errors(rows, overheads)
     cells = [
         [kind, len(off), f"{statistics.mean(off):+.1%}", f"{min(off):+.1%} to {max(off):+.1%}"]
-        for kind, off in found.items()
+        for kind, off in errors.items()
     ]
     return table(["trace", "steps", "mean error", "range"], cells)
 
@@ -88,8 +88,8 @@ def planned() -> str:
         run = load(f"grpo_step_{variant}")
         lengths, schedule = fit_roofline.scaled(run)
         cluster = Cluster(MACHINES["h200"], run.get("gpus", 1))
-        found = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536)
-        step = found.sparse if run["schedule"] else found.dense
+        prediction = plan(SHAPES_OF[run["shape"]], cluster, lengths, schedule, 64, len(lengths), 65536)
+        step = prediction.sparse if run["schedule"] else prediction.dense
         cells = [f"{run['seconds'][key]:.1f} / {getattr(step, key):.1f}" for key in PHASES]
         rows.append([name, *cells, f"{sum(run['seconds'].values()):.1f} / {step.seconds:.1f}"])
     return table(["measured / predicted, s", "rollout", "log-probs", "update", "sync", "step"], rows)
@@ -98,8 +98,8 @@ def planned() -> str:
 def cost_example() -> str:
     """What the first block of docs/cost.md finds."""
     lengths = response_lengths(14_000, 32_768, 240)
-    found = predict(SHAPES_OF["qwen3-4b"], MACHINES["h200"], lengths, SparsitySchedule.preset("qwen3-4b"))
-    return table(["", ""], cost_rows(found))
+    prediction = predict(SHAPES_OF["qwen3-4b"], MACHINES["h200"], lengths, SparsitySchedule.preset("qwen3-4b"))
+    return table(["", ""], cost_rows(prediction))
 
 
 STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.35}
@@ -108,17 +108,17 @@ STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.
 
 def predicted() -> str:
     """The published setting by the cost model."""
-    found = {
+    predictions = {
         shape: predict(SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule)
         for shape, schedule in ((shape, SparsitySchedule.preset(shape)) for shape in SHAPES)
     }
     shares = [(1 - 1 / STEPS[shape]) / (1 - 1 / PUBLISHED[shape][2]) for shape in SHAPES]
-    mine = [p.dense.seconds / (p.dense.seconds + p.train_s) for p in found.values()]
+    mine = [p.dense.seconds / (p.dense.seconds + p.train_s) for p in predictions.values()]
     rows = [
         ["rollout, published", *(f"{PUBLISHED[shape][2]:.2f}" for shape in SHAPES)],
-        ["rollout, predicted", *(f"{p.speedup:.2f}" for p in found.values())],
+        ["rollout, predicted", *(f"{p.speedup:.2f}" for p in predictions.values())],
         ["step, published", *(f"{x:.2f}" for x in STEPS.values())],
-        ["step, predicted", *(f"{p.step_speedup:.2f}" for p in found.values())],
+        ["step, predicted", *(f"{p.step_speedup:.2f}" for p in predictions.values())],
         ["rollout's share of a dense step: the published pairs imply", *(f"{x:.2f}" for x in shares)],
         ["the same, predicted", *(f"{x:.2f}" for x in mine)],
     ]
@@ -129,10 +129,10 @@ def short_responses() -> str:
     rows = []
     for count, median in ((240, 14_000), (240, 4_000), (240, 1_000), (8, 14_000), (1, 30_000)):
         lengths = response_lengths(median, 32_768, count)
-        found = [
+        predictions = [
             predict(SHAPES_OF[shape], MACHINES["h200"], lengths, SparsitySchedule.preset(shape)) for shape in SHAPES
         ]
-        rows.append([f"{count} x {median:,}", *(f"{p.speedup:.2f} ({p.speculative:.2f})" for p in found)])
+        rows.append([f"{count} x {median:,}", *(f"{p.speedup:.2f} ({p.speculative:.2f})" for p in predictions)])
     return table(["responses, median", *SHAPES.values()], rows)
 
 
@@ -143,8 +143,8 @@ def published_run() -> str:
         cells = []
         for prompts in (16, 32, 64, 128):
             lengths = response_lengths(median, 32_768, 8 * prompts)
-            found = plan(SHAPES_OF["qwen3-14b"], Cluster(MACHINES["h200"], 32), lengths, schedule)
-            cells.append(" / ".join(f"{x.seconds * 53_000 / prompts / 3600:.0f}" for x in (found.dense, found.sparse)))
+            steps = plan(SHAPES_OF["qwen3-14b"], Cluster(MACHINES["h200"], 32), lengths, schedule)
+            cells.append(" / ".join(f"{x.seconds * 53_000 / prompts / 3600:.0f}" for x in (steps.dense, steps.sparse)))
         rows.append([f"median {median:,} tokens", *cells])
     return table(["predicted hours, dense / sparse", "16 prompts a step", "32", "64", "128"], rows)
 

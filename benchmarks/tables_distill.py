@@ -89,7 +89,7 @@ def first_holding(low: Sequence[float]) -> int | None:
 
 
 def distill_overhead() -> str:
-    found = load("distill_overhead")
+    result = load("distill_overhead")
     names = {
         "dense_update": "the policy's own update",
         "everything": "PPO and KL on everything",
@@ -102,12 +102,12 @@ def distill_overhead() -> str:
     for key, name in names.items():
         row = [name]
         for text in ("runs", "random"):
-            run = found[text][key]
+            run = result[text][key]
             row.append(f"{statistics.median(run['seconds']):.2f}")
             low, high = run["added_range"]
             row.append("" if key == "dense_update" else f"{run['added']:.0%} ({low:.0%}-{high:.0%})")
-        rows.append([*row, f"{found['runs'][key]['peak_gib']:.0f}"])
-    reads = [f"tiles read {found[text]['read']:.1f}" for text in ("runs", "random")]
+        rows.append([*row, f"{result['runs'][key]['peak_gib']:.0f}"])
+    reads = [f"tiles read {result[text]['read']:.1f}" for text in ("runs", "random")]
     head = ["update", f"seconds, {reads[0]}", "added", f"seconds, {reads[1]}", "added", "GiB at most"]
     return table(head, rows)
 

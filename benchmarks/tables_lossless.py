@@ -14,8 +14,8 @@ def at(row: Row) -> tuple[int, int]:
     return row["batch"], row["length"]
 
 
-def landmarks(found: Row) -> str:
-    stored = found["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
+def landmarks(result: Row) -> str:
+    stored = result["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
     return {"auto": "16 bits", "fp8_e4m3": "8 bits"}[stored]
 
 
@@ -47,8 +47,8 @@ def lossless_speed() -> str:
 
 def rollout_seconds(name: str) -> tuple[Row, float]:
     """What the trace is, and its seconds."""
-    found = load(name)
-    return found["rollout"], found["rollout"]["steps"] * mean(row["ms_per_token"] for row in found["trace"]) / 1e3
+    result = load(name)
+    return result["rollout"], result["rollout"]["steps"] * mean(row["ms_per_token"] for row in result["trace"]) / 1e3
 
 
 def lossless_rollout() -> str:
@@ -74,17 +74,17 @@ def lossless_growth() -> str:
     stock, again = (
         {at(row): row for row in load("lossless_qwen3-1.7b_stock")[part]} for part in ("growth", "growth_again")
     )
-    found: dict[tuple[int, int], list[Row]] = {}
+    groups: dict[tuple[int, int], list[Row]] = {}
     for row in load("lossless_qwen3-1.7b")["growth"]:
-        found.setdefault(at(row), []).append(row)
+        groups.setdefault(at(row), []).append(row)
     rows = []
-    for (batch, length), ours in found.items():
+    for (batch, length), ours in groups.items():
         base = stock[batch, length]
         spread = f"{base['ms']:.2f} ({base['p10']:.2f} to {base['p90']:.2f})"
         gains = [f"{row['tokens_per_s'] / base['tokens_per_s']:.2f}x" for row in ours]
         second = f"{again[batch, length]['tokens_per_s'] / base['tokens_per_s']:.2f}x"
         rows.append([batch, f"{length:,} to {base['length_reached']:,.0f}", spread, second, *gains])
-    rates = [f"{row['rate']}" for row in next(iter(found.values()))]
+    rates = [f"{row['rate']}" for row in next(iter(groups.values()))]
     return table(["sequences", "tokens", "stock step, ms: median (10 to 90 %)", "stock again", *rates], rows)
 
 
@@ -92,23 +92,23 @@ def lossless_memory() -> str:
     rows = []
     for shape, label in SHAPES.items():
         stock, ours = load(f"lossless_{shape}_stock"), load(f"lossless_{shape}")
-        tokens = [found["kv_tokens"] for found in (stock, ours)]
-        starts = [f"{found['start_s']:.0f} s" for found in (stock, ours)]
+        tokens = [run["kv_tokens"] for run in (stock, ours)]
+        starts = [f"{run['start_s']:.0f} s" for run in (stock, ours)]
         rows.append([label, *(f"{n:,}" for n in tokens), f"{tokens[1] / tokens[0] - 1:+.1%}", *starts])
     return table(["shape", "KV cache, stock (tokens)", "lossless", "", "start, stock", "lossless"], rows)
 
 
 def lossless_exact() -> str:
-    found, samples = load("lossless_equal_bf16"), load("lossless_samples")
+    result, samples = load("lossless_equal_bf16"), load("lossless_samples")
     rows = []
     two = load("lossless_equal_bf16_tp2")
-    for name, row in [*found.items(), ("sampled, tensor parallel 2", two["sampled"])]:
+    for name, row in [*result.items(), ("sampled, tensor parallel 2", two["sampled"])]:
         if name.startswith("sampled"):
             far = [f"{row[of][which]:.4f}" for of in ("missed", "yardstick") for which in ("mean", "p99")]
             rows.append([name.removeprefix("sampled").strip(", ") or "sampled", *far])
-    gaps = [row["gap"] for row in found["partings from stock"]]
+    gaps = [row["gap"] for row in result["partings from stock"]]
     agreed, repeated = (
-        found[name] for name in ("greedy tokens before the first that is not stock's", "responses that a seed repeats")
+        result[name] for name in ("greedy tokens before the first that is not stock's", "responses that a seed repeats")
     )
     text = (
         f"\nGreedy: {agreed} tokens come before the first that differs from stock's; where {len(gaps)} of 8 responses "
@@ -121,10 +121,10 @@ def lossless_exact() -> str:
 
 
 def lossless_training() -> str:
-    found = load("vllm_train_lossless")
+    results = load("vllm_train_lossless")
     rows = []
     for mode in ("dense", "lossless"):
-        runs = [run["steps"] for name, run in found.items() if name.startswith(mode)]
+        runs = [run["steps"] for name, run in results.items() if name.startswith(mode)]
         rewards = [mean(step["reward"] for step in steps[-5:]) for steps in runs]
         cells = [", ".join(f"{x:.3f}" for x in rewards), f"{mean(rewards):.3f} +- {stdev(rewards):.3f}"]
         p5, kl, seconds = (mean(value(s) for steps in runs for s in steps[3:]) for value in (

@@ -22,9 +22,9 @@ def equalities() -> str:
     }
     rows = []
     for kind, file in files.items():
-        found = load(file)
-        for name in (n for n in names if n in found):
-            pairs = (found[name][side] for side in ("missed", "yardstick"))
+        result = load(file)
+        for name in (n for n in names if n in result):
+            pairs = (result[name][side] for side in ("missed", "yardstick"))
             rows.append([f"{kind}, {names[name]}", *(f"{pair['mean']:.4f} / {pair['p99']:.3f}" for pair in pairs)])
     return table(["mean / p99 of the difference", "Sparrow in vLLM", "yardstick"], rows)
 
@@ -38,9 +38,9 @@ def scaling() -> str:
     }  # fmt: skip
     rows = []
     for name, (title, reference) in names.items():
-        found, one = load(f"grpo_step_{name}"), load(f"grpo_step_{reference}")["seconds"]
-        run, n = found["seconds"], found["gpus"]
-        pairs = [*((one[phase], run[phase]) for phase in PHASES), (sum(one.values()), sum(run.values()))]
+        result, baseline = load(f"grpo_step_{name}"), load(f"grpo_step_{reference}")["seconds"]
+        run, n = result["seconds"], result["gpus"]
+        pairs = [*((baseline[phase], run[phase]) for phase in PHASES), (sum(baseline.values()), sum(run.values()))]
         rows.append([title, *(f"{b:.1f}" + f" ({a / n / b:.0%})" * (n > 1) for a, b in pairs)])
     return table(["seconds (efficiency)", "rollout", "log-probs", "update", "sync", "whole step"], rows)
 
@@ -48,12 +48,12 @@ def scaling() -> str:
 def training() -> str:
     rows = []
     names = {"sparse": "sparse, 8 to 28 pages of 8", "unbounded": "unbounded", "distilled": "sparse, DistillSparse"}
-    for run, found in load("vllm_train").items():
-        cells, of = [], found["summary"]
+    for run, result in load("vllm_train").items():
+        cells, of = [], result["summary"]
         for key, form in (("reward", ".2f"), ("p5_mean", ".4f"), ("acceptance", ".5f"), ("kl", ".1e")):
             change = f"{of[f'{key} change']:+{form}} ± {of[f'{key} change error']:{form}}"
             cells.append(f"{of[f'{key} first']:{form}} → {of[f'{key} last']:{form}} ({change})")
-        rows.append([names[run], len(found["steps"]), *cells, f"{of['read_fraction last']:.0%}"])
+        rows.append([names[run], len(result["steps"]), *cells, f"{of['read_fraction last']:.0%}"])
     return table(["actor", "steps", "reward", "p5, mean of bins", "mean acceptance", "KL", "KV read"], rows)
 
 
@@ -63,13 +63,13 @@ def same_run() -> str:
         "ddp": "two GPUs, DDP", "fsdp2": "two GPUs, FSDP2", "ddp4": "four GPUs, DDP", "fsdp2_4": "four GPUs, FSDP2",
     }  # fmt: skip
     formats = {"reward": ".3f", "entropy": ".4f", "p5_mean": ".4f", "acceptance": ".5f", "kl": ".1e"}
-    runs = {run: found["steps"] for run, found in load("same_run").items() if run in names}
+    runs = {run: result["steps"] for run, result in load("same_run").items() if run in names}
     rows = []
     for run, name in names.items():
         cells = []
         for key, form in formats.items():
-            values, one = (np.array([step[key] for step in runs[r]]) for r in (run, "one"))
-            off = "" if run == "one" else f" ({np.sqrt(((values - one) ** 2).mean()):.1e})"
+            values, one_gpu = (np.array([step[key] for step in runs[r]]) for r in (run, "one"))
+            off = "" if run == "one" else f" ({np.sqrt(((values - one_gpu) ** 2).mean()):.1e})"
             cells.append(f"{values.mean():{form}}{off}")
         rows.append([name, len(runs[run]), *cells])
     return table(["run", "steps", "reward", "entropy", "p5, mean of bins", "mean acceptance", "KL"], rows)
@@ -77,10 +77,10 @@ def same_run() -> str:
 
 def failures() -> str:
     """Runs that lost a process or their server."""
-    found = load("same_run")
+    results = load("same_run")
     lost = {"a process under DDP": "killed", "a process under FSDP2": "killed_fsdp2"}
-    runs = [(name, found[run]["stopped"], len(found[run]["resumed"]["steps"])) for name, run in lost.items()]
-    runs.append(("the vLLM server", found["server"], ""))
+    runs = [(name, results[run]["stopped"], len(results[run]["resumed"]["steps"])) for name, run in lost.items()]
+    runs.append(("the vLLM server", results["server"], ""))
     rows = [[name, len(run["steps"]), f"{run['seconds']:.1f}", run["exit"], after] for name, run, after in runs]
     head = ["killed", "after so many steps", "the run ended within, s", "exit code", "steps after `--resume`"]
     return table(head, rows)

@@ -67,9 +67,9 @@ def rollouts(logprobs: str, requests: str = "240") -> str:
         if all(requests in run["traces"] for run in runs):
             tokens = runs[0]["traces"][requests]["tokens"]
             dense, ours = (tokens / trace_seconds(run, requests, logprobs) for run in runs)
-            found = (*(f"{x:,.0f}" for x in (dense, ours)), f"{ours / dense:.2f}x")
+            cells = (*(f"{x:,.0f}" for x in (dense, ours)), f"{ours / dense:.2f}x")
             theirs = "{:,} {:,} {:.2f}x".format(*PUBLISHED[shape]).split()
-            rows.append([SHAPES[shape], runs[0]["slots"], *found, *theirs])
+            rows.append([SHAPES[shape], runs[0]["slots"], *cells, *theirs])
     head = ["shape", "at a time", "stock, tokens/s", "Sparrow, tokens/s", "speed-up"]
     return table([*head, "published: dense", "sparse", "speed-up"], rows)
 
@@ -190,12 +190,12 @@ PHASES = {
 
 def grpo_step() -> str:
     """The scaled steps as measured, and one at full length: the trace's rollout, training by its FLOPs."""
-    found, ours = load("grpo_step_stock"), load("grpo_step_sparse")
-    shape, run, full = SHAPES_OF[found["shape"]], found["seconds"], np.array(responses(found["responses"]))
-    scaled = train_seconds(shape, MACHINES["h200"], 64 + full // found["scale"])
+    stock, ours = load("grpo_step_stock"), load("grpo_step_sparse")
+    shape, run, full = SHAPES_OF[stock["shape"]], stock["seconds"], np.array(responses(stock["responses"]))
+    scaled = train_seconds(shape, MACHINES["h200"], 64 + full // stock["scale"])
     flops = train_seconds(shape, MACHINES["h200"], PROMPT + full)[0] / scaled[0]
     train = {"score": run["score"] * flops, "update": run["update"] * flops, "sync": run["sync"]}
-    traces = [trace_seconds(trace, str(found["responses"]), "top 20") for trace in measured()[found["shape"]]]
+    traces = [trace_seconds(trace, str(stock["responses"]), "top 20") for trace in measured()[stock["shape"]]]
     steps = [run, ours["seconds"], *({"rollout": seconds, **train} for seconds in traces)]
     rows = [[name, *(f"{step[key]:,.1f}" for step in steps)] for key, name in PHASES.items()]
     whole = [sum(step.values()) for step in steps]
@@ -209,8 +209,8 @@ def host_time() -> str:
     names = {"stock": "stock vLLM", "before": "Sparrow at a553f48", "now": "Sparrow"}
     parts = ("scheduler", "output processor", "reading lists")
     rows = []
-    for variant, one in load("short_responses_cpu")["variants"].items():
-        us = [one[f"{part}, us"] for part in parts]
+    for variant, metrics in load("short_responses_cpu")["variants"].items():
+        us = [metrics[f"{part}, us"] for part in parts]
         rows.append([names[variant], *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
     return table(["us a sequence and step", *parts, "together"], rows)
 

@@ -9,8 +9,8 @@ from common import Row, load, table
 
 def text_model() -> str:
     """One line: the model that the other tables are about."""
-    found = load("text_acceptance")
-    card, settings = found["model"], found["settings"]
+    result = load("text_acceptance")
+    card, settings = result["model"], result["settings"]
     return (
         f"{card['parameters'] / 1e6:.0f} M parameters, {card['context']:,} tokens of context, trained for "
         f"{card['training_s']:.0f} s on one {card['device']} ({card['tokens_seen'] / 1e6:.0f} M tokens, "
@@ -22,16 +22,16 @@ def text_model() -> str:
 
 def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
     """Budget and dense layers -> row, by rising layers and budget."""
-    found = {
+    rows = {
         (row["budget"], ", ".join(map(str, row["dense_layers"])) or "none"): row
         for row in load("text_acceptance")["rows"]
         if row["mode"] == mode and row["reuse"] == reuse
     }
-    return dict(sorted(found.items(), key=lambda item: (item[1]["dense_layers"], item[0][0])))
+    return dict(sorted(rows.items(), key=lambda item: (item[1]["dense_layers"], item[0][0])))
 
 
-def _interval(found: list[float], digits: int) -> str:
-    estimate, low, high = found
+def _interval(interval: list[float], digits: int) -> str:
+    estimate, low, high = interval
     return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
 
 
@@ -67,18 +67,18 @@ def text_reuse() -> str:
     by_reuse = {reuse: _rows("lossless", reuse) for reuse in reuses}
     rows = []
     for budget, dense in by_reuse[reuses[-1]]:
-        found = [by_reuse[reuse][budget, dense] for reuse in reuses]
-        most = [list(row["tokens_a_cycle"].items()) for row in found]
+        variants = [by_reuse[reuse][budget, dense] for reuse in reuses]
+        most = [list(row["tokens_a_cycle"].items()) for row in variants]
         counts = (", ".join(f"{tokens[0]:.2f}" for _, tokens in per_k) for per_k in most)
-        cells = [f"{row['mean'][0]:.3f}; {tokens}" for row, tokens in zip(found, counts, strict=True)]
+        cells = [f"{row['mean'][0]:.3f}; {tokens}" for row, tokens in zip(variants, counts, strict=True)]
         rows.append([f"{budget:,}", dense, *cells])
     return table(["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows)
 
 
 def text_vllm() -> str:
-    found = load("text_vllm")
+    result = load("text_vllm")
     rows = []
-    for row in [*found["bins"], {"start": "all", **{k: v for k, v in found.items() if k != "bins"}}]:
+    for row in [*result["bins"], {"start": "all", **{k: v for k, v in result.items() if k != "bins"}}]:
         where = "all" if row["start"] == "all" else f"{row['start']:,} to {row['end']:,}"
         measured, predicted = _interval(row["tokens_a_cycle"], 2), f"{row['predicted']['sampled']:.2f}"
         share = f"{row['measured_over_predicted']:.1%}"
@@ -89,12 +89,12 @@ def text_vllm() -> str:
 
 def text_metered() -> str:
     """One line: another schedule as vLLM measured it on the way, and as the model has it at cycles of the same run."""
-    found = load("text_vllm_metered")["metered"]
+    result = load("text_vllm_metered")["metered"]
     pairs = (
-        f"{name} {found['measured'][name]:.3f}, where the model itself has {_interval(found['predicted'][name], 3)}"
+        f"{name} {result['measured'][name]:.3f}, where the model itself has {_interval(result['predicted'][name], 3)}"
         for name in ("mean", "p5")
     )
-    return f"{found['budget']} tokens read, {found['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
+    return f"{result['budget']} tokens read, {result['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
 
 
 def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> str:
@@ -124,26 +124,26 @@ def text_layers() -> str:
 
 
 def text_kept() -> str:
-    made = [
+    rows = [
         [row["sink_pages"], row["recent_pages"], f"{row['mean'][0]:.3f}", _interval(row["p5"], 2)]
         for row in load("text_bytes")["rows"]
         if row["study"] in ("sink pages", "recent pages")
     ]
-    return table(["sink pages", "recent pages", "mean", "p5"], made)
+    return table(["sink pages", "recent pages", "mean", "p5"], rows)
 
 
 def reasoner_acceptance() -> str:
-    made = []
+    rows = []
     for model in load("reasoner_acceptance")["models"]:
         for row in model["rows"]:
             lossy, (few, many) = row["lossy"], (row["lossless"][k] for k in ("4", "8"))
             spans = [_interval(lossy[name], 3) for name in ("mean", "p5")]
             drafts = [f"{few['acceptance']:.3f}", f"{few['p5']:.3f}"]
-            cycles = [f"{found['tokens_per_cycle']:.2f}" for found in (few, many)]
+            cycles = [f"{metrics['tokens_per_cycle']:.2f}" for metrics in (few, many)]
             which = f"{model['layers']} layers, {model['lines']} lines"
-            made.append([which, row["tokens"], *spans, *drafts, *cycles])
+            rows.append([which, row["tokens"], *spans, *drafts, *cycles])
     head = ["model and programs", "tokens read", "lossy actor: mean", "p5", "drafts, k = 4: mean", "p5"]
-    return table([*head, "tokens a cycle, k = 4", "tokens a cycle, k = 8"], made)
+    return table([*head, "tokens a cycle, k = 4", "tokens a cycle, k = 8"], rows)
 
 
 TABLES = {

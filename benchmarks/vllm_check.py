@@ -88,13 +88,13 @@ def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
 
 
 def equal(arguments: argparse.Namespace) -> None:
-    found: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": arguments.dtype}
+    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": arguments.dtype}
     started = time.monotonic()
 
     def note(name: str, value: Any) -> None:
-        found[name] = value
+        results[name] = value
         print(f"{time.monotonic() - started:6.1f} s  {name}: {value}", flush=True)
-        Path(arguments.out).write_text(json.dumps(found, indent=1))
+        Path(arguments.out).write_text(json.dumps(results, indent=1))
 
     def options(**more: Any) -> dict[str, Any]:
         return {

@@ -96,17 +96,17 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Means of the first and last sixth of the steps; what a straight line changes by over the run, and its error."""
-    n, found = len(rows) // 6 or 1, {}
+    n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:
         y = np.array([row[name] for row in rows])
-        found |= {f"{name} first": float(y[:n].mean()), f"{name} last": float(y[-n:].mean())}
+        metrics |= {f"{name} first": float(y[:n].mean()), f"{name} last": float(y[-n:].mean())}
         if len(y) > 3:
             (slope, _), covariance = np.polyfit(np.arange(len(y)), y, 1, cov=True)
-            found |= {
+            metrics |= {
                 f"{name} change": float(slope * len(y)),
                 f"{name} change error": float(covariance[0, 0] ** 0.5 * len(y)),
             }
-    return found
+    return metrics
 
 
 def rounded(x: Any) -> Any:
@@ -136,7 +136,7 @@ def main() -> None:
             time.sleep(3)  # vLLM takes stock of free memory as it starts
         while True:
             alive = any(process.poll() is None for process in running.values())
-            found = {
+            results = {
                 run: {
                     "schedule": RUNS[run][0],
                     "exit": running[run].returncode,
@@ -146,7 +146,7 @@ def main() -> None:
                 for run in arguments.runs
                 if (rows := read(folder / run))
             }
-            arguments.out.write_text(json.dumps(rounded(found), indent=1) + "\n")
+            arguments.out.write_text(json.dumps(rounded(results), indent=1) + "\n")
             if arguments.logs:
                 for run in arguments.runs:
                     text = (folder / f"{run}.log").read_text(errors="replace")
