@@ -173,7 +173,7 @@ def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
 def test_who_watches_is_told_of_tokens_and_finished_responses(folder, monkeypatch):
     monkeypatch.setattr(vllm_engine, "WATCH_S", 0.02)
     told = []
-    sampling = replace(SAMPLED, max_new_tokens=60, watch=lambda *counts: told.append(counts))
+    sampling = replace(SAMPLED, max_new_tokens=120, watch=lambda *counts: told.append(counts))
     with engine(folder, max_num_seqs=2) as sparrow:  # the last are begun when the first are finished
         generated = sum(len(rollout) for rollout in sparrow.generate(prompts(40, 50, 60, 70), sampling))
     assert len(set(told)) >= 5 and told == sorted(told)
