@@ -123,13 +123,13 @@ def pretrain(tokenizer: PreTrainedTokenizerFast, prompts: dict[str, str], option
 def write_rows(path: Path, seed: int, count: int, options: Options) -> list[str]:
     """Problems in TACO's layout; returns their demonstrations."""
     rng = random.Random(f"{path.stem}/{seed}")
-    made = {asked: rest for asked, *rest in (question(rng, options) for _ in range(count))}
+    problems = {asked: rest for asked, *rest in (question(rng, options) for _ in range(count))}
     rows = [
         {"question": asked, "input_output": json.dumps({"inputs": [f"{i}\n" for i in INPUTS], "outputs": outputs})}
-        for asked, (_, outputs) in made.items()
+        for asked, (_, outputs) in problems.items()
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return [program for program, _ in made.values()]
+    return [program for program, _ in problems.values()]
 
 
 def main(options: Options) -> None:

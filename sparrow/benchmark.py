@@ -45,7 +45,7 @@ class BenchmarkResult:
 
 
 Asked = Sequence[tuple[int, int]]
-"""A problem's place among all and the number of a response to it, for each response."""
+"""For each response, the index of its problem and its number among the responses to that problem."""
 
 
 def sample(
@@ -104,9 +104,9 @@ def run_benchmark(
     slug = "".join(c if c.isalnum() or c in "-._" else "_" for c in f"{schedule}-{benchmark}")[:80]
     path = folder / f"{slug}-{_digest(json.dumps(key, sort_keys=True))}.jsonl"
     path.with_suffix(".json").write_text(json.dumps(key, indent=1), encoding="utf-8")
-    found = _read_samples(path)
+    samples = _read_samples(path)
     names = [(i, p.id, _digest(p.prompt)) for i, p in enumerate(problems)]
-    missing = [i for i, name in enumerate(names) if not all((*name, n) in found for n in range(k))]
+    missing = [i for i, name in enumerate(names) if not all((*name, n) in samples for n in range(k))]
     for begin in range(0, len(missing), CHUNK):
         asked = [(i, n) for i in missing[begin : begin + CHUNK] for n in range(k)]
         began = time.perf_counter()
@@ -133,8 +133,8 @@ def run_benchmark(
             file.write("".join(json.dumps(row) + "\n" for row in new))
             file.flush()
             os.fsync(file.fileno())
-        found |= {_name_of(row): row for row in new}
-    groups = [[found[(*name, n)] for n in range(k)] for name in names]
+        samples |= {_name_of(row): row for row in new}
+    groups = [[samples[(*name, n)] for n in range(k)] for name in names]
     rewards_Nk = [[row["reward"] for row in group] for group in groups]
     majority = majority_at_k(rewards_Nk, [[row["answer"] for row in group] for group in groups])
     scores = mean_at_k(rewards_Nk), pass_at_k(rewards_Nk, k), majority
@@ -180,19 +180,19 @@ def markdown_table(results: Sequence[BenchmarkResult]) -> str:
 
 
 def _read_samples(path: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Samples by place, problem, prompt and number. What a kill left half-written is skipped and will be made again."""
+    """Samples by index, problem, prompt and number. A line left half-written by a kill is skipped and sampled again."""
     if not path.exists():
         return {}
     text = path.read_text(encoding="utf-8")
     if text and not text.endswith("\n"):
         with open(path, "a", encoding="utf-8") as file:
             file.write("\n")
-    found = {}
+    samples = {}
     for line in text.splitlines():
         with contextlib.suppress(json.JSONDecodeError):
             row = json.loads(line)
-            found[_name_of(row)] = row
-    return found
+            samples[_name_of(row)] = row
+    return samples
 
 
 def _name_of(row: Mapping[str, Any]) -> tuple[Any, ...]:

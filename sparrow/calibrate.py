@@ -54,7 +54,7 @@ class BinChoice:
     # what they were computed from
     n_tokens: int
     n_sequences: int
-    # it had too few tokens alone: shorter lengths were pooled in, and half as many pages again were taken
+    # it had too few tokens alone: shorter lengths were pooled in, and 1.5 times as many pages were taken
     borrowed: bool
     # the tail of dense rollouts there, and its interval; NaN where it was not measured
     ceiling: float = math.nan
@@ -113,18 +113,18 @@ def calibrate(
     judged: Curves = {}  # the same on the target's scale
     thin: dict[int, bool] = {}  # bin -> it has too few tokens; the same in every pass
 
-    def tails(found: Acceptance) -> tuple[PercentileInterval, ...]:
-        bins = _joined(found, layout.bin_tokens, min_sequences)
-        thin.update((int(b), _is_thin(found, bins == b, min_sequences)) for b in np.unique(bins))
-        return tuple(_tail(found, bins, layout.bin_tokens, min_sequences, seed))
+    def tails(acceptance: Acceptance) -> tuple[PercentileInterval, ...]:
+        bins = _joined(acceptance, layout.bin_tokens, min_sequences)
+        thin.update((int(b), _is_thin(acceptance, bins == b, min_sequences)) for b in np.unique(bins))
+        return tuple(_tail(acceptance, bins, layout.bin_tokens, min_sequences, seed))
 
     best = tails(ceiling) if ceiling else ()
 
     def add(trial: SparsitySchedule) -> None:
-        found = tails(measure(trial))
+        curve = tails(measure(trial))
         pages = tuple(trial.top_k[min(b, len(trial.top_k) - 1)] for b in thin)
-        curves[pages] = found
-        judged[pages] = tuple(_relative(*pair) for pair in zip(found, best, strict=True)) if relative else found
+        curves[pages] = curve
+        judged[pages] = tuple(_relative(*pair) for pair in zip(curve, best, strict=True)) if relative else curve
 
     for trial in trials:
         add(trial)
@@ -155,7 +155,7 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """A schedule's table that does not shrink. Bins before the first, prompts or joined to it, have its budget."""
+    """A schedule's table that never shrinks. Bins before the first (of prompts, or joined to it) get its budget."""
     rising = np.maximum.accumulate(list(pages)).tolist()
     return (rising[0],) * min(bins) + tuple(rising)
 
@@ -169,7 +169,7 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """The largest budget that fails below the smallest whose lower limit meets the target, and that one."""
+    """The smallest budget whose lower limit meets the target, and before it the largest smaller one, which fails."""
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
 
@@ -231,13 +231,13 @@ def _bin_choice(tried: Tried, absolute: Tried, target: float, borrowed: bool, at
 
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
-    """Too few of the tokens ``inside`` (bool ``[T]``) would lie below the percentile, or of too few sequences."""
+    """Whether the tokens ``inside`` (bool ``[T]``) put too few below the percentile, or come from too few sequences."""
     tokens, sequences = int(inside.sum()), len(np.unique(acceptance.sequence[inside]))
     return tokens * PERCENTILE < 100 * min_sequences or sequences < min_sequences
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
-    """The bin of every token, int64 ``[T]``; the first ones are joined until together they have enough."""
+    """The bin of every token, int64 ``[T]``; the first bins are joined until they have enough tokens together."""
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
         if not _is_thin(acceptance, bins <= b, min_sequences):

@@ -122,11 +122,11 @@ def lossless_step(
     overhead_s += overheads.lists_s * length.size * given  # of the tokens that come out
     # By the token, as in dense steps: what the host does for a cycle was not measured.
     overhead_s += max(0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s)
-    found = np.array(
+    costs = np.array(
         [sum(p.weight_bytes for p in parts), sum(p.kv_bytes for p in parts), sum(p.landmark_bytes for p in parts),
          overhead_s, weight_s, attention_s, overhead_s + weight_s + attention_s]
     ) / given  # fmt: skip
-    return StepCost(*found.tolist())
+    return StepCost(*costs.tolist())
 
 
 def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[Drafting]:
@@ -134,13 +134,13 @@ def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[D
 
     It is taken to be the same for landmarks in 8 bits (``docs/selectors.md``).
     """
-    found = []
+    candidates = []
     for pages in DRAFT_PAGES:
         schedule = SparsitySchedule.fixed(pages, dense_layers=(), landmark_dtype=landmark_dtype)
         budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
         rejected = min(1.0, (1 - acceptance) * (budget / REFERENCE_TOKENS) ** -BUDGET_POWER)
-        found += [Drafting(k, schedule, 1 - rejected) for k in DRAFT_TOKENS]
-    return found
+        candidates += [Drafting(k, schedule, 1 - rejected) for k in DRAFT_TOKENS]
+    return candidates
 
 
 @dataclass(frozen=True)
@@ -181,8 +181,8 @@ def predict_lossless(
     def fastest(lengths: NDArray[np.int64]) -> StepCost:
         return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
 
-    found = simulate_rollout(shape, machine, final, None, prompt, max_batch, overheads, price=fastest)
-    return LosslessPrediction(best, found, dense.seconds / found.seconds)
+    rollout = simulate_rollout(shape, machine, final, None, prompt, max_batch, overheads, price=fastest)
+    return LosslessPrediction(best, rollout, dense.seconds / rollout.seconds)
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:

@@ -2,8 +2,8 @@
 
 A run begins lossless. Verification tells, for nothing, how likely each draft is to be kept, and so what decoding under
 the same schedule without verification would do, by length bin. A bin turns lossy where the lower limit of that p5 holds
-tau and the cost model says that lossy is faster. From then on the p5 of its own, unverified tokens decides, for drafts
-flatter: they have a dense history, and unverified tokens read what sparse steps wrote.
+tau and the cost model says that lossy is faster. From then on the p5 of its own, unverified tokens decides, because
+that of drafts is too high: their history is dense, while unverified tokens read what sparse steps wrote.
 
 Once a token of a response went unverified, the cache holds keys that the policy would not have written, and nothing
 after it can be exact. So a response is verified up to some length and not beyond, and the lossy bins are always those
@@ -28,7 +28,7 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach turns nothing lossy; what is known to fail there turns it back all the same."""
+"""A bin that fewer responses reach cannot turn lossy; if it is certain to fail, it is turned back all the same."""
 FASTER = 1.01  # a bin turns lossy from this predicted speed-up over lossless on, and back below 1
 WAIT = 8  # steps before a bin that failed is tried again; twice as many after each further failure
 
@@ -101,39 +101,39 @@ class Dial:
     def _draft_bin(self, b: BinMismatch) -> DialBin:
         p5, low = (self._as_scored(x, b.ceiling) for x in (b.lower_bound, b.interval_low))
         lossless_s, speedup = self._priced(b)
-        found = f"drafts' {self._tau.statistic} {p5:.3f} [{low:.3f} at least]"
+        measured = f"drafts' {self._tau.statistic} {p5:.3f} [{low:.3f} at least]"
         verdict: Literal["ready", "even", "waits", "unknown"]
         if b.n_sequences < MIN_SEQUENCES:
             verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
         elif not low >= self._tau.value:
-            verdict, why = "waits", f"{found} does not surely hold {self._tau}"
+            verdict, why = "waits", f"{measured} does not surely hold {self._tau}"
         elif b.bin in self._waits:
             verdict, why = "waits", f"it failed before, and is tried again in {self._waits[b.bin]} steps"
         elif speedup < FASTER:
             verdict = "even" if speedup >= 1 else "waits"
             why = f"lossy would be {speedup:.2f}x as fast as lossless"
         else:
-            verdict, why = "ready", f"{found} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+            verdict, why = "ready", f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
         return DialBin(b.start, b.end, "lossless", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
 
     def _own_bin(self, b: BinMismatch) -> DialBin:
         (scaled,), (lossless_s, speedup) = self._tau.scale([b]), self._priced(b)
         p5, low, enough = scaled.lower_bound, scaled.interval_low, b.n_sequences >= MIN_SEQUENCES
-        found = f"{self._tau.statistic} {p5:.3f} of its own tokens"
+        measured = f"{self._tau.statistic} {p5:.3f} of its own tokens"
         verdict: Literal["holds", "fails", "unknown"]
         if not p5 >= self._tau.value if enough else scaled.interval_high < self._tau.value:
-            verdict, why = "fails", f"{found} is below {self._tau}"
+            verdict, why = "fails", f"{measured} is below {self._tau}"
         elif enough and speedup < 1:
             verdict, why = "fails", f"lossy is {speedup:.2f}x as fast as lossless"
         elif enough:
-            verdict, why = "holds", f"{found} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
+            verdict, why = "holds", f"{measured} holds {self._tau}, and lossy is {speedup:.2f}x as fast"
         else:
             verdict, why = "unknown", f"{b.n_sequences} responses are too few to tell"
         return DialBin(b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """What the trainer would score where verification finds a p5 of ``drafts``: one program beside itself, whose
-        ceiling is 1."""
+        """What the trainer would score where verification finds a p5 of ``drafts``. Verification compares a program
+        with itself, so its ceiling is 1."""
         if self._tau.relative or isnan(ceiling):
             return drafts
         return Tau(drafts, relative=True).level(ceiling)
@@ -144,7 +144,7 @@ class Dial:
         return lossless_s, lossless_s / lossy_s
 
     def state(self) -> dict[str, Any]:
-        """The memory, for ``load`` after a detour through JSON."""
+        """The state for ``load``, which may have gone through JSON in between."""
         up_to = None if isinf(self.verified_up_to) else self.verified_up_to
         return {"verified_up_to": up_to, "waits": list(self._waits.items()), "failures": list(self._failures.items())}
 
@@ -169,7 +169,7 @@ def price(
     """What the cost model says of lossy decoding under ``schedule``, and of lossless whose drafts read the same.
 
     Args:
-        draft_tokens: the most tokens drafted at a time; as few are taken as are fastest, 0 included.
+        draft_tokens: the most tokens drafted at a time; the fastest number up to that is taken, 0 included.
         batch: sequences decoded together; fewer where their cache would not fit.
     """
 

@@ -299,9 +299,9 @@ def read_prompts(path: Path) -> list[tuple[str, str]]:
         for number, row in enumerate(load_rows(path), 1):
             text = row.get("prompt")
             if not isinstance(text, str):
-                found = f"a {type(text).__name__}" if "prompt" in row else "none"
+                kind = f"a {type(text).__name__}" if "prompt" in row else "none"
                 raise ConfigError(
-                    f'row {number} of {path}: every row needs a "prompt" that is text, got {found}; render messages '
+                    f'row {number} of {path}: every row needs a "prompt" that is text, got {kind}; render messages '
                     "with the model's chat template first"
                 )
             named.append((f"row {number} of {path}", text))

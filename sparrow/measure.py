@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 
 PILOT = 24  # fewest responses that a round samples
 SHORTEST_LISTS, LONGEST_LISTS, LENGTHEN = 20, 1280, 4
-"""Tokens of the actor's lists where their length is not given: the first, and so many times more while they decide
-nothing, up to the last."""
-CEILING_RESPONSES = 64  # sampled densely where nothing else tells the ceiling, at most as many as are measured
+"""Tokens in the actor's lists where no length is given: the first length, the longest, and the factor by which lists
+grow while they leave open whether the target is met."""
+CEILING_RESPONSES = 64  # at most, sampled densely where nothing else gives the ceiling; never more than are measured
 
 
 class TokenAcceptance(NamedTuple):
@@ -77,7 +77,7 @@ def flatten(responses: Sequence[TokenAcceptance]) -> tuple[np.ndarray, np.ndarra
 
 
 def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -> MismatchReport:
-    """One report over many responses, each of them a unit of the bootstrap."""
+    """One report over many responses; the bootstrap resamples whole responses."""
     return mismatch_report(*flatten(responses), bin_tokens, seed=seed)
 
 
@@ -102,8 +102,8 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """The same sampling with longer lists of tokens; None if in ``bins`` they tell whether p5 reaches ``p5``, or are as
-    long as any may be."""
+    """The same sampling with longer lists of tokens; None if the present lists tell in every one of ``bins`` whether p5
+    reaches ``p5``, or are already of the greatest length."""
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(bins, Tau(p5, relative=False), sampling.top_n, "--top-n"):
         return None
@@ -244,27 +244,27 @@ def calibrate_engine(
         )  # fmt: skip
 
     trials = [layout.replace(top_k=(k,)) for k in sorted(set(budgets))]
-    found = search(0, trials[-1] if layout.is_dense and on_policy else layout, trials)
+    calibration = search(0, trials[-1] if layout.is_dense and on_policy else layout, trials)
     for number in range(1, on_policy + 1):
-        if not found.schedule.is_dense:
-            found = search(number, found.schedule, [found.schedule])
+        if not calibration.schedule.is_dense:
+            calibration = search(number, calibration.schedule, [calibration.schedule])
     if reason := _not_shown(ceiling, tau, sampling.top_n, engine is scorer):
-        if found.schedule.is_dense:
+        if calibration.schedule.is_dense:
             raise ConfigError(reason)
         log.warning("%s", reason)
-    if found.schedule.is_dense:
-        best = max(tail.lower for tails in found.curves.values() for tail in tails)
+    if calibration.schedule.is_dense:
+        best = max(tail.lower for tails in calibration.curves.values() for tail in tails)
         raise ConfigError(
             f"no budget up to {max(budgets)} pages holds {tau.statistic} {target:g} in any length bin: the best lower "
             f"limit {'of p5 ' if relative else ''}was {best:.3f}; try larger budgets, sample more responses, or lower "
             "the target"
         )
-    return found
+    return calibration
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """A sentence on the lengths where no budget can be shown to hold ``tau``, for not even dense rollouts, with tail
-    ``dense``, would; None if there are none."""
+    """A sentence on the lengths where no budget can be shown to hold ``tau``, because not even dense rollouts, whose
+    tail is ``dense``, would; None if there are none."""
     if tau.relative:
         bins = (
             replace(b, ceiling=b.lower_bound, ceiling_low=b.interval_low, ceiling_high=b.interval_high) for b in dense

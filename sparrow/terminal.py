@@ -97,8 +97,8 @@ class Progress(_Shown):
         elif event == "progress":
             self._show(phase_line(metrics))
         elif event == "evaluated":
-            found = ", ".join(f"{name} {scores['mean']['value']:.3f}" for name, scores in metrics.items())
-            self._line(f"step {self._done}/{self._steps}  evaluation {found}")
+            means = ", ".join(f"{name} {scores['mean']['value']:.3f}" for name, scores in metrics.items())
+            self._line(f"step {self._done}/{self._steps}  evaluation {means}")
         else:
             self._show(event)
             if not self._bar and (self._seconds > QUIET_S or not self._done):

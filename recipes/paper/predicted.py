@@ -36,14 +36,14 @@ def predicted(kind: str, model: str, gpus: int) -> dict[str, Any]:
     run = cast(Train, parse(["train", "--model", model, *(part for f in files for part in ("--config", str(f)))]))
     engine = parse_spec(run.engine)[1]
     lengths = response_lengths(MEDIAN[kind], run.rollout.max_new_tokens, run.rollout.prompts * run.rollout.samples)
-    found = plan(
+    estimate = plan(
         SHAPES[model], Cluster(MACHINES["h200"], gpus), lengths, SparsitySchedule.preset(model), PROMPT,
         engine["max_num_seqs"], run.optimizer.token_budget, engine_share=engine["gpu_memory_utilization"],
         acceptance=ACCEPTANCE,
     )  # fmt: skip
     gib = 2**30
-    memory = found.memory
-    steps = {"dense": found.dense, "lossy": found.sparse, "lossless": found.lossless}
+    memory = estimate.memory
+    steps = {"dense": estimate.dense, "lossy": estimate.sparse, "lossless": estimate.lossless}
     return {
         "run": kind, "model": model, "gpus": gpus, "steps": run.steps, "mean_length": float(lengths.mean()),
         "training_gib": (memory.state + memory.gradients + memory.activations) / gib,

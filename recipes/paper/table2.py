@@ -33,7 +33,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [prompt for prompt in prompts for _ in range(arguments.samples)]
     sampling = Sampling(arguments.max_new_tokens, arguments.temperature, top_n=0, seed=arguments.seed)
     modes = {"dense": Decoding.lossy("dense"), "lossy": Decoding.lossy(arguments.schedule)}
-    found = {}
+    results = {}
     for name, decoding in (modes | {"lossless": Decoding.lossless()}).items():
         engine = load_engine(arguments.engine, arguments.model, model, tokenizer, decoding, arguments.precision)
         engine.generate(prompts, replace(sampling, max_new_tokens=min(SHORT, sampling.max_new_tokens)))
@@ -42,9 +42,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         engine.close()
         tokens = sum(map(len, rollouts))
-        found[name] = {"tokens": tokens, "seconds": seconds, "mean_length": tokens / len(rollouts)}
+        results[name] = {"tokens": tokens, "seconds": seconds, "mean_length": tokens / len(rollouts)}
     settings = {key: value for key, value in vars(arguments).items() if key not in ("out", "table")}
-    return {**settings, "responses": len(prompts), "modes": found}
+    return {**settings, "responses": len(prompts), "modes": results}
 
 
 def table(results: list[dict[str, Any]]) -> str:

@@ -42,9 +42,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args(argv)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    found = rows(arguments.dataset)
-    datasets.Dataset.from_list(found).to_parquet(arguments.out)
-    print(f"{len(found)} problems to {arguments.out}")
+    problems = rows(arguments.dataset)
+    datasets.Dataset.from_list(problems).to_parquet(arguments.out)
+    print(f"{len(problems)} problems to {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -44,11 +44,11 @@ def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
             yield f"{flag}={value}"  # a value may begin with dashes
 
 
-def _known(found: Mapping[str, Any], settings: type) -> dict[str, Any]:
+def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
     """The recorded settings that still exist and were set; an older Sparrow may have had others."""
     known = {}
     for setting in fields(settings):
-        value = found.get(setting.name)
+        value = record.get(setting.name)
         if isinstance(value, dict):
             value = _known(value, type(setting.default))
         if setting.name not in ("run_dir", "resume") and value not in (None, [], {}):

@@ -52,7 +52,7 @@ class Calibrate(FromPrompts):
         prompts_of = self.prompts or self.task or " ".join(self.dataset)
         source = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
         with CalibrationProgress() as progress:
-            found = calibrate_engine(
+            calibration = calibrate_engine(
                 engine,
                 scorer,
                 prompts,
@@ -69,8 +69,8 @@ class Calibrate(FromPrompts):
                 listener=progress,
             )
         engine.close()
-        print_calibration(found, tau, out)
-        files.write_text(out, found.schedule.to_json())
+        print_calibration(calibration, tau, out)
+        files.write_text(out, calibration.schedule.to_json())
 
     def interrupted(self) -> str:
         return "interrupted; the same command goes on from what is done"

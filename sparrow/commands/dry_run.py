@@ -127,11 +127,11 @@ def _predicted(command: Train, target: Target, decoding: Decoding, shape: ModelS
     share = engine.get("gpu_memory_utilization", planning.VLLM_SHARE)
     cutoff = rollout.max_new_tokens
     lengths = response_lengths(target.median or TYPICAL * cutoff, cutoff, rollout.prompts * rollout.samples)
-    found = planning.plan(
+    plan = planning.plan(
         shape, cluster, lengths, decoding.schedule if decoding.mode == "lossy" else None, PROMPT,
         engine.get("max_num_seqs", 256), optimizer.token_budget, colocated, recompute=optimizer.gradient_checkpointing,
         engine_share=share, acceptance=target.acceptance if decoding.mode == "lossless" else None,
     )  # fmt: skip
     batch = f"{rollout.prompts} prompts x {rollout.samples} responses of {lengths.mean():,.0f} tokens in the mean"
     run = f"{command.steps:,} steps, {command.steps * rollout.prompts:,} prompts"
-    return [("a step has", batch), *planning.rows(found, command.steps), ("the run has", run)]
+    return [("a step has", batch), *planning.rows(plan, command.steps), ("the run has", run)]

@@ -49,23 +49,23 @@ class Measure(DecodingOptions, FromPrompts):
         with status(f"sampling and scoring {len(prompts)} responses"):
             while longer:
                 sampling = longer
-                found = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
-                longer = None if self.top_n else lengthened(sampling, found.bins, tau.value)
+                mismatch = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
+                longer = None if self.top_n else lengthened(sampling, mismatch.bins, tau.value)
         counters = engine.counters()
         ceiling = Ceiling()
         if decoding.mode == "lossless" or schedule.is_dense:
-            ceiling.measure(found)
+            ceiling.measure(mismatch)
         else:
             with status("sampling densely for the ceiling of p5"):
                 ceiling = measure_ceiling(engine, scorer, prompts, sampling, schedule)
-        found = ceiling.on(found)
+        mismatch = ceiling.on(mismatch)
         engine.close()
         drafts = counters.to_dict().get("drafts")
-        print_mismatch(found, tau, counters.read_fraction)
+        print_mismatch(mismatch, tau, counters.read_fraction)
         if drafts:
             print_drafts(drafts)
-        if note := left_open(found.bins, tau, sampling.top_n, "--top-n") or tau.out_of_reach(found.bins):
+        if note := left_open(mismatch.bins, tau, sampling.top_n, "--top-n") or tau.out_of_reach(mismatch.bins):
             say(note)
         if self.out:
-            report = found.to_dict() | ({"drafts": drafts} if drafts else {})
+            report = mismatch.to_dict() | ({"drafts": drafts} if drafts else {})
             files.write_text(Path(self.out), json.dumps(report, indent=1))

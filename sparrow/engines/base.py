@@ -52,15 +52,15 @@ class Counters:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types: ``kv``, and ``drafts`` if there were cycles."""
         names: tuple[str, ...] = ("tokens_read", "tokens_held", "preemptions")
-        found: dict[str, Any] = {
+        metrics: dict[str, Any] = {
             "kv": {"read_fraction": self.read_fraction, **{name: getattr(self, name) for name in names}}
         }
         if self.cycles:
             names = ("drafted", "accepted", "cycles", "tokens_per_cycle", "drafts_per_token")
-            found["drafts"] = {name: getattr(self, name) for name in names} | _plain(self.acceptance)
+            metrics["drafts"] = {name: getattr(self, name) for name in names} | _plain(self.acceptance)
             if self.metered.drafts:
-                found["drafts"]["metered"] = _plain(self.metered)
-        return found
+                metrics["drafts"]["metered"] = _plain(self.metered)
+        return metrics
 
 
 def _plain(alpha: DraftAcceptance) -> dict[str, Any]:

@@ -45,11 +45,11 @@ class HFEngine(Engine, Scorer):
 
     Correct everywhere, fast nowhere: use it on a CPU, on small models and as the reference for other engines.
 
-    A ``schedule`` is decoded under as it is (lossy, or dense if it reads everything); a ``Decoding`` says how. Lossless
+    A ``schedule`` means lossy decoding (dense if it reads everything); a ``Decoding`` names the mode too. Lossless
     decoding always drafts ``draft_tokens``: nothing is gained here by fewer. In mode auto responses are lossless up to
-    what ``verify_up_to`` says, without end before that, and lossy from there on. ``batch_size`` sequences are decoded
-    together, by default as many as hold ``DECODE_TOKENS`` tokens at the greatest length allowed; ``token_budget``
-    padded tokens are scored together, under autocast to the dtype ``autocast`` if there is one.
+    where ``verify_up_to`` said last, to their end if it was never called, and lossy from there on. ``batch_size``
+    sequences are decoded together, by default as many as hold ``DECODE_TOKENS`` tokens at the greatest length allowed;
+    ``token_budget`` padded tokens are scored together, under autocast to the dtype ``autocast`` if there is one.
 
     Raises UnsupportedModel, ConfigError: see ``set_schedule``.
     """
@@ -115,54 +115,54 @@ class HFEngine(Engine, Scorer):
         B, steps = len(prompts), sampling.max_new_tokens
         shape = Shape(sampling.temperature, sampling.top_k, sampling.top_p)
         uniform = self._uniform(seeds, sampling).to(self.model.device)
-        found = Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
+        responses = Responses(B, sampling, self.model.config.get_text_config().vocab_size, self._eos.cpu())
         calls, sparse_steps = sparse_calls(self.model), 0
-        everything = torch.full((B,), steps)
+        max_tokens_B = torch.full((B,), steps)
         if self.decoding.mode == "auto":
-            found.verified = self._to_verify(prompts, steps)
-            parts = [(found.verified, True), (everything, False)]
+            responses.verified = self._to_verify(prompts, steps)
+            parts = [(responses.verified, True), (max_tokens_B, False)]
         else:
-            parts = [(everything, self.decoding.mode == "lossless")]
+            parts = [(max_tokens_B, self.decoding.mode == "lossless")]
         for limit_B, drafting in parts:
-            if len(rows := found.open(limit_B)):
-                sparse_steps += self._go_on(prompts, rows, found, shape, uniform, limit_B, drafting, watch)
-        watch(int(found.length.sum()), B)
+            if len(rows := responses.open(limit_B)):
+                sparse_steps += self._go_on(prompts, rows, responses, shape, uniform, limit_B, drafting, watch)
+        watch(int(responses.length.sum()), B)
         self._check_sparse(calls, sparse_steps)
-        return found.rollouts(prompts)
+        return responses.rollouts(prompts)
 
     def _go_on(
-        self, prompts: list[Sequence[int]], rows: Tensor, found: Responses, shape: Shape, uniform: Tensor,
+        self, prompts: list[Sequence[int]], rows: Tensor, responses: Responses, shape: Shape, uniform: Tensor,
         limit_B: Tensor, drafting: bool, watch: Watch,
     ) -> int:  # fmt: skip
-        """Continue the responses ``rows`` up to their limits; the sparse steps that it took.
+        """Continue the responses ``rows`` up to their limits; returns the number of sparse steps taken.
 
         What they hold so far is prefilled densely, which also gives the next token.
         """
         device = self.model.device
-        texts = [[*prompts[b], *found.tokens[b, : found.length[b]].tolist()] for b in rows.tolist()]
-        longest, sparse_steps = max(map(len, texts)), 0
-        ids = torch.tensor([[0] * (longest - len(t)) + t for t in texts], device=device)
-        sequences = CachedSequences(self.model, torch.tensor([longest - len(t) for t in texts], device=device))
+        contexts = [[*prompts[b], *responses.tokens[b, : responses.length[b]].tolist()] for b in rows.tolist()]
+        longest, sparse_steps = max(map(len, contexts)), 0
+        ids = torch.tensor([[0] * (longest - len(t)) + t for t in contexts], device=device)
+        sequences = CachedSequences(self.model, torch.tensor([longest - len(t) for t in contexts], device=device))
         logits = sequences.read(ids, logits_to_keep=1)
-        cycle = _sampled(logits, shape, uniform[2, rows.to(device), found.length[rows].to(device)][:, None])
-        while len(going := found.append(rows, cycle, limit_B)):
-            watch(int(found.length.sum()), found.finished)
-            newest = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][going]
-            if len(going) < len(rows):
-                sequences.select(going)
-                rows = rows[going.cpu()]
-            length, left = found.length[rows].to(device), (limit_B - found.length)[rows].to(device)
+        cycle = _sampled(logits, shape, uniform[2, rows.to(device), responses.length[rows].to(device)][:, None])
+        while len(active := responses.append(rows, cycle, limit_B)):
+            watch(int(responses.length.sum()), responses.finished)
+            last_token = cycle.tokens.gather(1, cycle.count[:, None] - 1)[:, 0][active]
+            if len(active) < len(rows):
+                sequences.select(active)
+                rows = rows[active.cpu()]
+            length, remaining = responses.length[rows].to(device), (limit_B - responses.length)[rows].to(device)
             cached = sequences.lengths
-            drafts = (left - 1).clamp(max=self.decoding.draft_tokens if drafting else 0)
-            place = (length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)).clamp(
+            drafts = (remaining - 1).clamp(max=self.decoding.draft_tokens if drafting else 0)
+            position = (length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)).clamp(
                 max=uniform.shape[2] - 1
             )
-            numbers = uniform[:, rows.to(device)[:, None], place]
+            numbers = uniform[:, rows.to(device)[:, None], position]
             if drafting:
-                cycle = speculate(sequences, newest, drafts, shape, numbers)
+                cycle = speculate(sequences, last_token, drafts, shape, numbers)
                 sparse_steps += int(drafts.max())
             else:
-                cycle = _sampled(sequences.read(newest[:, None]), shape, numbers[2])
+                cycle = _sampled(sequences.read(last_token[:, None]), shape, numbers[2])
                 sparse_steps += 1
             self._count(cached + 1, drafts, cycle, drafting)
         return sparse_steps
@@ -190,11 +190,11 @@ class HFEngine(Engine, Scorer):
         scores: dict[int, Scores] = {}
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         for rows in micro_batches(lengths, self.token_budget):
-            some = [rollouts[i] for i in rows]
+            batch_rollouts = [rollouts[i] for i in rows]
             batch = Batch.build(
-                [r.prompt_ids for r in some],
-                [r.response_ids for r in some],
-                [r.top_ids for r in some],
+                [r.prompt_ids for r in batch_rollouts],
+                [r.response_ids for r in batch_rollouts],
+                [r.top_ids for r in batch_rollouts],
                 self.model.device,
             )
             sparse = contextlib.nullcontext() if schedule.is_dense else teacher_forced(
@@ -202,7 +202,7 @@ class HFEngine(Engine, Scorer):
             )  # fmt: skip
             with self._inference(), sparse:
                 result = self._scorer(batch, temperature)
-            parts = (split(x.cpu().numpy(), [len(r) for r in some]) for x in result)
+            parts = (split(x.cpu().numpy(), [len(r) for r in batch_rollouts]) for x in result)
             scores.update((i, Scores(*part)) for i, *part in zip(rows, *parts, strict=True))
         return [scores[i] for i in range(len(rollouts))]
 
@@ -211,13 +211,13 @@ class HFEngine(Engine, Scorer):
 
         Raises ConfigError: a name or shape the model does not have.
         """
-        own = dict(self.model.named_parameters())
+        parameters = dict(self.model.named_parameters())
         for name, tensor in weights:
-            if name not in own or own[name].shape != tensor.shape:
-                expected = tuple(own[name].shape) if name in own else "no such parameter"
+            if name not in parameters or parameters[name].shape != tensor.shape:
+                expected = tuple(parameters[name].shape) if name in parameters else "no such parameter"
                 raise ConfigError(f"cannot update {name!r} with shape {tuple(tensor.shape)}: the engine has {expected}")
-            if own[name].data_ptr() != tensor.data_ptr():
-                own[name].data.copy_(tensor)
+            if parameters[name].data_ptr() != tensor.data_ptr():
+                parameters[name].data.copy_(tensor)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; a lossless engine drafts under it."""
@@ -253,10 +253,10 @@ class HFEngine(Engine, Scorer):
 
     def _check_sparse(self, calls_before: int, sparse_steps: int) -> None:
         expected = sparse_steps * len(self._attention_layers - set(self.schedule.dense_layers))
-        seen = sparse_calls(self.model) - calls_before
-        if seen != expected:
+        calls = sparse_calls(self.model) - calls_before
+        if calls != expected:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} made {seen} sparse attention calls in {sparse_steps} decode steps where "
+                f"{type(self.model).__name__} made {calls} sparse attention calls in {sparse_steps} decode steps where "
                 f"{expected} were due; its attention implementation is {self.model.config._attn_implementation!r}, "
                 f"expected {NAME!r}"
             )
@@ -266,24 +266,24 @@ class HFEngine(Engine, Scorer):
         num_layers = len(self._attention_layers)
         dense = len(self._attention_layers & set(self.schedule.dense_layers))
         length_B, drafts_B, count_B = (x.cpu().numpy() for x in (length, drafts, cycle.count))
-        place = np.arange(cycle.tokens.shape[1])
-        at_BT = length_B[:, None] + place
-        sparse_at = at_BT[place < drafts_B[:, None]] if lossless else length_B
-        read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
-        found = Counters(int(read), num_layers * int(at_BT[place < count_B[:, None]].sum()))
+        offset = np.arange(cycle.tokens.shape[1])
+        at_BT = length_B[:, None] + offset
+        sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
+        tokens_read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
+        counters = Counters(int(tokens_read), num_layers * int(at_BT[offset < count_B[:, None]].sum()))
         if lossless:
             alpha_Bk = cycle.acceptance.cpu().numpy()
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
-            found = Counters(
-                found.tokens_read + num_layers * int((length_B + drafts_B).sum()),  # once for all verified tokens
-                found.tokens_held,
+            counters = Counters(
+                counters.tokens_read + num_layers * int((length_B + drafts_B).sum()),  # once for all verified tokens
+                counters.tokens_held,
                 drafted=int(drafts_B.sum()),
                 accepted=int((count_B - 1).sum()),
                 cycles=len(count_B),
                 acceptance=DraftAcceptance.of(alpha_Bk[looked_at], position, self.schedule.bin_tokens),
             )
-        self._counters += found
+        self._counters += counters
 
 
 def _watch_after(watch: Watch, tokens_before: int, finished_before: int, tokens: int, finished: int) -> None:
@@ -315,7 +315,7 @@ def load_model(
     load: Any = AutoModelForCausalLM.from_pretrained  # its type leaves out what it returns here
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)
-        model, loaded = load(
+        model, loading_info = load(
             path, dtype=dtype, attn_implementation="sdpa", ignore_mismatched_sizes=True, output_loading_info=True
         )
     except Exception as error:  # transformers, safetensors, tokenizers and the hub raise many unrelated types
@@ -324,13 +324,13 @@ def load_model(
             "a hub name with the hub in reach"
         ) from error
     # Weights that transformers would fill with random numbers.
-    if mismatched := sorted(loaded["mismatched_keys"]):
+    if mismatched := sorted(loading_info["mismatched_keys"]):
         key, stored, expected = mismatched[0]
         raise ConfigError(
             f"cannot load model {name!r}: {key} has shape {tuple(stored)} in its weights and {tuple(expected)} by its "
             f"config.json ({len(mismatched)} weights differ); give weights and config of the same model"
         )
-    if missing := sorted(loaded["missing_keys"]):
+    if missing := sorted(loading_info["missing_keys"]):
         raise ConfigError(f"cannot load model {name!r}: {missing[0]} and {len(missing) - 1} more weights are missing")
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ConfigError(f"cannot load model {name!r}: its tokenizer is empty; add the tokenizer's files")
@@ -339,7 +339,7 @@ def load_model(
 
 
 def _find(name: str, what: str) -> str:
-    """A local path or a hub name; what can only be a path is not asked of the hub, which takes minutes to give up.
+    """A local path or a hub name; the hub, which takes minutes to give up, is not asked for what can only be a path.
 
     Raises ConfigError: a path with nothing there.
     """

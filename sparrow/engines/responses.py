@@ -39,19 +39,19 @@ class Responses:
         """Add a cycle's tokens to the responses ``rows``, up to their ends; the indices in it of those that go on."""
         n = self.top_logprobs.shape[2]
         tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
-        place = torch.arange(tokens.shape[1])
-        ends = torch.isin(tokens, self.eos) & (place < count[:, None])
+        position = torch.arange(tokens.shape[1])
+        ends = torch.isin(tokens, self.eos) & (position < count[:, None])
         stopped = ends.any(1)
         count = torch.where(stopped, ends.int().argmax(1) + 1, count)
-        b, i = (place < count[:, None]).nonzero(as_tuple=True)
-        to = rows[b], self.length[rows[b]] + i
+        b, i = (position < count[:, None]).nonzero(as_tuple=True)
+        target = rows[b], self.length[rows[b]] + i
         log_p = cycle.log_p[b.to(cycle.log_p.device), i.to(cycle.log_p.device)]
         best = log_p.topk(n, dim=-1)
-        self.tokens[to] = tokens[b, i]
-        self.logprobs[to] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
-        self.top_ids[to], self.top_logprobs[to] = best.indices.int().cpu(), best.values.cpu()
+        self.tokens[target] = tokens[b, i]
+        self.logprobs[target] = log_p.cpu().gather(-1, tokens[b, i][:, None])[:, 0]
+        self.top_ids[target], self.top_logprobs[target] = best.indices.int().cpu(), best.values.cpu()
         alpha = torch.cat([cycle.acceptance.cpu(), torch.full((len(rows), 1), torch.nan)], 1)
-        self.acceptance[to] = alpha[b, i]
+        self.acceptance[target] = alpha[b, i]
         self.length[rows] += count
         self.stopped[rows] = stopped
         return (~stopped & (self.length < limit_B)[rows]).nonzero()[:, 0].to(cycle.count.device)

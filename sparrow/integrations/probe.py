@@ -59,7 +59,7 @@ class Probe:
         self._urls = [url.rstrip("/") for url in urls]
         self._ceiling = Ceiling()
         self._drafts = self._counted_by_vllm()
-        self._described = {url: found for url in self._urls if (found := _rpc(url, "sparrow_describe")) is not None}
+        self._described = {url: workers for url in self._urls if (workers := _rpc(url, "sparrow_describe")) is not None}
         self._is_open = len(self._described) == len(set(self._urls))
         if self._is_open:
             (first, *_) = next(iter(self._described.values()))
@@ -124,8 +124,8 @@ class Probe:
         for url in dict.fromkeys(self._urls):
             text = _answer(f"{url}/metrics").text
             for name in DRAFTS:
-                found = re.findall(rf"^vllm:{name}_total(?:\{{[^}}]*\}})? (\S+)", text, re.M)
-                counts[name] += int(sum(map(float, found)))
+                values = re.findall(rf"^vllm:{name}_total(?:\{{[^}}]*\}})? (\S+)", text, re.M)
+                counts[name] += int(sum(map(float, values)))
         return counts
 
 
@@ -149,7 +149,7 @@ def probe(
     """
     served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 
-    def one(i: int) -> TokenAcceptance:
+    def measure(i: int) -> TokenAcceptance:
         url, prompt = urls[i % len(urls)], [int(token) for token in prompts[i]]
         common = {"model": served[url], "temperature": 1.0, "return_tokens_as_token_ids": True}
         sampled = _choice(url, common | {"prompt": prompt, "max_tokens": max_new_tokens, "logprobs": top_n})
@@ -167,7 +167,7 @@ def probe(
         return TokenAcceptance(bounds.lower, bounds.upper, schedule.page_end(len(prompt) + np.arange(len(response))))
 
     with ThreadPoolExecutor(CONNECTIONS) as pool:
-        return list(pool.map(one, range(len(prompts))))
+        return list(pool.map(measure, range(len(prompts))))
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:

@@ -46,7 +46,7 @@ class SparseGRPOTrainer(Trainer):
 
     In colocate mode the schedule reaches vLLM through the environment; a server must have been started with one.
     In lossless mode samples are the dense policy's: what is measured is how far vLLM's numbers are from the trainer's,
-    the most that any schedule could score, and what is logged beside is how drafts fared.
+    the most that any schedule could score, and the acceptance of drafts is logged beside it.
     Every ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at least one per
     process, get another dense forward pass, from which follow bounds on every token's acceptance rate. Logged are
     ``sparrow/*`` as ``sparrow.integrations.metrics`` names them, pooled over processes, and on every log the share of
@@ -75,9 +75,9 @@ class SparseGRPOTrainer(Trainer):
         top_n: int = 20,
         **kwargs: Any,
     ) -> None:
-        wanted = None if schedule is None else Decoding.load(schedule)
-        if wanted is not None:
-            os.environ[vllm_config.MODE_ENVIRONMENT] = json.dumps(wanted.to_dict())
+        decoding = None if schedule is None else Decoding.load(schedule)
+        if decoding is not None:
+            os.environ[vllm_config.MODE_ENVIRONMENT] = json.dumps(decoding.to_dict())
             os.environ.pop(vllm_config.ENVIRONMENT, None)
         super().__init__(*args, **kwargs)
         if not self.use_vllm:
@@ -90,15 +90,15 @@ class SparseGRPOTrainer(Trainer):
         self._ceiling = Ceiling()
         self._described = self._rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
-        runs = self._described[0].get("mode", "lossy")  # older plugins do not say
-        self._is_lossless = runs == "lossless"
-        if wanted is not None and self._is_lossless != (wanted.mode == "lossless"):
+        mode = self._described[0].get("mode", "lossy")  # older plugins do not say
+        self._is_lossless = mode == "lossless"
+        if decoding is not None and self._is_lossless != (decoding.mode == "lossless"):
             raise ConfigError(
-                f"TRL's vLLM server runs in mode {runs!r}, not {wanted.mode!r}, and cannot change it; start it with "
-                f'--additional-config \'{{"sparrow": "{wanted.mode}"}}\', or leave schedule out'
+                f"TRL's vLLM server runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start it with "
+                f'--additional-config \'{{"sparrow": "{decoding.mode}"}}\', or leave schedule out'
             )
-        if wanted is not None and wanted.schedule != self.schedule:
-            self.set_schedule(wanted.schedule)
+        if decoding is not None and decoding.schedule != self.schedule:
+            self.set_schedule(decoding.schedule)
         self._counted()  # forget what vLLM's own warm-up read
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
@@ -150,7 +150,7 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """vLLM decodes densely inside; not if its responses are dense anyway, or those of dense ones are known."""
+        """vLLM decodes densely inside; not if its responses are dense anyway, or dense ones were sampled before."""
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
             yield False
@@ -217,24 +217,24 @@ class Recording:
         with self._densely() as dense:
             if dense:
                 self.dense += self._some(self._listed(prompts, num_generations, profiler))
-        listed = self._listed(prompts, num_generations, profiler)
-        self.recorded += self._some(listed)
-        prompts, responses, logprobs, ids = listed
+        outputs = self._listed(prompts, num_generations, profiler)
+        self.recorded += self._some(outputs)
+        prompts, responses, logprobs, ids = outputs
         at = [[row.index(t) for row, t in zip(rows, ts, strict=True)] for rows, ts in zip(ids, responses, strict=True)]
         sampled = [[[row[j]] for row, j in zip(rows, js, strict=True)] for rows, js in zip(logprobs, at, strict=True)]
         return prompts, responses, sampled, [[[t] for t in ts] for ts in responses]
 
     def _listed(self, prompts: Any, num_generations: int, profiler: Any) -> tuple[Any, ...]:
         """What TRL's generation returns when it is asked for the lists."""
-        asked, self._generation.logprobs = self._generation.logprobs, self._top_n
+        previous, self._generation.logprobs = self._generation.logprobs, self._top_n
         try:
             return self._generation.generate(prompts, None, num_generations, profiler)
         finally:
-            self._generation.logprobs = asked
+            self._generation.logprobs = previous
 
-    def _some(self, listed: tuple[Any, ...]) -> list[Rollout]:
+    def _some(self, outputs: tuple[Any, ...]) -> list[Rollout]:
         """Responses to measure, spread over the batch."""
-        prompts, responses, logprobs, ids = listed
+        prompts, responses, logprobs, ids = outputs
         spread = np.linspace(0, len(responses) - 1, min(self._sequences, len(responses))).round().astype(int)
         longest = self._generation.max_completion_length
         return [rollout(prompts[i], responses[i], logprobs[i], ids[i], self._top_n, longest) for i in spread.tolist()]

@@ -87,10 +87,10 @@ class SparsePPOTrainer(Trainer):
             samples_are_dense = self._is_lossless or self.schedule.is_dense
             if not (self._ceiling or samples_are_dense):
                 self._measure_ceiling()
-            found = self._probed()
+            report = self._probed()
             if samples_are_dense:
-                self._ceiling.measure(found)
-            self.report = self._ceiling.on(found)
+                self._ceiling.measure(report)
+            self.report = self._ceiling.on(report)
             self.logger.log(data=mismatch_metrics(self.report), step=self.global_steps)
 
     def _probed(self) -> MismatchReport:
@@ -119,11 +119,11 @@ class SparsePPOTrainer(Trainer):
         # Here, as in verl's own subclasses: before a rejection of tokens (rollout_rs) would hide them from the tail.
         batch = super()._compute_old_log_prob(batch, metrics)
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
-        real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
         columns = [list(data[field].unbind()) for field in FIELDS]
-        spread = np.linspace(0, len(real) - 1, min(self._sequences, len(real))).round().astype(int)
-        self._prompts = [columns[0][real[i]].tolist() for i in spread]
-        metrics |= sampled_metrics(self.schedule, *([column[i] for i in real] for column in columns))
+        spread = np.linspace(0, len(rows) - 1, min(self._sequences, len(rows))).round().astype(int)
+        self._prompts = [columns[0][rows[i]].tolist() for i in spread]
+        metrics |= sampled_metrics(self.schedule, *([column[i] for i in rows] for column in columns))
         return batch
 
 
@@ -146,8 +146,8 @@ def requested(config: Mapping[str, Any]) -> Decoding:
             "set algorithm.rollout_correction.bypass_mode=False"
         )
     additional = ((rollout.get("engine_kwargs") or {}).get("vllm") or {}).get("additional_config") or {}
-    given = additional.get(vllm_config.KEY)
-    decoding = vllm_config.from_environment() if given is None else Decoding.load(given)
+    setting = additional.get(vllm_config.KEY)
+    decoding = vllm_config.from_environment() if setting is None else Decoding.load(setting)
     if decoding is None:
         raise ConfigError(
             "no schedule; set +actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config={sparrow: SCHEDULE} and "
@@ -184,14 +184,14 @@ def sampled_metrics(
     """
     sampled, position, sequence = [], [], []
     for i, (prompt, mask, q, p) in enumerate(zip(prompts_B, mask_B, actor_B, policy_B, strict=True)):
-        at = mask.bool().cpu().numpy()
-        sampled.append(sampled_acceptance(p.float().cpu().numpy()[at], q.float().cpu().numpy()[at]))
-        position.append(schedule.page_end(len(prompt) + np.flatnonzero(at)))
+        is_sampled = mask.bool().cpu().numpy()
+        sampled.append(sampled_acceptance(p.float().cpu().numpy()[is_sampled], q.float().cpu().numpy()[is_sampled]))
+        position.append(schedule.page_end(len(prompt) + np.flatnonzero(is_sampled)))
         sequence.append(np.full(len(sampled[-1]), i))
-    s = np.concatenate(sampled)
-    bins = tail_floor_by_bin(s, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens)
+    acceptance = np.concatenate(sampled)
+    bins = tail_floor_by_bin(acceptance, np.concatenate(position), np.concatenate(sequence), schedule.bin_tokens)
     metrics = {
-        "sparrow/sampled/acceptance_mean": float(s.mean()),
+        "sparrow/sampled/acceptance_mean": float(acceptance.mean()),
         "sparrow/sampled/p5_floor": min(b.estimate for b in bins),
     }
     for b in bins:

@@ -266,12 +266,12 @@ def mismatch_report(
     intervals = percentile_by_bin_interval(low, position, sequence, bin_tokens, percentile, seed=seed)
     bins = tuple(
         BinMismatch(
-            found.bin, found.start, found.end, found.n_tokens, found.n_sequences,
+            interval.bin, interval.start, interval.end, interval.n_tokens, interval.n_sequences,
             mean=float(low[tokens].mean()),
-            lower_bound=found.estimate, interval_low=found.lower, interval_high=found.upper,
+            lower_bound=interval.estimate, interval_low=interval.lower, interval_high=interval.upper,
             upper_bound=float(np.percentile(high[tokens], percentile)),
         )
-        for found, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True)
+        for interval, (_, tokens) in zip(intervals, split_by_bin(position, bin_tokens), strict=True)
     )  # fmt: skip
     return MismatchReport(
         n_tokens=low.size,

@@ -1,8 +1,8 @@
 """What dense rollouts score: the ceiling of p5.
 
 Sampler and trainer are different programs, with rounding of their own, and lists of likely tokens leave something out:
-so even an actor that reads everything is not accepted always. Of how sparsely the actor reads, a p5 says something only
-beside the p5 of dense rollouts of the same engines, lists and lengths.
+so even an actor that reads everything is not always accepted. A p5 says something about how sparsely the actor reads
+only beside the p5 of dense rollouts of the same engines, lists and lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
 """
@@ -34,7 +34,7 @@ class Ceiling:
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
         """Take a report's bins that end at ``up_to`` tokens or before, up to which the actor has read everything.
 
-        What fewer than ``ENOUGH`` responses say does not replace what more have said.
+        A measurement from fewer than ``ENOUGH`` responses does not replace one from more.
         """
         for b in dense.bins:
             key, before = (b.start, b.end), self._bins.get((b.start, b.end))
@@ -49,13 +49,13 @@ class Ceiling:
 
         Lengths that fewer than ``ENOUGH`` responses reached count only if there are no others.
         """
-        well = {at: found for at, found in self._bins.items() if found["n_sequences"] >= ENOUGH} or self._bins
+        well = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH} or self._bins
         if not well:
             return tuple(bins)
 
         def nearest(b: BinMismatch) -> dict[str, Any]:
-            found = well[min(well, key=lambda at: abs(sum(at) - b.start - b.end))]
-            return {name: value for name, value in found.items() if name != "n_sequences"}
+            stats = well[min(well, key=lambda at: abs(sum(at) - b.start - b.end))]
+            return {name: value for name, value in stats.items() if name != "n_sequences"}
 
         return tuple(replace(b, **nearest(b)) for b in bins)
 
@@ -70,15 +70,15 @@ class Ceiling:
     def state(self) -> list[dict[str, Any]]:
         """For ``load``, after a detour through JSON."""
         return [
-            {"start": start, "end": end, **{name: None if isnan(x) else x for name, x in found.items()}}
-            for (start, end), found in self._bins.items()
+            {"start": start, "end": end, **{name: None if isnan(x) else x for name, x in stats.items()}}
+            for (start, end), stats in self._bins.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Go on from what ``state`` returned."""
         for row in state:
-            found = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
-            self._bins[row["start"], row["end"]] = found
+            stats = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
+            self._bins[row["start"], row["end"]] = stats
 
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
@@ -86,7 +86,7 @@ def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
 
     Args:
         sampled_Tn: natural log-probs of the listed tokens, as the sampler had them; -inf is padding.
-        scored_Tn: of the same tokens in the same contexts under the same schedule, by what scores.
+        scored_Tn: of the same tokens in the same contexts under the same schedule, as the scorer has them.
     """
     return _with_rest(sampled_Tn) - _with_rest(scored_Tn)
 

@@ -75,8 +75,8 @@ def _check_options(model: Any, given: dict[str, Any]) -> None:
     configs = [config for config in (given.get("generation_config"), model.generation_config) if config is not None]
 
     def option(name: str) -> Any:
-        found = (given.get(name), *(getattr(config, name, None) for config in configs))
-        return next((value for value in found if value is not None), None)
+        candidates = (given.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in candidates if value is not None), None)
 
     if several := [name for name in SEVERAL if option(name)]:
         raise ConfigError(

@@ -34,7 +34,7 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on
 HALF_TOLERANCE = 3e-2
 
 
-# Hybrid models that are taken: gated delta nets, which need no more of a prompt than its mask, beside full attention.
+# Hybrid models that are supported: gated delta nets, which need only a prompt's mask, beside full attention.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -43,10 +43,10 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
     Raises UnsupportedModel: ``kwargs`` of an attention call hold something that Sparrow's attention would drop.
     """
-    found = [name for name in EXTRAS if kwargs.get(name) is not None]
-    if found:
+    extra = [name for name in EXTRAS if kwargs.get(name) is not None]
+    if extra:
         raise UnsupportedModel(
-            f"{type(module).__name__} gives its attention {EXTRAS[found[0]]} ({found[0]}), which Sparrow's would drop; "
+            f"{type(module).__name__} gives its attention {EXTRAS[extra[0]]} ({extra[0]}), which Sparrow's would drop; "
             "choose a model whose attention is a softmax over keys alone"
         )
 
@@ -54,8 +54,8 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
     """Refuse by config what is not full causal self-attention in every layer, or every attention layer of a hybrid.
 
-    Returns a refusal that names a remedy, to be raised if nothing else stands in the model's way: the remedy would be
-    none. Raises UnsupportedModel: the kinds of layers found, if nothing can be done about them.
+    Returns a refusal that names a remedy, to be raised if nothing else stands in the model's way: otherwise the
+    remedy would not help. Raises UnsupportedModel: the kinds of layers found, if nothing can be done about them.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -100,8 +100,8 @@ class Windows:
 
     def check(self, module: nn.Module, mask: Tensor | None) -> None:
         """Raises UnsupportedModel: ``mask`` is one of them."""
-        for made, size in self.made:
-            if mask is made:
+        for windowed, size in self.made:
+            if mask is windowed:
                 raise UnsupportedModel(
                     f"{type(module).__name__} looks back through a window of {size} tokens in layer "
                     f"{module.layer_idx}, but Sparrow selects pages from full attention only; choose a model with full "
@@ -114,11 +114,11 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """Inside, with ``windows``, one shows on the shortest input: masks of such layers leave out all but two tokens."""
-    found = Windows() if windows else None
-    token = _WINDOWS.set(found)
+    """Inside, with ``windows``, a window shows on the shortest input: its masks leave out all but two tokens."""
+    record = Windows() if windows else None
+    token = _WINDOWS.set(record)
     try:
-        yield found
+        yield record
     finally:
         _WINDOWS.reset(token)
 
@@ -135,7 +135,7 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def own_configs(model: nn.Module) -> Callable[[], None]:
-    """Give ``model`` copies of its configs, which another model may share; returns what gives the old ones back."""
+    """Give ``model`` copies of its configs, which another model may share; returns what restores the old ones."""
     memo: dict[int, Any] = {}
     held = [
         (module, name, value)

@@ -116,8 +116,8 @@ class TokenScorer(nn.Module):
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
         with torch.autocast(logits.device.type, enabled=False):  # on a CPU it would take the product in bfloat16
             entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
-        found = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
-        return found[:, 0], found[:, 1:], entropy
+        gathered = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
+        return gathered[:, 0], gathered[:, 1:], entropy
 
     @torch.no_grad()
     def _check_head(self) -> None:

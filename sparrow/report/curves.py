@@ -68,12 +68,12 @@ class Panel:
         return bool(self._lines(logs))
 
     def _lines(self, logs: Sequence[RunLog]) -> list[tuple[RunLog, str, str, Any]]:
-        found = {i: [k for k, v in self.series(log).items() if np.isfinite(v).any()] for i, log in enumerate(logs)}
-        labels = list(dict.fromkeys(label for some in found.values() for label in some))
+        by_run = {i: [k for k, v in self.series(log).items() if np.isfinite(v).any()] for i, log in enumerate(logs)}
+        labels = list(dict.fromkeys(label for some in by_run.values() for label in some))
         colors = dict(zip(labels, (theme.SERIES * 9), strict=False))
         return [
             (logs[i], label, theme.SERIES[i] if len(labels) == 1 else colors[label], DASHES[i])
-            for i, some in found.items()
+            for i, some in by_run.items()
             for label in some
         ]
 

@@ -52,8 +52,8 @@ def figures(logs: Logs) -> dict[str, list[Figure]]:
         for heading, panels in PANELS.items()
     }
     first, *rest = curves
-    found = {first: curves[first], "Acceptance": _acceptance(logs), **{heading: curves[heading] for heading in rest}}
-    return {heading: some for heading, some in {**found, "Schedule": _schedule(logs)}.items() if some}
+    sections = {first: curves[first], "Acceptance": _acceptance(logs), **{heading: curves[heading] for heading in rest}}
+    return {heading: some for heading, some in {**sections, "Schedule": _schedule(logs)}.items() if some}
 
 
 def bin_count(logs: Logs) -> int:
@@ -192,7 +192,7 @@ def _schedule(logs: Logs) -> list[Figure]:
         for when, _ in zip(("at the last step", "at the start"), _start_and_end(log), strict=False)
     ]
     keys = [Key(name, color) for name, color in zip(names, theme.SERIES, strict=False)]
-    found = [
+    result = [
         Figure(
             "schedule", "What a sparse layer reads",
             "Share of the cached tokens that one decode step of a sparse layer reads at each length, always-kept pages "
@@ -205,8 +205,8 @@ def _schedule(logs: Logs) -> list[Figure]:
             title = f"Schedule by step{f', run {RUNS[i]}' if len(logs) > 1 else ''}"
             meaning = "Share of the cache that a sparse layer reads at the end of each length bin."
             draw = partial(draw_pages, logs=logs, log=log)
-            found.append(Figure(f"pages-{i}" if i else "pages", title, meaning, bin_keys(logs), draw))
-    return found
+            result.append(Figure(f"pages-{i}" if i else "pages", title, meaning, bin_keys(logs), draw))
+    return result
 
 
 def _start_and_end(log: RunLog) -> list[SparsitySchedule]:

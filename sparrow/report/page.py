@@ -39,8 +39,8 @@ def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Se
     logs = [RunLog.load(run_dir) for run_dir in run_dirs]
     widths = {log.bin_tokens: log for log in logs}
     if len(widths) > 1:
-        found = " and ".join(f"{log.run_dir} has {width} tokens" for width, log in widths.items())
-        raise ConfigError(f"length bins differ ({found}), so p5 cannot be compared; draw each run alone")
+        details = " and ".join(f"{log.run_dir} has {width} tokens" for width, log in widths.items())
+        raise ConfigError(f"length bins differ ({details}), so p5 cannot be compared; draw each run alone")
     responses = show(logs, steps_to_show(logs, steps), list(RUNS[: len(logs)]) if len(logs) > 1 else [""])
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)

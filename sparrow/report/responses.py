@@ -42,20 +42,20 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
         raise ConfigError(f"step {missing[0]} is not in the log, which has {steps[0]} to {steps[-1]}; ask for others")
     if wanted:
         return sorted(set(wanted))
-    places = np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps)))
-    return [steps[round(place)] for place in places.tolist()]
+    positions = np.linspace(0, len(steps) - 1, min(MOST_STEPS, len(steps)))
+    return [steps[round(position)] for position in positions.tolist()]
 
 
 def show(logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]) -> dict[int, list[Shown]]:
     """The responses of these steps that were logged, by step; those of two runs to one problem beside each other."""
-    found = [(name, row) for name, log in zip(names, logs, strict=True) for row in log.responses(steps)]
-    most = max(MOST_TOKENS // max(len(found), 1), 2)
-    places: dict[tuple[int, str], int] = {}
-    for _, row in found:
-        places.setdefault((row.step, row.problem), len(places))
-    found.sort(key=lambda one: (one[1].step, places[one[1].step, one[1].problem], one[0]))
+    entries = [(name, row) for name, log in zip(names, logs, strict=True) for row in log.responses(steps)]
+    most = max(MOST_TOKENS // max(len(entries), 1), 2)
+    order: dict[tuple[int, str], int] = {}
+    for _, row in entries:
+        order.setdefault((row.step, row.problem), len(order))
+    entries.sort(key=lambda entry: (entry[1].step, order[entry[1].step, entry[1].problem], entry[0]))
     by_step: dict[int, list[Shown]] = {}
-    for name, row in found:
+    for name, row in entries:
         by_step.setdefault(row.step, []).append(_shown(name, row, most))
     return by_step
 

@@ -64,7 +64,7 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
     """The few numbers that stand first, as (name, (value, remark) of each run)."""
-    found: dict[str, list[NamedValue]] = {}
+    by_name: dict[str, list[NamedValue]] = {}
     for log in logs:
         for name, values, unit in (
             ("reward", log.series("reward", "mean"), "{:.3f}"),
@@ -73,15 +73,15 @@ def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
         ):
             first, last, _ = log.first_and_last(values)
             value = (unit.format(last), f"from {unit.format(first)}") if isfinite(last) else ("n/a", "")
-            found.setdefault(name, []).append(value)
+            by_name.setdefault(name, []).append(value)
         reached = [b for b in log.bins() if 2 * b.n_sequences >= log.bins()[0].n_sequences]
         least = min(reached, key=lambda b: b.lower_bound if isfinite(b.lower_bound) else 2)
-        found.setdefault("lowest p5", []).append(
+        by_name.setdefault("lowest p5", []).append(
             (number(least.lower_bound), f"{log.tau.verdict(least)} {tau_name(log.tau)}")
         )
-        found.setdefault("KV read", []).append((percent(log.kv_read()), "of the cache"))
+        by_name.setdefault("KV read", []).append((percent(log.kv_read()), "of the cache"))
     order = ("reward", "lowest p5", "tokens/s", "KV read", "entropy")
-    return [(name, found[name]) for name in order if any(value != "n/a" for value, _ in found[name])]
+    return [(name, by_name[name]) for name in order if any(value != "n/a" for value, _ in by_name[name])]
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
@@ -156,9 +156,9 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
     """The estimate, its interval, and how both stand to ``tau``."""
     interval = f" [{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else ""
-    found = tau.verdict(b)
+    verdict = tau.verdict(b)
     against = f" against {tau} (upper bound {number(b.upper_bound)})"
-    return f"{number(b.lower_bound)}{interval}, {found}{against if found == 'undecided' else f' {tau}'}"
+    return f"{number(b.lower_bound)}{interval}, {verdict}{against if verdict == 'undecided' else f' {tau}'}"
 
 
 def tau_name(tau: Tau) -> str:

@@ -38,4 +38,4 @@ def render(name: str, draw: Callable[[Axes], None], colors: Mapping[str, str]) -
     body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body[body.index("<svg") :], flags=re.S)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r' (width|height)="[\d.]+pt"', "", body, count=2)
-    return re.sub(r"#[0-9a-f]{6}\b", lambda found: colors[found[0]], body)
+    return re.sub(r"#[0-9a-f]{6}\b", lambda match: colors[match[0]], body)

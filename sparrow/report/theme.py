@@ -59,11 +59,11 @@ def palette(bins: int) -> dict[str, tuple[str, str]]:
 
 def _ramp(stops: Any, count: int) -> list[str]:
     """``count`` colours, spread evenly over the straight lines between ``stops``."""
-    found = []
+    colors = []
     channels = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in stops]
     for n in range(count):
         place = n / max(count - 1, 1) * (len(stops) - 1)
         low, high = list(pairwise(channels))[min(int(place), len(stops) - 2)]
         part = place - min(int(place), len(stops) - 2)
-        found.append("#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True)))
-    return found
+        colors.append("#" + "".join(f"{round(a + (b - a) * part):02x}" for a, b in zip(low, high, strict=True)))
+    return colors

@@ -64,8 +64,8 @@ _DETAIL_CHARS = 400
 _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
 _ROOM_BYTES, _ROOM_TIMES = 1 << 16, 16
-"""What a program says is not read if it is longer than the expected output so many times and these bytes more."""
-_SHARE = 8  # of ``output_bytes`` that a result may have which crosses to assertions
+"""Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus ``_ROOM_BYTES``."""
+_SHARE = 8  # a result that crosses to assertions may have ``output_bytes`` divided by this
 _TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
 _RELAYED = ("value", "raised", "kinds", "with", "printed", "changed", "call", "look", "attribute", "args", "kwargs")
 """What a program may say to the tests. Verdicts are not among it."""
@@ -134,7 +134,7 @@ def _unindented(line: str, indent: str) -> str:
 
 def _indented(text: str) -> str | None:
     """The last run of indented lines that an empty line separates from the text before it."""
-    found: list[str] = []
+    last: list[str] = []
     block: list[str] | None = None
     empty = True
     for line in [*text.split("\n"), "."]:
@@ -147,9 +147,9 @@ def _indented(text: str) -> str | None:
             if block is not None:
                 block.append("")
         elif block is not None:
-            found, block = block, None
+            last, block = block, None
         empty = not line.strip()
-    return textwrap.dedent("\n".join(found).strip("\n")) + "\n" if found else None
+    return textwrap.dedent("\n".join(last).strip("\n")) + "\n" if last else None
 
 
 def _same_token(actual: str, expected: str) -> bool:

@@ -50,20 +50,20 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
     """Start, end and content of every box that no other box holds, in one pass however badly braces nest."""
-    found: list[tuple[int, int, int]] = []
+    boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
         if token[1]:
             opened.append((token.start(), token.end()))
         elif token[2]:
-            found.append((token.start(), token.start(2), token.end()))
+            boxes.append((token.start(), token.start(2), token.end()))
         elif token[0] == "{":
             opened.append(None)
         elif token[0] == "}" and opened and (box := opened.pop()):
-            while found and found[-1][0] > box[0]:
-                found.pop()
-            found.append((*box, token.end()))
-    return [(start, end, text[content:end].removesuffix("}").strip()) for start, content, end in found]
+            while boxes and boxes[-1][0] > box[0]:
+                boxes.pop()
+            boxes.append((*box, token.end()))
+    return [(start, end, text[content:end].removesuffix("}").strip()) for start, content, end in boxes]
 
 
 def _boxed(text: str) -> str | None:

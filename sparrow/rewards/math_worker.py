@@ -78,8 +78,8 @@ def plain(answer: str) -> str:
     text = re.sub(f"[{_LOWERED}]+", lambda m: f"_{{{unicodedata.normalize('NFKC', m[0])}}}", text.replace("−", "-"))
     text = _VULGAR.sub(lambda m: r"\frac{{{}}}{{{}}}".format(*unicodedata.normalize("NFKC", m[0]).split("⁄")), text)
     text = _INVISIBLE.sub("", text.translate(_UNICODE))
-    while found := _DECORATED.search(text):
-        text = text[: found.start()] + _without_brace(text[found.end() :])
+    while match := _DECORATED.search(text):
+        text = text[: match.start()] + _without_brace(text[match.end() :])
     text = _COMMAND.sub(lambda m: m[1] if re.search(r"(?<![a-zA-Z])\d|^\s*(?:percent|pct)", m[1]) else m[0], text)
     for pattern, replacement in _REWRITES:
         text = pattern.sub(replacement, text)
@@ -140,8 +140,8 @@ def same_words(answer: str, reference: str) -> bool:
 
 
 def _is_word(*spellings: str) -> bool:
-    one = spellings[0]
-    return one.casefold() in _SHORT_WORDS or len(one) > 4 or (len(one) > 2 and any(s.istitle() for s in spellings))
+    word = spellings[0]
+    return word.casefold() in _SHORT_WORDS or len(word) > 4 or (len(word) > 2 and any(s.istitle() for s in spellings))
 
 
 def misread(answer: str, reference: str) -> bool:
@@ -167,8 +167,8 @@ def chain(answer: str) -> str | None:
 
     A slip between the two is pardoned, as in math-verify's own tests.
     """
-    if found := _FLIPPED.fullmatch(answer):
-        return f"{found[2]} = {found[1]}"
+    if match := _FLIPPED.fullmatch(answer):
+        return f"{match[2]} = {match[1]}"
     parts = [part.strip() for part in _EQUALS.split(answer)]
     if len(parts) < 2 or re.search(r"[,;<>]|\\(?:le|ge|ne|text|approx)", answer):
         return answer
@@ -187,8 +187,8 @@ def _is_number(text: str) -> bool:
 
 def _rounded(exact: str, decimal: str) -> bool:
     """Whether ``decimal`` is ``exact`` to as many places as it has."""
-    places = re.fullmatch(r"-?\d*\.(\d+)", decimal)
-    return places is not None and bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * 10.0 ** -len(places[1]))
+    match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
+    return match is not None and bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * 10.0 ** -len(match[1]))
 
 
 @lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""The run directory: its files and what stands in them, written so that a kill loses nothing, and read back.
+"""The run directory: its files and their contents, written so that a kill loses nothing, and read back.
 
 config.json             ``RunConfig``
 lock                    held by the process that trains; says which it is
@@ -46,8 +46,8 @@ class RunConfig:
     resumed: Sequence[Row] = ()
 
     def save(self, run_dir: Path) -> None:
-        plain = {"train": self.train, "schedule": self.schedule.to_dict(), "resumed": list(self.resumed)}
-        write_text(run_dir / CONFIG, json.dumps(plain, indent=1))
+        record = {"train": self.train, "schedule": self.schedule.to_dict(), "resumed": list(self.resumed)}
+        write_text(run_dir / CONFIG, json.dumps(record, indent=1))
 
     @classmethod
     def load(cls, run_dir: Path) -> RunConfig:
@@ -55,10 +55,10 @@ class RunConfig:
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(f"{run_dir} holds no {CONFIG}, so it is no run directory; give the run_dir of a run")
-        plain = parse(path.read_bytes(), str(path))
-        if missing := {"train", "schedule"} - set(plain):
+        record = parse(path.read_bytes(), str(path))
+        if missing := {"train", "schedule"} - set(record):
             raise ConfigError(f"{path} has no {min(missing)!r}, so sparrow train did not write it")
-        return cls(plain["train"], SparsitySchedule.from_dict(plain["schedule"]), plain.get("resumed", ()))
+        return cls(record["train"], SparsitySchedule.from_dict(record["schedule"]), record.get("resumed", ()))
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class TrainerState:
     steering: Row  # the memory of what moves the schedule
 
     def save(self, folder: Path) -> None:
-        plain = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
-        (folder / STATE).write_text(json.dumps({**plain, "steering": self.steering}), encoding="utf-8")
+        record = {"step": self.step, "cursor": self.cursor, "schedule": self.schedule.to_dict()}
+        (folder / STATE).write_text(json.dumps({**record, "steering": self.steering}), encoding="utf-8")
 
     @classmethod
     def load(cls, folder: Path) -> TrainerState:
-        plain = parse((folder / STATE).read_bytes(), str(folder / STATE))
-        return cls(plain["step"], plain["cursor"], SparsitySchedule.from_dict(plain["schedule"]), plain["steering"])
+        record = parse((folder / STATE).read_bytes(), str(folder / STATE))
+        return cls(record["step"], record["cursor"], SparsitySchedule.from_dict(record["schedule"]), record["steering"])
 
 
 class RunDir:
@@ -286,12 +286,12 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
 def parse(text: bytes, where: str) -> Row:
     """A JSON object. Raises ConfigError: anything else."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{where} is not valid JSON ({error}); restore it from a copy or remove it") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{where} holds a {type(found).__name__}, expected a JSON object; restore it or remove it")
-    return found
+    if not isinstance(content, dict):
+        raise ConfigError(f"{where} holds a {type(content).__name__}, expected a JSON object; restore it or remove it")
+    return content
 
 
 def _step_of(line: bytes) -> float:

@@ -72,8 +72,8 @@ class RunLog:
 
         Raises ConfigError: a damaged file.
         """
-        found = read_rows(self.run_dir / ROLLOUTS)
-        return [LoggedResponse.from_row(row, where) for row, where in found if row["step"] in steps]
+        rows = read_rows(self.run_dir / ROLLOUTS)
+        return [LoggedResponse.from_row(row, where) for row, where in rows if row["step"] in steps]
 
     @property
     def tau(self) -> Tau:
@@ -92,8 +92,8 @@ class RunLog:
 
     def series(self, *keys: str) -> FloatArray:
         """The number under nested ``keys`` at each step, float64 [S]."""
-        found = (_get(row, keys) for row in self.metrics)
-        return np.array([value if isinstance(value, int | float) else nan for value in found], dtype=float)
+        values = (_get(row, keys) for row in self.metrics)
+        return np.array([value if isinstance(value, int | float) else nan for value in values], dtype=float)
 
     @property
     def evaluated(self) -> NDArray[np.int64]:
@@ -106,8 +106,8 @@ class RunLog:
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
         """The number under nested ``keys`` of a benchmark at each evaluation, float64 [E]."""
-        found = (_get(row["eval"], (benchmark, *keys)) for row in self.evaluations)
-        return np.array([_number(value) for value in found], dtype=float)
+        values = (_get(row["eval"], (benchmark, *keys)) for row in self.evaluations)
+        return np.array([_number(value) for value in values], dtype=float)
 
     def sources(self) -> list[str]:
         """The datasets or tasks whose rewards are recorded apart."""
@@ -121,8 +121,8 @@ class RunLog:
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
         """Mismatch by length bin at one step, by rising length; ``index`` into the recorded steps."""
         rows = self.metrics[index]["mismatch"]["bins"]
-        known = [field.name for field in fields(BinMismatch)]
-        return tuple(BinMismatch(**{name: _number(row[name]) for name in known if name in row}) for row in rows)
+        names = [field.name for field in fields(BinMismatch)]
+        return tuple(BinMismatch(**{name: _number(row[name]) for name in names if name in row}) for row in rows)
 
     def ceiling(self) -> FloatArray:
         """p5 of dense rollouts by length bin and the ends of its interval, at the last step, float64 [N, 3].
@@ -130,10 +130,10 @@ class RunLog:
         It is what this pair of engines has at best, the noise floor; nan where it was not measured.
         """
         rows = self.metrics[-1]["mismatch"]["bins"]
-        found_N3 = np.full((max((row["bin"] + 1 for row in rows), default=0), 3), nan)
+        ceiling_N3 = np.full((max((row["bin"] + 1 for row in rows), default=0), 3), nan)
         for row in rows:
-            found_N3[row["bin"]] = [_number(row.get(name)) for name in ("ceiling", "ceiling_low", "ceiling_high")]
-        return found_N3
+            ceiling_N3[row["bin"]] = [_number(row.get(name)) for name in ("ceiling", "ceiling_low", "ceiling_high")]
+        return ceiling_N3
 
     def throughput(self) -> FloatArray:
         """Response tokens per second of the rollout phase at each step, float64 [S]."""
@@ -142,10 +142,10 @@ class RunLog:
 
     def tail_by_step(self) -> FloatArray:
         """p5 of acceptance (lower bound) by step and length bin, on the scale of tau, float64 [S, N]."""
-        by_step = [self.tau.scale(self.bins(index)) for index in range(len(self.metrics))]
-        count = max((b.bin + 1 for bins in by_step for b in bins), default=0)
-        tail_SN = np.full((len(by_step), count), nan)
-        for index, bins in enumerate(by_step):
+        bins_by_step = [self.tau.scale(self.bins(index)) for index in range(len(self.metrics))]
+        count = max((b.bin + 1 for bins in bins_by_step for b in bins), default=0)
+        tail_SN = np.full((len(bins_by_step), count), nan)
+        for index, bins in enumerate(bins_by_step):
             for b in bins:
                 tail_SN[index, b.bin] = b.lower_bound
         return tail_SN
@@ -153,18 +153,18 @@ class RunLog:
     def histogram(self, name: str, index: int = -1) -> Histogram:
         """``histogram`` (of acceptance) or ``log_histogram`` (of 1 - acceptance) of one step."""
         row = self.metrics[index]
-        found = row["mismatch"][name]
-        if len(found["edges"]) != len(found["counts"]) + 1:
+        hist = row["mismatch"][name]
+        if len(hist["edges"]) != len(hist["counts"]) + 1:
             raise ConfigError(
-                f"step {row['step']} of {METRICS} has {len(found['counts'])} counts for {len(found['edges'])} edges "
+                f"step {row['step']} of {METRICS} has {len(hist['counts'])} counts for {len(hist['edges'])} edges "
                 f"in its {name}; restore the line"
             )
-        return Histogram(tuple(found["edges"]), tuple(found["counts"]))
+        return Histogram(tuple(hist["edges"]), tuple(hist["counts"]))
 
     def beta_tail(self) -> BetaTail | None:
         """The Beta distribution fitted to the tail at the last step."""
-        found = self.metrics[-1]["mismatch"]["beta_tail"]
-        return BetaTail(**found) if found else None
+        parameters = self.metrics[-1]["mismatch"]["beta_tail"]
+        return BetaTail(**parameters) if parameters else None
 
     def kv_read(self) -> float:
         """Share of the cached tokens that decoding read, over the whole run; nan if nothing was decoded."""
@@ -176,8 +176,8 @@ class RunLog:
         drafted, accepted, cycles = (nan_sum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles"))
         if not cycles:
             return None
-        last = next(found for row in reversed(self.metrics) if (found := row.get("drafts")))
-        bins = (tuple(DraftBin(**b) for b in found.get("bins", ())) for found in (last, last.get("metered", {})))
+        last = next(drafts for row in reversed(self.metrics) if (drafts := row.get("drafts")))
+        bins = (tuple(DraftBin(**b) for b in drafts.get("bins", ())) for drafts in (last, last.get("metered", {})))
         return Drafting(drafted / (accepted + cycles), (accepted + cycles) / cycles, *bins)
 
     def tokens_kept(self) -> float:

@@ -68,8 +68,8 @@ class Mixture:
     weights: Sequence[int]
 
     def __post_init__(self) -> None:
-        whole = all(type(weight) is int and weight >= 1 for weight in self.weights)
-        if not self.tasks or len(self.tasks) != len(self.weights) or not whole:
+        valid = all(type(weight) is int and weight >= 1 for weight in self.weights)
+        if not self.tasks or len(self.tasks) != len(self.weights) or not valid:
             raise ConfigError(
                 f"a mixture takes a whole number of at least 1 for each of its {len(self.tasks)} tasks, got weights "
                 f"{', '.join(map(str, self.weights)) or 'none'}"
@@ -78,10 +78,10 @@ class Mixture:
     def problem(self, index: int, seed: int = 0) -> Problem:
         """Problem ``index`` of the stream ``seed``."""
         order = [i for i, weight in enumerate(self.weights) for _ in range(weight)]
-        turn, position = divmod(index, len(order))
-        random.Random(f"mixture/{seed}/{turn}").shuffle(order)
+        cycle, position = divmod(index, len(order))
+        random.Random(f"mixture/{seed}/{cycle}").shuffle(order)
         i = order[position]
-        return self.tasks[i].problem(turn * self.weights[i] + order[:position].count(i), seed)
+        return self.tasks[i].problem(cycle * self.weights[i] + order[:position].count(i), seed)
 
 
 TASKS: dict[str, Callable[..., Task]] = {}

@@ -95,16 +95,16 @@ class DatasetTask:
             key = " ".join(question.text.casefold().split())
             if key in seen:
                 dropped["duplicate"] += 1
-            elif unfit := self._unfit(self._prompt(question), max_length, tokens, max_tokens):
-                dropped[unfit] += 1
+            elif reason := self._unfit(self._prompt(question), max_length, tokens, max_tokens):
+                dropped[reason] += 1
             else:
                 self._kept.append(i)
             seen.add(key)
         if not self._kept:
-            why = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
+            reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items()) or "it is empty"
             raise ConfigError(
-                f"{source} leaves no problem of {len(rows)} rows ({why}); raise max_length, leave prompts more room, "
-                "or check the file"
+                f"{source} leaves no problem of {len(rows)} rows ({reasons}); raise max_length, leave prompts more "
+                "room, or check the file"
             )
         if dropped:
             reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
@@ -156,15 +156,15 @@ class DatasetTask:
         try:
             question = self._format.read(fields)
             if question is not None and question.answer is None:
-                stated = self._extract(str(question.solution)) if self._extract else None
-                if stated is None:
+                answer = self._extract(str(question.solution)) if self._extract else None
+                if answer is None:
                     raise ValueError("it has no answer, and its solution states none in \\boxed{}")
-                question = replace(question, answer=stated)
+                question = replace(question, answer=answer)
             return question
         except (LookupError, ValueError, TypeError, AttributeError) as error:
-            wrong = f"has no {error.args[0]}" if isinstance(error, KeyError) else f"cannot be used: {error}"
+            fault = f"has no {error.args[0]}" if isinstance(error, KeyError) else f"cannot be used: {error}"
             raise ConfigError(
-                f"row {row + 1} of {self._source} {wrong}; its fields are {', '.join(fields) or 'none'}; "
+                f"row {row + 1} of {self._source} {fault}; its fields are {', '.join(fields) or 'none'}; "
                 "fix or remove the row, or choose the format that fits"
             ) from error
 
@@ -190,8 +190,8 @@ def load_rows(path: str | Path) -> Sequence[Row]:
                 from pyarrow import parquet
 
                 return datasets.Dataset(parquet.read_table(path))  # its rows are made when asked for
-            case other:
-                raise ValueError(f"files named {other or 'without a suffix'!r} are not read")
+            case suffix:
+                raise ValueError(f"files named {suffix or 'without a suffix'!r} are not read")
     except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}; {expected}") from error
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
@@ -199,11 +199,11 @@ def load_rows(path: str | Path) -> Sequence[Row]:
     return rows
 
 
-def _json(text: str, place: str) -> Any:
+def _json(text: str, where: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON ({error})") from error
+        raise ValueError(f"{where} is not JSON ({error})") from error
 
 
 def load_hub_rows(format: Format, split: str) -> Sequence[Row]:

@@ -184,29 +184,29 @@ def livecodebench(row: Row) -> Question:
 
 def humaneval(row: Row) -> Question:
     """HumanEval and HumanEval+: a function to complete, and ``check(candidate)``."""
-    start, entry_point = row.get("prompt"), text_of(row, "entry_point")
-    if not start:
+    prompt, entry_point = row.get("prompt"), text_of(row, "entry_point")
+    if not prompt:
         raise KeyError("prompt")
     # What the prompt defines, imports and helpers, is there for the program and for the tests.
-    answer = {"prelude": start, "setup": start, "test": text_of(row, "test"), "entry_point": entry_point}
+    answer = {"prelude": prompt, "setup": prompt, "test": text_of(row, "test"), "entry_point": entry_point}
     body = row.get("canonical_solution")
-    solution = f"```python\n{start}{body}\n```" if body else None
-    return Question(f"Complete this function:\n```python\n{start.strip()}\n```", answer, solution)
+    solution = f"```python\n{prompt}{body}\n```" if body else None
+    return Question(f"Complete this function:\n```python\n{prompt.strip()}\n```", answer, solution)
 
 
 def mbpp(row: Row) -> Question:
     """MBPP, its sanitized version and MBPP+: a sentence and assertions; the first few are shown, as is usual."""
     question = text_of(row, "text", "prompt")
-    shown = row.get("test_list")
-    if not shown:
+    assertions = row.get("test_list")
+    if not assertions:
         raise KeyError("test_list")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
-    answer = {"setup": setup, "test": row.get("test") or "\n".join(shown)}
+    answer = {"setup": setup, "test": row.get("test") or "\n".join(assertions)}
     # Row 126 asks for a function ``sum``, which its test could not tell from Python's.
-    own = _BUILTIN_DEFINED.search(row.get("code") or "")
-    if own:
-        answer["entry_point"] = own[1]
-    text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(shown)}\n```"
+    match = _BUILTIN_DEFINED.search(row.get("code") or "")
+    if match:
+        answer["entry_point"] = match[1]
+    text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(assertions)}\n```"
     code = row.get("code")
     return Question(text, answer, f"```python\n{code}\n```" if code else None)
 

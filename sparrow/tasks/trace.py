@@ -54,19 +54,19 @@ class Trace(Settings):
         names: list[str] = []
         quoting, concluding = _Habit(rng), _Habit(rng)
         width = max(2, self.lines // 4)
-        for left in range(self.lines, 0, -1):
+        for lines_left in range(self.lines, 0, -1):
             if not names:
                 # Longer programs than names reuse them, but never one whose value is still waiting.
                 names = rng.sample([name for name in NAMES if name not in waiting], len(NAMES) - len(waiting))
             name = names.pop()
-            if len(waiting) < min(width, left):
+            if len(waiting) < min(width, lines_left):
                 true[name] = written[name] = rng.randrange(10)
                 statement, quotes = str(true[name]), ""
             else:
                 sign = rng.choice((1, -1))
                 a = waiting.pop(rng.randrange(len(waiting)))
                 # Each binary line joins two waiting values; the last line must leave a single one.
-                if waiting and (len(waiting) + 1 > left or rng.random() < 0.5):
+                if waiting and (len(waiting) + 1 > lines_left or rng.random() < 0.5):
                     b = waiting.pop(rng.randrange(len(waiting)))
                     true_b, written_b, quote_b = true[b], written[b], f" {b} {written[b]},"
                 else:

@@ -1,4 +1,4 @@
-"""Responses judged by their problems' verifiers, several at a time; what a verifier does wrong is said by its place."""
+"""Responses judged by their problems' verifiers, several at a time; errors name their place in the verifier."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
 
     Raises RewardError: a verifier raised, returned something that is not a finite number, or hangs.
     """
-    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     verdicts: queue.SimpleQueue[tuple[int, float | Exception]] = queue.SimpleQueue()
-    running: dict[int, None] = {}  # the first to begin first
+    running: dict[int, None] = {}  # in the order in which they began
     for i in range(len(texts)):
-        todo.put(i)
+        pending.put(i)
 
     def work() -> None:
         while True:
             try:
-                i = todo.get_nowait()
+                i = pending.get_nowait()
             except queue.Empty:
                 return
             running[i] = None
@@ -54,7 +54,7 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
             waiting -= 1
             if isinstance(verdict, Exception):
                 failed[i] = verdict
-                waiting -= _emptied(todo)  # what has begun is still waited for, so that the first is told
+                waiting -= _emptied(pending)  # those begun are awaited, to report the first
             else:
                 rewards[i] = verdict
     except queue.Empty:
@@ -65,18 +65,18 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
                 "raise the limit (reward.time_limit), and resume the run"
             ) from None
     finally:
-        _emptied(todo)
+        _emptied(pending)
     if failed:
         raise failed[min(failed)]
     return rewards
 
 
-def _emptied(waiting: queue.SimpleQueue[int]) -> int:
+def _emptied(pending: queue.SimpleQueue[int]) -> int:
     """How many were left in the queue, which is empty now."""
     count = 0
     while True:
         try:
-            waiting.get_nowait()
+            pending.get_nowait()
         except queue.Empty:
             return count
         count += 1

@@ -50,15 +50,15 @@ def compute_advantages(kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor)
 
     mean = zero.index_add(0, group_B, r_B) / size
     deviation_B = torch.where(varies[group_B], r_B - mean[group_B], 0.0)
-    others = (size - 1).clamp(min=1)
+    other_count = (size - 1).clamp(min=1)
     match kind:
         case "grpo":
-            std = (zero.index_add(0, group_B, deviation_B.square()) / others).sqrt()
+            std = (zero.index_add(0, group_B, deviation_B.square()) / other_count).sqrt()
             advantage_B = deviation_B / (std[group_B] + EPS)
         case "dr_grpo":
             advantage_B = deviation_B
         case "rloo":  # r - (n mean - r) / (n - 1)
-            advantage_B = deviation_B * (size / others)[group_B]
+            advantage_B = deviation_B * (size / other_count)[group_B]
         case _:
             assert_never(kind)
     return advantage_B.float(), metrics

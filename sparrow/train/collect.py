@@ -44,18 +44,18 @@ class Collector:
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
         cursor += rollout.prompts
         for _ in range(rollout.resample):
-            level = [i for i, group in enumerate(groups) if not np.ptp(group.rewards)]
-            if not level:
+            zero_variance = [i for i, group in enumerate(groups) if not np.ptp(group.rewards)]
+            if not zero_variance:
                 break
-            fresh = self._sample(range(cursor, cursor + len(level)))
-            cursor += len(level)
+            fresh = self._sample(range(cursor, cursor + len(zero_variance)))
+            cursor += len(zero_variance)
             drawn = drawn + fresh
-            replaced = dict(zip(level, fresh, strict=True))
-            groups = [replaced.get(i, group) for i, group in enumerate(groups)]
+            replacements = dict(zip(zero_variance, fresh, strict=True))
+            groups = [replacements.get(i, group) for i, group in enumerate(groups)]
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """So many responses to the problems of the first step, not verified; no step samples with their seeds."""
+        """``count`` responses to the problems of the first step, not verified, with seeds that no step uses."""
         config, rollout = self.config, self.config.rollout
         problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
         prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
@@ -92,10 +92,10 @@ class Collector:
             # A seed belongs to its response, wherever and beside whatever it is sampled.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             sampling = Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds)
-            asked = [problems[row // n] for row in rows]
-            rollouts = self._generate("rollout", asked, [prompts[row // n] for row in rows], sampling)
+            row_problems = [problems[row // n] for row in rows]
+            rollouts = self._generate("rollout", row_problems, [prompts[row // n] for row in rows], sampling)
             self.ranks.tell("verify", 0, len(rows))
-            return list(zip(rollouts, self._verify(asked, rollouts), strict=True))
+            return list(zip(rollouts, self._verify(row_problems, rollouts), strict=True))
 
         responses = self.ranks.spread("rollout", n * len(prompts), sample)
         return [

@@ -96,7 +96,7 @@ class DecodingOptions(Settings):
     meter_every: Count = METER_EVERY
 
     def decoding(self, schedule: str | None) -> Decoding:
-        """What these options and ``--schedule`` say together; None or ``dense`` is no schedule.
+        """The decoding that these options and ``--schedule`` ask for; None or ``dense`` means no schedule.
 
         Raises ConfigError: they contradict each other, or a schedule cannot be read.
         """
@@ -119,8 +119,8 @@ class DecodingOptions(Settings):
                 meter_schedule=self.meter_schedule, meter_every=self.meter_every,
             )  # fmt: skip
         if self.mode == "auto":
-            moved = isinstance(self, RolloutConfig)
-            require(self, "mode", moved, "one of dense, lossless and lossy: only sparrow train moves auto")
+            is_rollout = isinstance(self, RolloutConfig)
+            require(self, "mode", is_rollout, "one of dense, lossless and lossy: only sparrow train moves auto")
             require(
                 self, "draft_schedule", self.draft_schedule is None, "left out with auto, whose drafts read schedule"
             )
@@ -131,9 +131,9 @@ class DecodingOptions(Settings):
                     "qwen3-4b-0.86; give one, or use mode lossless"
                 )
             return Decoding("auto", SparsitySchedule.load(chosen), self.draft_tokens)
-        unused = DecodingOptions()
+        defaults = DecodingOptions()
         for name in ("draft_schedule", "draft_tokens", "adapt_draft_tokens", "meter_schedule", "meter_every"):
-            require(self, name, getattr(self, name) == getattr(unused, name), "left out unless mode is lossless")
+            require(self, name, getattr(self, name) == getattr(defaults, name), "left out unless mode is lossless")
         if self.mode == "dense" and chosen:
             raise ConfigError(f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out")
         if self.mode == "lossy" and not chosen:
@@ -246,8 +246,8 @@ class EvalConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        both = (self.every is None) == (not self.benchmark)
-        require(self, "benchmark", both, "given with every, and left out without")
+        consistent = (self.every is None) == (not self.benchmark)
+        require(self, "benchmark", consistent, "given with every, and left out without")
 
 
 @dataclass(frozen=True)
@@ -308,20 +308,20 @@ class TrainConfig(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        told = self.rollout.mode != "auto" or self.tau is not None or self.relative_tau is not None
-        require(self, "tau", told, "given with rollout.mode auto (or relative_tau): unverified tokens are to hold it")
+        target = self.rollout.mode != "auto" or self.tau is not None or self.relative_tau is not None
+        require(self, "tau", target, "given with rollout.mode auto (or relative_tau): unverified tokens are to hold it")
         choose(self, "tau", "relative_tau", 0.86)
         lossless = self.rollout.mode in ("lossless", "auto")
-        apart = not (lossless and self.distill.enabled)
-        require(self.distill, "enabled", apart, "off with lossless rollouts: the actor's adapter would verify too")
+        compatible = not (lossless and self.distill.enabled)
+        require(self.distill, "enabled", compatible, "off with lossless rollouts: the actor's adapter would verify too")
         plain = not (self.lora.r and self.distill.enabled)
         require(self.distill, "enabled", plain, "off with lora.r: the actor's adapter is made for a policy without one")
-        moves = not (lossless and self.guard.action == "raise")
-        require(self.guard, "action", moves, "warn or stop with lossless rollouts, which more pages do not change")
+        useful = not (lossless and self.guard.action == "raise")
+        require(self.guard, "action", useful, "warn or stop with lossless rollouts, which more pages do not change")
         require(self.export, "best", not self.export.best or self.eval.every is not None, "off without eval.every")
         truncated = self.eval.top_p < 1 or self.eval.top_k is not None
-        whole = not (lossless and truncated)
-        require(self.eval, "top_p", whole, "1, and top_k left out, with lossless rollouts: drafts may not be truncated")
+        valid = not (lossless and truncated)
+        require(self.eval, "top_p", valid, "1, and top_k left out, with lossless rollouts: drafts may not be truncated")
         rollout, window = self.rollout, self.reward.overlong_window
         fits = window is None or window <= rollout.max_new_tokens
         require(self.reward, "overlong_window", fits, f"at most rollout.max_new_tokens, {rollout.max_new_tokens}")

@@ -1,4 +1,4 @@
-"""What the dial is told of a step, and what the run log says of it; the rule itself is ``sparrow.dial``."""
+"""What a step measures for the dial, and what the run log records of it; the rule itself is ``sparrow.dial``."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from sparrow.schedule import SparsitySchedule
 def verified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
     """The tokens of each response that were verified; without sparsity, only engine and trainer differ there."""
     return [
-        TokenAcceptance(*(x[: _verified(r)] for x in found)) for r, found in zip(rollouts, acceptances, strict=True)
+        TokenAcceptance(*(x[: _verified(r)] for x in bounds)) for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
 
 def unverified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
     """The tokens of each response that were not."""
     return [
-        TokenAcceptance(*(x[_verified(r) :] for x in found)) for r, found in zip(rollouts, acceptances, strict=True)
+        TokenAcceptance(*(x[_verified(r) :] for x in bounds)) for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Acceptance of the drafts that verification looked at, exact, at the length that the schedule went by."""
-    found = []
+    """Exact acceptance of the drafts that verification looked at, at the lengths by which the schedule chose pages."""
+    drafts = []
     for r in rollouts:
         alpha = r.verification.acceptance if r.verification else np.zeros(0, np.float32)
-        at = np.flatnonzero(~np.isnan(alpha))
-        found.append(TokenAcceptance(alpha[at], alpha[at], schedule.page_end(len(r.prompt_ids) + at)))
-    return found
+        offset = np.flatnonzero(~np.isnan(alpha))
+        drafts.append(TokenAcceptance(alpha[offset], alpha[offset], schedule.page_end(len(r.prompt_ids) + offset)))
+    return drafts
 
 
 def tail(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int) -> tuple[BinMismatch, ...]:
     """By length bin; nothing if there are no tokens."""
-    some = [r for r in responses if r.lower.size]
-    return pool(some, bin_tokens, seed).bins if some else ()
+    nonempty = [r for r in responses if r.lower.size]
+    return pool(nonempty, bin_tokens, seed).bins if nonempty else ()
 
 
 def turn(

@@ -81,7 +81,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def everything_trains(self) -> Iterator[None]:
-        """theta and phi alike count as trainable, as reading an optimiser's sharded state wants it."""
+        """theta and phi alike count as trainable, as reading an optimiser's sharded state requires."""
         self._enable(True)
         try:
             yield
@@ -115,28 +115,28 @@ class Adapter:
 
     def _load(self, folder: Path) -> None:
         try:
-            theirs = PeftConfig.from_pretrained(str(folder))
+            saved = PeftConfig.from_pretrained(str(folder))
             weights = load_peft_weights(str(folder), device="cpu")
         except (OSError, ValueError) as error:
             raise ConfigError(f"cannot read a PEFT adapter from {folder}: {str(error).splitlines()[0]}") from error
         weights = {k.removeprefix("base_model.model."): v for k, v in weights.items()}
-        own = {k: v.shape for k, v in get_peft_model_state_dict(self.model).items()}
-        if {k: v.shape for k, v in weights.items()} != own:
+        shapes = {k: v.shape for k, v in get_peft_model_state_dict(self.model).items()}
+        if {k: v.shape for k, v in weights.items()} != shapes:
             raise ConfigError(
-                f"the adapter in {folder} was made for {theirs.base_model_name_or_path!r} or another rank: its "
-                f"{len(weights)} tensors do not match the {len(own)} of this model's adapter"
+                f"the adapter in {folder} was made for {saved.base_model_name_or_path!r} or another rank: its "
+                f"{len(weights)} tensors do not match the {len(shapes)} of this model's adapter"
             )
         if (base := _saved_base(folder)) is not None:
-            likeness = torch.cosine_similarity(base, self._base, dim=0).item() if len(base) == len(self._base) else 0.0
-            if likeness < 0.5:
+            cosine = torch.cosine_similarity(base, self._base, dim=0).item() if len(base) == len(self._base) else 0.0
+            if cosine < 0.5:
                 raise ConfigError(
-                    f"the adapter in {folder} was trained on other weights ({theirs.base_model_name_or_path!r}) than "
-                    f"this model's: they correlate by {likeness:.2f}; give the model it was trained on, or no adapter"
+                    f"the adapter in {folder} was trained on other weights ({saved.base_model_name_or_path!r}) than "
+                    f"this model's: they correlate by {cosine:.2f}; give the model it was trained on, or no adapter"
                 )
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Some weights of the layers below the adapter, by which it knows its base again, float32.
+        """Some weights of the layers below the adapter, by which it recognises its base, float32.
 
         Training turns them by a few degrees; those of an unrelated model are at right angles.
         """
@@ -154,13 +154,13 @@ class Adapter:
 
 
 def _saved_base(folder: Path) -> Tensor | None:
-    """What ``Adapter.save`` says of the base; None of an adapter that something else has saved."""
+    """The sample of the base that ``Adapter.save`` wrote; None if something else saved the adapter."""
     path = folder / "adapter_model.safetensors"
     if not path.exists():
         return None
     with safe_open(str(path), "pt") as file:
-        known = (file.metadata() or {}).get(BASE)
-    return torch.tensor(json.loads(known)) if known else None
+        sample = (file.metadata() or {}).get(BASE)
+    return torch.tensor(json.loads(sample)) if sample else None
 
 
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
@@ -173,8 +173,8 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
     rest_p = (1 - p.sum(-1)).clamp(min=0)
     # The floor keeps the logarithm finite where rounding leaves the actor no mass outside the list.
     rest_q = (1 - q.sum(-1)).clamp(min=1e-7)
-    listed = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
-    return listed + torch.where(rest_p > 0, rest_p * (rest_p.clamp(min=1e-7).log() - rest_q.log()), 0.0)
+    listed_kl = torch.where(p > 0, p * (policy_top.float() - actor_top.float()), 0.0).sum(-1)
+    return listed_kl + torch.where(rest_p > 0, rest_p * (rest_p.clamp(min=1e-7).log() - rest_q.log()), 0.0)
 
 
 def worst_positions(acceptance: Tensor, share: float) -> Tensor:
@@ -215,7 +215,7 @@ class Distiller:
         self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
 
     def prepare(self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any) -> None:
-        """Take what the accelerator made of the model and of an optimiser that has the ``parameter_group``."""
+        """Take the model and an optimiser that has the ``parameter_group``, as the accelerator prepared them."""
         self._accelerator, self._ranks, self._scorer, self._optimizer = accelerator, ranks, scorer, optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
@@ -244,21 +244,21 @@ class Distiller:
             groups = self._ranks.micro_batches(
                 [i for i in rows if chosen[i].any()], experience.lengths, self.config.optimizer.token_budget
             )
-            for i, (some, counts) in enumerate(groups):
+            for i, (indices, counts) in enumerate(groups):
                 self._ranks.tell("distil", i, len(groups))
-                logp, top = self._sparse(experience, some, torch.cat([chosen[i] for i in some]))
-                policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in some])
+                logp, top = self._sparse(experience, indices, torch.cat([chosen[i] for i in indices]))
+                policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in indices])
                 kl = bucket_kl(policy_top.to(top.device), top).sum()
                 loss = distill.kl_coef * kl / tokens
                 metrics: dict[str, float] = {}
                 if distill.policy_loss:
-                    longest = int(assessment.mask_BT[some].sum(1).max())
-                    old_BT, mask_BT = (x[some, :longest].to(top.device) for x in (assessment.logq_BT, chosen_BT))
+                    longest = int(assessment.mask_BT[indices].sum(1).max())
+                    old_BT, mask_BT = (x[indices, :longest].to(top.device) for x in (assessment.logq_BT, chosen_BT))
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, logp)
                     policy, metrics = policy_loss(
                         logp_BT,
                         old_BT,
-                        advantages_B[some].to(top.device),
+                        advantages_B[indices].to(top.device),
                         mask_BT,
                         torch.ones_like(old_BT),
                         replace(self.config.loss, beta=0.0),  # phi has no reference
@@ -273,8 +273,8 @@ class Distiller:
                 for p in phi:
                     p.grad = accelerator.reduce(p.grad, "mean")
             norm = accelerator.clip_grad_norm_(phi, self.config.optimizer.max_grad_norm)
-            everyone = itertools.chain.from_iterable(self._ranks.gather("distil", lambda: parts))
-            merged = {"grad_norm": float(norm), "tokens": float(tokens)} | merge_metrics(everyone)
+            all_parts = itertools.chain.from_iterable(self._ranks.gather("distil", lambda: parts))
+            merged = {"grad_norm": float(norm), "tokens": float(tokens)} | merge_metrics(all_parts)
             check_finite(merged, math.inf)
             self._optimizer.step()
             self._optimizer.zero_grad()
@@ -295,9 +295,9 @@ class Distiller:
 
         with self._adapter.active():
             set_schedule(self._adapter.model, schedule)
-            found = self._ranks.batched("step down", experience.lengths, budget, score)
+            acceptances = self._ranks.batched("step down", experience.lengths, budget, score)
             set_schedule(self._adapter.model, self._schedule)
-        bins = pool(found, schedule.bin_tokens).bins
+        bins = pool(acceptances, schedule.bin_tokens).bins
         return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
     def _sparse(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -47,30 +47,30 @@ class Evaluator:
         return {name: self._score(problems) for name, problems in self.benchmarks.items()}
 
     def _score(self, problems: Sequence[Problem]) -> dict[str, Any]:
-        chosen, seed = self.config.eval, self.config.seed
+        config, seed = self.config.eval, self.config.seed
         sampling = Sampling(
-            chosen.max_new_tokens or self.config.rollout.max_new_tokens, chosen.temperature, top_n=0, seed=seed,
-            top_k=chosen.top_k, top_p=chosen.top_p,
+            config.max_new_tokens or self.config.rollout.max_new_tokens, config.temperature, top_n=0, seed=seed,
+            top_k=config.top_k, top_p=config.top_p,
         )  # fmt: skip
 
         def respond(rows: Sequence[int]) -> list[tuple[float, int, bool]]:
             if not rows:
                 return []
-            asked = [divmod(row, chosen.k) for row in rows]
+            samples = [divmod(row, config.k) for row in rows]
             watched = replace(sampling, watch=partial(self._watch, len(rows)))
-            rollouts = sample(self.engine, self.tokenizer, problems, asked, watched)
-            _, rewards = judge(self.tokenizer, problems, asked, rollouts, self.config.reward.time_limit)
+            rollouts = sample(self.engine, self.tokenizer, problems, samples, watched)
+            _, rewards = judge(self.tokenizer, problems, samples, rollouts, self.config.reward.time_limit)
             return [(w, len(r), r.finish_reason == "stop") for w, r in zip(rewards, rollouts, strict=True)]
 
-        found = self.ranks.spread("eval", len(problems) * chosen.k, respond)
-        rewards, tokens, ended = (np.array(column, float).reshape(-1, chosen.k) for column in zip(*found, strict=True))
+        scored = self.ranks.spread("eval", len(problems) * config.k, respond)
+        rewards, tokens, ended = (np.array(column, float).reshape(-1, config.k) for column in zip(*scored, strict=True))
         return {
-            "mean": asdict(mean_at_k(rewards)), "pass": asdict(pass_at_k(rewards, chosen.k)),
-            "problems": len(problems), "k": chosen.k, "tokens": tokens.mean(), "ended_fraction": ended.mean(),
+            "mean": asdict(mean_at_k(rewards)), "pass": asdict(pass_at_k(rewards, config.k)),
+            "problems": len(problems), "k": config.k, "tokens": tokens.mean(), "ended_fraction": ended.mean(),
         }  # fmt: skip
 
-    def _watch(self, of: int, tokens: int, finished: int) -> None:
-        self.ranks.tell("eval", finished, of, tokens=tokens)
+    def _watch(self, count: int, tokens: int, finished: int) -> None:
+        self.ranks.tell("eval", finished, count, tokens=tokens)
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:

@@ -1,4 +1,4 @@
-"""The dense policy in training: it scores what the actor sampled, is moved by it, and hands out its weights.
+"""The dense policy in training: it scores what the actor sampled, learns from it, and hands out its weights.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
 """
@@ -71,17 +71,17 @@ class Learner:
 
             self.distiller = Distiller(model, config, schedule)
         if config.optimizer.gradient_checkpointing:
-            keeping = self.distiller.checkpointing if self.distiller else {}
+            options = self.distiller.checkpointing if self.distiller else {}
             # Older transformers know the second name only, and version 6 will know the first only.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-            enable({"use_reentrant": False, **keeping})
+            enable({"use_reentrant": False, **options})
         ranks.check_equal(model)
         settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
         groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
         if self.distiller:  # one optimiser for both: a step moves what has gradients, which theta and phi never share
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(TokenScorer(model), torch.optim.AdamW(groups))
-        # Data parallelism hooks itself into the wrapper's passes; those that train nothing, or phi, go past it.
+        # Data parallelism hooks itself into the wrapper's passes; passes that train nothing, or phi, bypass it.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
@@ -104,7 +104,7 @@ class Learner:
         return whole(self.distiller.policy_weights().items() if self.distiller else self.model.named_parameters())
 
     def restore_settings(self) -> None:
-        """The optimiser's state, as a checkpoint has it, brings its own settings along; these are the run's."""
+        """Put the run's settings in place of those that the optimiser's state brought along from a checkpoint."""
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:
             group["lr"] = self.config.distill.learning_rate
@@ -131,19 +131,19 @@ class Learner:
 
     @torch.no_grad()
     def acceptances(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-        """How far what sampled each of ``rollouts`` under ``schedule`` was from the dense policy."""
+        """How far the sampler of each of ``rollouts``, under ``schedule``, was from the dense policy."""
         return list(self._score(phase, rollouts, schedule)[-1])
 
     def _score(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> tuple[Any, Any, Any, Any]:
         """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
-            some = [rollouts[i] for i in rows]
-            scores = self.plain_scorer(batch_of(some, self.accelerator.device, True), self.config.rollout.temperature)
-            columns = (split(x.cpu().numpy(), [len(r) for r in some]) for x in scores)
+            batch = [rollouts[i] for i in rows]
+            scores = self.plain_scorer(batch_of(batch, self.accelerator.device, True), self.config.rollout.temperature)
+            columns = (split(x.cpu().numpy(), [len(r) for r in batch]) for x in scores)
             return [
                 (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(r, top, schedule))
-                for r, logp, top, entropy in zip(some, *columns, strict=True)
+                for r, logp, top, entropy in zip(batch, *columns, strict=True)
             ]
 
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
@@ -163,17 +163,17 @@ class Learner:
         return self.ranks.batched("reference", experience.lengths, self.config.optimizer.token_budget, score)
 
     def _learning_rate(self, step: int) -> float:
-        """Of training step ``step``; that of a warm-up's start, which would be 0, is left out."""
+        """The rate of training step ``step``; a warm-up's first rate, which would be 0, is left out."""
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
         name = optimizer.lr_scheduler_type
-        curve = get_scheduler(
+        scheduler = get_scheduler(
             "constant_with_warmup" if name == "constant" else name,
             torch.optim.SGD([torch.zeros(1)]),
             optimizer.warmup_steps,
             self.config.steps + first,
         )
-        return optimizer.learning_rate * curve.lr_lambdas[0](step + first)
+        return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
         """Correct, then take the optimiser steps of training step ``step``, from 0; then the adapter's, if there is
@@ -194,26 +194,26 @@ class Learner:
             (rows, self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget))
             for rows in self._minibatches(len(experience.rollouts), step)
         ]
-        begun, of = itertools.count(), sum(len(groups) for _, groups in plan)
+        begun, batch_count = itertools.count(), sum(len(groups) for _, groups in plan)
         for rows, groups in plan:
             normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
             parts = []
-            for i, (some, counts) in enumerate(groups):
-                self.ranks.tell("update", next(begun), of)
+            for i, (indices, counts) in enumerate(groups):
+                self.ranks.tell("update", next(begun), batch_count)
                 # Shards are reduced at once: whole gradients of all layers would not fit.
-                now = i == len(groups) - 1 or self.ranks.is_sharded
-                with contextlib.nullcontext() if now else self.accelerator.no_sync(self.scorer):
-                    scores = self.scorer(experience.batch(some, device), config.rollout.temperature)
-                    longest = int(assessment.mask_BT[some].sum(1).max())
+                reduces = i == len(groups) - 1 or self.ranks.is_sharded
+                with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
+                    scores = self.scorer(experience.batch(indices, device), config.rollout.temperature)
+                    longest = int(assessment.mask_BT[indices].sum(1).max())
                     old_BT, mask_BT, weight_BT = (
-                        x[some, :longest].to(device)
+                        x[indices, :longest].to(device)
                         for x in (assessment.logp_BT, assessment.mask_BT, correction.weight_BT)
                     )
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, scores.logprobs)
                     ref_BT = assessment.ref_logp_BT
                     loss, metrics = policy_loss(
-                        logp_BT, old_BT, advantages_B[some].to(device), mask_BT, weight_BT, config.loss, normalizers,
-                        None if ref_BT is None else ref_BT[some, :longest].to(device),
+                        logp_BT, old_BT, advantages_B[indices].to(device), mask_BT, weight_BT, config.loss, normalizers,
+                        None if ref_BT is None else ref_BT[indices, :longest].to(device),
                     )  # fmt: skip
                     # Data parallelism averages gradients over processes; the normalisers already count all of them.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
@@ -227,15 +227,15 @@ class Learner:
             self.optimizer.zero_grad()
             steps.append(merged)
         loss_metrics = {key: float(np.mean([s[key] for s in steps])) for key in steps[0]}
-        found: Metrics = {
+        step_metrics: Metrics = {
             "advantage": advantage_metrics,
             "correction": correction.metrics,
             "loss": loss_metrics,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
         }
         if self.distiller:
-            found["distill"] = self.distiller.update(experience, assessment, advantages_B)
-        return found
+            step_metrics["distill"] = self.distiller.update(experience, assessment, advantages_B)
+        return step_metrics
 
     def _correct(self, assessment: Assessment, step: int) -> Correction:
         generator = torch.Generator().manual_seed(derived_seed(self.config.seed, step))
@@ -256,7 +256,7 @@ class Learner:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Layers recompute where they were asked to: transformers has them do so in training mode only.
+    """Layers that checkpoint their activations do recompute: in transformers they do so in training mode only.
 
     A layer in that mode cannot decode with a cache, and a whole model would switch its dropout on.
     """

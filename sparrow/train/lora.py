@@ -1,4 +1,4 @@
-"""A LoRA on a model: layers that multiply by what an engine gets, and a policy that trains nothing else."""
+"""A LoRA on a model: layers that multiply by the weights an engine gets, and a policy that trains nothing else."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def inject(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequen
     head = model.get_output_embeddings()  # may be tied to the embeddings, which have no LoRA
     linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
     if missing := [t for t in target_modules if not any(f".{name}".endswith(f".{t}") for name in linear)]:
-        there = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
-        raise ConfigError(f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {there}")
+        available = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
+        raise ConfigError(f"cannot put a LoRA on {', '.join(missing)}: the linear layers of this model are {available}")
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, target_modules=list(target_modules), task_type="CAUSAL_LM",
         base_model_name_or_path=model.name_or_path,
@@ -94,8 +94,8 @@ def layers(model: PreTrainedModel) -> list[MergedLinear]:
 
 def base_weights(model: PreTrainedModel) -> dict[str, Tensor]:
     """theta, by the names the model had without the LoRA."""
-    named = model.named_parameters()
-    return {name.replace(".base_layer", ""): p.detach() for name, p in named if "lora_" not in name}
+    parameters = model.named_parameters()
+    return {name.replace(".base_layer", ""): p.detach() for name, p in parameters if "lora_" not in name}
 
 
 def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

@@ -29,13 +29,13 @@ PATIENCE_S = 1800  # longest wait for the slowest process of a phase
 
 
 class Tell(Protocol):
-    """Told how far a phase is in this process: ``done`` of ``of`` responses or micro-batches."""
+    """Called with the progress of a phase in this process: ``done`` of ``of`` responses or micro-batches."""
 
     def __call__(self, phase: str, done: int, of: int, **more: int) -> None: ...
 
 
 def quiet(phase: str, done: int, of: int, **more: int) -> None:
-    """Tells nobody."""
+    """Reports nothing."""
 
 
 class Ranks:
@@ -43,7 +43,7 @@ class Ranks:
 
     Args:
         accelerator: says which process this is.
-        tell: told how far this process is.
+        tell: called with the progress of this process.
 
     Raises ConfigError: FSDP was asked for and cannot be had.
     """
@@ -86,24 +86,24 @@ class Ranks:
             result = work()
             self._count(phase, [time.perf_counter() - began])
             return [result]
-        mine: tuple[T | None, Exception | None]
+        outcome: tuple[T | None, Exception | None]
         try:
             with self.connected(phase):
-                mine = work(), None
+                outcome = work(), None
         except ProcessLost:
             raise
         except (SparrowError, OSError) as error:
-            mine = None, error
-        found: list[Any] = [None] * self.count
+            outcome = None, error
+        outcomes: list[Any] = [None] * self.count
         seconds = time.perf_counter() - began
         with self.connected(phase):
             dist.monitored_barrier(self._group, timedelta(seconds=PATIENCE_S), wait_all_ranks=True)
-            dist.all_gather_object(found, (*mine, seconds), group=self._group)
-        for rank, (_, failed, _) in enumerate(found):
+            dist.all_gather_object(outcomes, (*outcome, seconds), group=self._group)
+        for rank, (_, failed, _) in enumerate(outcomes):
             if failed is not None:
-                raise mine[1] if rank == self.rank and mine[1] else failed
-        self._count(phase, [seconds for _, _, seconds in found])
-        return [result for result, _, _ in found]
+                raise outcome[1] if rank == self.rank and outcome[1] else failed
+        self._count(phase, [seconds for _, _, seconds in outcomes])
+        return [result for result, _, _ in outcomes]
 
     @contextlib.contextmanager
     def connected(self, phase: str) -> Iterator[None]:
@@ -142,18 +142,18 @@ class Ranks:
         Errors as in ``gather``.
         """
 
-        def mine() -> dict[int, T]:
-            found: dict[int, T] = {}
+        def own_results() -> dict[int, T]:
+            by_row: dict[int, T] = {}
             groups = self.micro_batches(range(len(lengths)), lengths, budget)
             for i, (rows, counts) in enumerate(groups):
                 self.tell(phase, i, len(groups))
                 results = work(rows)
                 if counts:
-                    found.update(zip(rows, results, strict=True))
-            return found
+                    by_row.update(zip(rows, results, strict=True))
+            return by_row
 
-        found = {i: result for part in self.gather(phase, mine) for i, result in part.items()}
-        return [found[i] for i in range(len(lengths))]
+        by_row = {i: result for part in self.gather(phase, own_results) for i, result in part.items()}
+        return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
         """The slowest process's seconds in a phase over the mean of all, since the last call."""
@@ -179,8 +179,8 @@ class Ranks:
         ]
         longest = max(map(len, groups))
         shortest = min(rows, key=lambda i: lengths[i])
-        own = [([rows[i] for i in group], True) for group in groups[self.rank]]
-        return own + [([shortest], False)] * (longest - len(own))
+        own_groups = [([rows[i] for i in group], True) for group in groups[self.rank]]
+        return own_groups + [([shortest], False)] * (longest - len(own_groups))
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
@@ -188,9 +188,9 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        least = tokens.index(min(tokens))
-        parts[least].append(i)
-        tokens[least] += lengths[i]
+        smallest = tokens.index(min(tokens))
+        parts[smallest].append(i)
+        tokens[smallest] += lengths[i]
     return [sorted(part) for part in parts]
 
 

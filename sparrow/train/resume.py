@@ -32,27 +32,27 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
     Raises ConfigError: a setting that cannot change, or any change to a run that is finished and stays so.
     """
     now = _flat(json.loads(json.dumps(asdict(config))))
-    unset = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
-    before = _flat(json.loads(json.dumps(asdict(unset)))) | {
+    defaults = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
+    before = _flat(json.loads(json.dumps(asdict(defaults)))) | {
         name: value for name, value in _flat(recorded.train).items() if name in now
     }
     changes: Changes = {
         name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE
     }
-    then, given = recorded.schedule.to_dict(), schedule.to_dict()
-    changes |= {f"schedule.{k}": (then[k], given[k]) for k in ("top_k", *LAYOUT) if then[k] != given[k]}
-    listed = describe(changes)
+    old, new = recorded.schedule.to_dict(), schedule.to_dict()
+    changes |= {f"schedule.{k}": (old[k], new[k]) for k in ("top_k", *LAYOUT) if old[k] != new[k]}
+    description = describe(changes)
     if fixed := [name for name in changes if name in (*FIXED, *(f"schedule.{k}" for k in LAYOUT))]:
         raise ConfigError(
             f"the run in {config.run_dir} cannot go on with another {' or '.join(fixed)}; it was started with other "
-            f"settings: {listed}; leave them out, or choose another run_dir"
+            f"settings: {description}; leave them out, or choose another run_dir"
         )
     if config.steps < step:
         raise ConfigError(f"the run in {config.run_dir} has done {step} steps already, but steps is {config.steps}")
     if changes and step >= before["steps"] >= config.steps:
         raise ConfigError(
             f"the run in {config.run_dir} has finished its {step} steps, so its settings stay as they are, but these "
-            f"differ: {listed}; raise steps to go on, or choose another run_dir"
+            f"differ: {description}; raise steps to go on, or choose another run_dir"
         )
     return changes
 

@@ -40,9 +40,9 @@ def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[s
     """
     sources, parts = zip(*rewards, strict=True)
     totals = np.array([sum(p.values()) for p in parts])
-    found: dict[str, Any] = {"mean": totals.mean(), "std": totals.std()}
+    metrics: dict[str, Any] = {"mean": totals.mean(), "std": totals.std()}
     if len(parts[0]) > 1:
-        found["parts"] = {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
+        metrics["parts"] = {name: float(np.mean([p[name] for p in parts])) for name in parts[0]}
     if len(set(sources)) > 1:
-        found["sources"] = {name: totals[np.equal(sources, name)].mean() for name in sorted(set(sources))}
-    return found
+        metrics["sources"] = {name: totals[np.equal(sources, name)].mean() for name in sorted(set(sources))}
+    return metrics

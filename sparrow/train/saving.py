@@ -25,7 +25,7 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
     Raises CheckpointError: it could not be written; earlier ones are untouched.
     """
-    ranks, name = learner.ranks, "checkpoint"
+    ranks, phase = learner.ranks, "checkpoint"
 
     def write() -> None:
         try:
@@ -40,9 +40,9 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
         run_dir.remove("checkpoints", run_dir.steps("checkpoints")[:-keep])
 
     with uninterrupted(), run_dir.write_errors("checkpoints", state.step):
-        folder = ranks.on_main(name, lambda: run_dir.begin("checkpoints", state.step))
-        ranks.gather(name, write)
-        ranks.on_main(name, finish)
+        folder = ranks.on_main(phase, lambda: run_dir.begin("checkpoints", state.step))
+        ranks.gather(phase, write)
+        ranks.on_main(phase, finish)
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
@@ -106,25 +106,25 @@ class Exports:
         if not (self.config.every or self.config.best):
             return
         best = best_step(evaluations) if self.config.best else None
-        name, run_dir = "export", self.run_dir
-        wanted = self._periodic(step) or step == best
-        if wanted and step not in self.ranks.on_main(name, lambda: run_dir.steps("exports")):
+        phase, run_dir = "export", self.run_dir
+        due = self._periodic(step) or step == best
+        if due and step not in self.ranks.on_main(phase, lambda: run_dir.steps("exports")):
             with uninterrupted(), run_dir.write_errors("exports", step):
-                folder = self.ranks.on_main(name, lambda: run_dir.begin("exports", step))
+                folder = self.ranks.on_main(phase, lambda: run_dir.begin("exports", step))
                 export(learner, tokenizer, folder, folder / "adapter")
-                self.ranks.on_main(name, lambda: run_dir.finish("exports", step))
-        self.ranks.on_main(name, lambda: self._prune(best, evaluations))
+                self.ranks.on_main(phase, lambda: run_dir.finish("exports", step))
+        self.ranks.on_main(phase, lambda: self._prune(best, evaluations))
 
     def _periodic(self, step: int) -> bool:
         return step > 0 and self.config.every is not None and step % self.config.every == 0
 
     def _prune(self, best: int | None, evaluations: Sequence[Row]) -> None:
-        found = self.run_dir.steps("exports")
-        kept = {*list(filter(self._periodic, found))[-self.config.keep :], best}
-        if self.config.best and (saved := self.run_dir.last_checkpoint()):
-            kept.add(best_step([row for row in evaluations if row["step"] <= saved[0]]))
-        self.run_dir.remove("exports", set(found) - kept)
-        if found:
+        steps = self.run_dir.steps("exports")
+        kept = {*list(filter(self._periodic, steps))[-self.config.keep :], best}
+        if self.config.best and (checkpoint := self.run_dir.last_checkpoint()):
+            kept.add(best_step([row for row in evaluations if row["step"] <= checkpoint[0]]))
+        self.run_dir.remove("exports", set(steps) - kept)
+        if steps:
             self.run_dir.mark_best(best)
 
 

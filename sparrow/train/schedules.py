@@ -1,13 +1,13 @@
 """What moves the schedule between steps: the step-down of a distilled actor, the closed loop, and the guard.
 
-They are one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured under
-it, and what those before it proposed. A fixed schedule is what nothing moves. Any of them may be on beside the others.
+They share one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured
+under it, and what those before it proposed. A schedule that none of them moves is fixed. Any of them may be combined.
 
 The closed loop: pages follow the measured tail, bin by bin, so that no calibration run is needed. Every step measures
-p5 of acceptance by length bin for nothing, because the dense log-probs are computed anyway. What
-decides is the lower limit of p5's interval, as in calibration: a bin must hold tau surely, and a bin with few
-responses has a wide interval and stays dearer. While a bin is dense its p5 is 1 and says nothing of the sparse actor;
-the bound on a step is what makes going down from there safe.
+p5 of acceptance by length bin at no cost, because the dense log-probs are computed anyway. The lower limit of p5's
+interval decides, as in calibration: a bin must be sure to hold tau, and a bin with few responses has a wide interval
+and stays dearer. While a bin is dense its p5 is 1 and says nothing of the sparse actor; the bound on a step is what
+makes going down from there safe.
 
 Budgets are raised in proportion to the rejected share 1 - p5 and lowered with its cube root, for it falls with the
 pages read as their power -0.7 (the published tables for p5 0.75 to 0.92, median) to -4 (the bundled reasoner near p5
@@ -105,10 +105,10 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 
 
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
-    """The bins, of those that enough responses reach, whose p5 is known to be below ``threshold``.
+    """The bins that enough responses reach and whose p5 is known to be below ``threshold``.
 
-    Known it is of the upper bound on acceptance: short lists of tokens leave a flat distribution's lower bound low,
-    however close the actor is.
+    Only the upper bound on acceptance can show that: short lists of tokens leave the lower bound low where the
+    distribution is flat, however close the actor is.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
@@ -119,7 +119,7 @@ class Evidence(NamedTuple):
     step: int  # finished steps, this one included
     report: MismatchReport  # under the schedule in force, in that one's bins
     tail_under: Callable[[SparsitySchedule], Sequence[BinMismatch]]
-    """The actor's tail on the same rollouts under another schedule, for a forward pass; in bins worth judging."""
+    """The actor's tail on these rollouts under another schedule, which takes a forward pass; in bins worth judging."""
 
 
 class Mover(Protocol):
@@ -202,14 +202,14 @@ class ClosedLoop:
 class Guard:
     """Watches for p5 too low in a length bin, and for p1 of all tokens fallen; see ``GuardConfig``.
 
-    It judges what is known: the upper bound on acceptance. What the actor's lists of tokens leave open it names.
+    It judges by what is certain, the upper bound on acceptance, and names what the actor's lists of tokens leave open.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self._config, self._top_n = config.guard, config.rollout.top_n
         tau = Tau.chosen(config.tau, config.relative_tau)
-        given = config.guard.threshold
-        self._threshold = tau._replace(value=tau.value - 0.02 if given is None else given)
+        threshold = config.guard.threshold
+        self._threshold = tau._replace(value=tau.value - 0.02 if threshold is None else threshold)
         self._lossless = config.rollout.mode == "lossless"
         self._best_p1 = 0.0
         self._reads_all = False
@@ -231,8 +231,8 @@ class Guard:
         if not (self.alarm and self._config.action == "raise"):
             return proposed
         # What another mover raises already is not raised twice.
-        left = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
-        return _densest(raise_bins(now, left), proposed) if left else proposed
+        unraised = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
+        return _densest(raise_bins(now, unraised), proposed) if unraised else proposed
 
     @property
     def alarm(self) -> bool:
@@ -256,15 +256,15 @@ class Guard:
     @property
     def reason(self) -> str:
         """Why there is an alarm, and what to do about it."""
-        what = f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
-        seen = f"{what}, or p1 below half of its best, for "
+        symptom = f"{self._threshold.statistic} of acceptance has been below {self._threshold.value:g}"
+        prefix = f"{symptom}, or p1 below half of its best, for "
         if self._reads_all:
             return (
-                f"{seen}{self.steps_below} steps, though samples come from all that is cached: not sparsity is the "
+                f"{prefix}{self.steps_below} steps, though samples come from all that is cached: not sparsity is the "
                 "cause, but weights that did not reach the engine, or its precision, temperature or another difference "
                 "to the policy's model"
             )
-        return f"{seen}{self.steps_below} steps, so training may collapse; a denser schedule prevents it"
+        return f"{prefix}{self.steps_below} steps, so training may collapse; a denser schedule prevents it"
 
     @property
     def remedy(self) -> str:
@@ -312,12 +312,12 @@ class Movers:
         return proposed
 
     def complaint(self, seen: Evidence) -> str | None:
-        """That not even dense rollouts hold tau, or can be shown to, said once if anything here is to hold it."""
+        """A message, given once, if anything here is to hold tau and not even dense rollouts do, or can be shown to."""
         if not self._asks or self._said:
             return None
-        found = self._tau.out_of_reach(seen.report.bins)
-        self._said = found is not None
-        return found
+        message = self._tau.out_of_reach(seen.report.bins)
+        self._said = message is not None
+        return message
 
     def state(self) -> dict[str, Any]:
         """The memory of all, by name."""

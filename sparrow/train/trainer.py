@@ -45,7 +45,7 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
-"""Told ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
+"""Called with ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
 ``("step", metrics)`` when a step ends; also ``("eval", {})`` and ``("evaluated", scores)`` around an evaluation.
 
 Of progress, the metrics are those of this process: ``phase`` (also ``verify`` and ``distil``, parts of those above),
@@ -56,9 +56,9 @@ Of progress, the metrics are those of this process: ``phase`` (also ``verify`` a
 class Trainer:
     """Trains ``model`` with rollouts from ``engine``.
 
-    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what that decodes
+    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what it decodes
     under; with ``closed_loop`` the schedule follows the measured p5, so that it holds the config's tau. With a
-    ``dial``, for an engine in ``mode=auto``, responses are verified up to where that says. ``benchmarks`` are
+    ``dial``, for an engine in ``mode=auto``, responses are verified up to where it says. ``benchmarks`` are
     evaluated as ``config.eval`` says.
 
     Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
@@ -141,7 +141,7 @@ class Trainer:
 
     def _train(self) -> None:
         self.ranks.on_main("start", self.run_dir.lock)
-        saved = self.step
+        saved_step = self.step
         try:
             lossless = self.dial or self.config.rollout.mode == "lossless"
             if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
@@ -153,7 +153,7 @@ class Trainer:
                 self._evaluate()
                 if self.movers.guard.stops or self.step % self.config.save_every == 0:
                     self._save()
-                    saved = self.step
+                    saved_step = self.step
                 if self.movers.guard.stops:
                     guard = self.movers.guard
                     raise TrainingDiverged(
@@ -162,10 +162,10 @@ class Trainer:
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
             # Rollouts and scores change nothing, and updates are not interrupted: the state is that of self.step.
             # An interrupt may catch processes at different places, where they cannot save anything together.
-            if self.step > saved and (self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)):
+            if self.step > saved_step and (self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)):
                 self._save()
             raise
-        if self.step > saved:
+        if self.step > saved_step:
             self._save()
         export(self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter")
         # Not end_training: it would end the process group, which an engine in this process may still use.
@@ -220,8 +220,8 @@ class Trainer:
         responses = self.config.rollout.prompts * self.config.rollout.samples
         rollouts = self._collector.sample(min(CEILING_RESPONSES, responses))
         self.ranks.gather("sleep", self._rest)
-        found = self.learner.acceptances("ceiling", rollouts, self.schedule)
-        self.ceiling.measure(pool(found, self.config.bin_tokens or self.schedule.bin_tokens))
+        acceptances = self.learner.acceptances("ceiling", rollouts, self.schedule)
+        self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
         """Score the policy on the benchmarks, if that is due and not done, and export it, if that is."""
@@ -248,9 +248,9 @@ class Trainer:
         """Wake the engine and give it the actor's weights and schedule."""
         self._push(self.schedule, self.learner.actor_weights)
 
-    def _push(self, schedule: SparsitySchedule, made: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+    def _push(self, schedule: SparsitySchedule, get_weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
         def push() -> None:
-            weights = made()
+            weights = get_weights()
             try:
                 self.engine.wake()
                 self.engine.set_schedule(schedule)
@@ -266,7 +266,7 @@ class Trainer:
     def _describe(
         self, experience: Experience, assessment: Assessment, entropy: float
     ) -> tuple[MismatchReport, Metrics]:
-        """How far the actor was from the policy, and all that can be said before the update."""
+        """How far the actor was from the policy, and all metrics that are known before the update."""
         bin_tokens = self.config.bin_tokens or self.schedule.bin_tokens
         report = pool(assessment.acceptances, bin_tokens, seed=self.step)
         if self.dial:
@@ -299,19 +299,19 @@ class Trainer:
 
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step))
-        said: Metrics = {}
+        dial_metrics: Metrics = {}
         if self.dial:
-            said["dial"] = dialing.turn(
+            dial_metrics["dial"] = dialing.turn(
                 self.dial, experience.rollouts, assessment.acceptances, self.schedule, self.ceiling, self.step
             )
-        seen = Evidence(self.step + 1, report, tail_under)
-        self._set_schedule(self.movers.next(self.schedule, seen))
-        if (complaint := self.movers.complaint(seen)) and self.ranks.is_main:
+        evidence = Evidence(self.step + 1, report, tail_under)
+        self._set_schedule(self.movers.next(self.schedule, evidence))
+        if (complaint := self.movers.complaint(evidence)) and self.ranks.is_main:
             log.warning(complaint)
         guard = self.movers.guard
         if guard.warning and self.ranks.is_main:
             log.warning(guard.warning)
-        return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **said}
+        return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def _set_schedule(self, schedule: SparsitySchedule) -> None:
         """Train for another schedule from now on; the engine gets it with the next weights."""
@@ -351,9 +351,9 @@ class Trainer:
         Raises ConfigError: a setting differs that cannot, see ``resumed``. CheckpointError: files that are damaged, or
         of a model of another size.
         """
-        found = self.run_dir.last_checkpoint()
-        assert found is not None, "RunDir refuses to resume without a checkpoint"
-        self.step, folder = found
+        checkpoint = self.run_dir.last_checkpoint()
+        assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"
+        self.step, folder = checkpoint
         before = RunConfig.load(self.run_dir.path)
         changes = resumed(before, self.config, given.schedule, self.step)
         if changes and self.ranks.is_main:
@@ -364,7 +364,7 @@ class Trainer:
         moved = "schedule.top_k" in changes
         self._set_schedule(given.schedule if moved else state.schedule)
         # Another start schedule is the first rung of a ladder again.
-        memory = {name: kept for name, kept in state.steering.items() if not (moved and name == "step_down")}
+        memory = {name: saved for name, saved in state.steering.items() if not (moved and name == "step_down")}
         self.movers.load(memory, self.schedule)
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:

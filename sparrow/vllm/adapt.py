@@ -180,17 +180,17 @@ class DraftLength:
         """The numbers of drafts worth timing, the fastest known first; of those unknown at most one, the smallest."""
         known = self._known(key)
         speed = {k: self._speed(key, k, seconds) for k, seconds in known.items()}
-        found = [k for k in sorted(speed, key=lambda k: -speed[k]) if speed[k] >= HOPELESS * max(speed.values())]
+        promising = [k for k in sorted(speed, key=lambda k: -speed[k]) if speed[k] >= HOPELESS * max(speed.values())]
         drafts = next((k for k in self.choices if k not in known), None)
         if drafts is None:
-            return found
+            return promising
         if len(known) < 2 or len(self._seconds[key].get(drafts, ())) > 0:
-            return [*found, drafts]
+            return [*promising, drafts]
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
         predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # time grows by as much with every draft
         if predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * max(speed.values()):
-            found.append(drafts)
-        return found
+            promising.append(drafts)
+        return promising
 
 
 def _typical(seconds: Iterable[float]) -> float:

@@ -78,9 +78,9 @@ def _runtime(worker: Any) -> Runtime:
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """The captured batch sizes around ``max_num_seqs``, if vLLM captures decode steps for themselves, else that twice.
+    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately, else that twice.
 
-    It captures none above: a step of more sequences than the lower runs without a CUDA graph.
+    vLLM captures none above that number: a step of more sequences than the lower size runs without a CUDA graph.
     """
     mode, most = vllm_config.compilation_config.cudagraph_mode, vllm_config.scheduler_config.max_num_seqs
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []

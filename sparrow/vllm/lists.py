@@ -19,10 +19,10 @@ else:
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """What ``FlatLogprobs`` is to its readers, of lists that are all equally long and were not decoded."""
+    """Reads like ``FlatLogprobs``, for lists that are all equally long and were not decoded."""
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Empty, for lists like these: of the same length and dtypes."""
+        """Empty, for lists of the same length and dtypes as these."""
         self.width = logprobs.shape[1]
         self.token_ids: array[int] = array(ids.dtype.char)
         self.logprobs: array[float] = array(logprobs.dtype.char)

@@ -179,10 +179,10 @@ class Runtime:
         cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
         if self.meter is None:
             return {"cycles": cycles}
-        found = {"cycles": cycles, **_told(self.meter.drafts.settle())}
+        report = {"cycles": cycles, **_told(self.meter.drafts.settle())}
         if (metered := self.meter.metered) is not None:
-            found["metered"] = {"schedule": metered.schedule.to_dict(), **_told(metered.tally.settle())}
-        return found
+            report["metered"] = {"schedule": metered.schedule.to_dict(), **_told(metered.tally.settle())}
+        return report
 
     def describe(self) -> dict[str, Any]:
         """What runs where, in plain types."""

@@ -59,14 +59,14 @@ def check_lossless(on_cpu: bool) -> None:
 
 
 def drafts_have_own_noise() -> bool:
-    """Whether vLLM keeps the noise that drafts are drawn with apart from what replaces rejected ones (0.30 on)."""
+    """Whether vLLM draws drafts with other noise than the tokens that replace rejected ones (from 0.30 on)."""
     return "is_drafting" in _parameters_of_gumbel_sample()
 
 
 def draft_logits_argument() -> str:
-    """What ``gumbel_sample`` calls the place for the logits it draws from.
+    """The parameter of ``gumbel_sample`` that takes the place for the logits it draws from.
 
-    0.28 on keeps them as they come from the model (``logits_cache``), earlier ones divided by the temperature.
+    0.28 and later keep them as they come from the model (``logits_cache``), earlier ones divided by the temperature.
     """
     name = "logits_cache"
     return name if name in _parameters_of_gumbel_sample() else "output_processed_logits"
@@ -82,7 +82,7 @@ def installed(on_cpu: bool = False) -> ModuleType:
     """The adapter for the vLLM of this process. Raises ConfigError: no adapter, or none that runs on CPU."""
     import vllm
 
-    found = adapter(vllm.__version__)
-    if on_cpu and not hasattr(found, "cpu_key_value"):
+    module = adapter(vllm.__version__)
+    if on_cpu and not hasattr(module, "cpu_key_value"):
         raise ConfigError(f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU")
-    return found
+    return module

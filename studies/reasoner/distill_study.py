@@ -94,13 +94,13 @@ class HeldOut:
         engine.counters()  # these tokens are not training's
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
         accepted = [token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)]
-        found = pool(accepted, 64)
+        mismatch = pool(accepted, 64)
         lower, _, position, _ = flatten(accepted)
-        rare = [np.mean(lower[position // 64 == b.bin] < 0.5) for b in found.bins]
+        rare = [np.mean(lower[position // 64 == b.bin] < 0.5) for b in mismatch.bins]
         texts = self._tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
         reward = np.mean([p.verify(text) for p, text in zip(self._problems, texts, strict=True)])
-        bins = bins_of(found.to_dict())
-        return {"bins": bins, "below_half": np.round(rare, 4).tolist(), "mean": found.mean, "reward": float(reward)}
+        bins = bins_of(mismatch.to_dict())
+        return {"bins": bins, "below_half": np.round(rare, 4).tolist(), "mean": mismatch.mean, "reward": float(reward)}
 
 
 def bins_of(report: dict[str, Any]) -> list[list[float]]:
@@ -155,7 +155,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
         engine.update_weights(iter(trainer.learner.distiller.policy_weights().items()))
     result |= {"without": measure(engine, CHEAP), "dense": measure(engine, DENSE)}
     if arm == "switch":
-        result["moved_at"] = next((i for i, found in enumerate(under, 1) if found.top_k == CHEAP.top_k), None)
+        result["moved_at"] = next((i for i, current in enumerate(under, 1) if current.top_k == CHEAP.top_k), None)
     (options.folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
 
 

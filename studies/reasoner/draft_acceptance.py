@@ -72,7 +72,7 @@ def main(options: Options) -> None:
     """Measure, and save after every budget."""
     if len(options.models) != len(options.lines):
         raise SystemExit(f"{len(options.models)} models have {len(options.lines)} lengths of programs; give one each")
-    found: dict[str, Any] = {"problems": options.problems, "models": []}
+    report: dict[str, Any] = {"problems": options.problems, "models": []}
     for name, lines in zip(options.models, options.lines, strict=True):
         model, tokenizer = load_model(name)
         task = Trace(lines)
@@ -82,12 +82,12 @@ def main(options: Options) -> None:
         ]
         rows: list[dict[str, Any]] = []
         config = model.config
-        found["models"].append(
+        report["models"].append(
             {"name": Path(name).name, "layers": config.num_hidden_layers, "lines": lines, "rows": rows}
         )
         for pages in options.pages:
             rows.append(row(model, tokenizer, prompts, pages, options.drafts, options.max_new_tokens))
-            options.out.write_text(json.dumps(plain(found), indent=1) + "\n", encoding="utf-8")
+            options.out.write_text(json.dumps(plain(report), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

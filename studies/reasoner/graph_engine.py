@@ -111,12 +111,12 @@ class GraphEngine(HFEngine):
         if self._dense_below is None:
             return rollouts
         counts = [self._verified(r, self._dense_below) for r in rollouts]
-        found = [np.full(n, np.nan, np.float32) for n in counts]
+        acceptance = [np.full(n, np.nan, np.float32) for n in counts]
         some = [i for i in range(0, len(rollouts), MEASURED_EVERY) if counts[i]]
         cut = [_first_tokens(rollouts[i], counts[i]) for i in some]
         for i, r, top in zip(some, cut, self._sparse_top(cut, sampling.temperature) if cut else (), strict=True):
-            found[i] = acceptance_bounds(r.top_ids, r.top_logprobs, top).lower.astype(np.float32)
-        return [replace(r, verification=Verification(len(x), x)) for r, x in zip(rollouts, found, strict=True)]
+            acceptance[i] = acceptance_bounds(r.top_ids, r.top_logprobs, top).lower.astype(np.float32)
+        return [replace(r, verification=Verification(len(x), x)) for r, x in zip(rollouts, acceptance, strict=True)]
 
     def _verified(self, rollout: Rollout, up_to: float) -> int:
         length = len(rollout.prompt_ids) + np.arange(len(rollout))

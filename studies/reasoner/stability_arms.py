@@ -35,23 +35,23 @@ class Arm:
 
 def arms() -> dict[str, Arm]:
     """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
-    found = {"dense": Arm()}
-    found |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
+    by_name = {"dense": Arm()}
+    by_name |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
     for n in (86, 90, 92, 95, 97, 98, 99):
-        found[f"auto{n}"] = Arm(f"auto:{n}")
-        found[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
-    found |= {f"auto{n}-sparse_rl": Arm(f"auto:{n}", "sparse_rl") for n in (92, 95)}
-    found |= {f"dial{n}": Arm(f"dial:{n}") for n in DIALS}
-    found |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
-    found |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
-    found |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
-    found |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4, 8)}
-    found |= {f"noise-all-{n}": Arm(actor=f"noise:100:{n}") for n in (1, 3)}
-    found |= {f"noise-rare-{n}": Arm(actor=f"noise:{n}:50") for n in (1, 3, 6)}
+        by_name[f"auto{n}"] = Arm(f"auto:{n}")
+        by_name[f"auto{n}-fault"] = Arm(f"auto:{n}", actor="halved:25")
+    by_name |= {f"auto{n}-sparse_rl": Arm(f"auto:{n}", "sparse_rl") for n in (92, 95)}
+    by_name |= {f"dial{n}": Arm(f"dial:{n}") for n in DIALS}
+    by_name |= {"p86-worn": Arm("p86", actor="worn"), "auto86-unworn": Arm("auto:86:p86", actor="unworn:15")}
+    by_name |= {f"{s}-evict": Arm(s, actor="evict") for s in ("p86", "p92", "p95", "p97")}
+    by_name |= {f"bits{n}": Arm(actor=f"bits:{n}") for n in (6, 5, 4, 3)}
+    by_name |= {f"stale{n}": Arm(actor=f"stale:{n}") for n in (2, 4, 8)}
+    by_name |= {f"noise-all-{n}": Arm(actor=f"noise:100:{n}") for n in (1, 3)}
+    by_name |= {f"noise-rare-{n}": Arm(actor=f"noise:{n}:50") for n in (1, 3, 6)}
     for s in ("p80", "p86", "p92", "p95"):
-        found |= {f"{s}-{c}": Arm(s, c) for c in CORRECTIONS}
+        by_name |= {f"{s}-{c}": Arm(s, c) for c in CORRECTIONS}
     for s in ("dense", "p80", "p86", "p92", "p95"):
-        found[f"{s}-rloo"] = Arm(s, advantage="rloo")
-        found[f"{s}-grpo"] = Arm(s, normalization="grpo")
-    found |= {f"{s}-samples16": Arm(s, samples=16) for s in ("p80", "p86", "p92")}
-    return found
+        by_name[f"{s}-rloo"] = Arm(s, advantage="rloo")
+        by_name[f"{s}-grpo"] = Arm(s, normalization="grpo")
+    by_name |= {f"{s}-samples16": Arm(s, samples=16) for s in ("p80", "p86", "p92")}
+    return by_name

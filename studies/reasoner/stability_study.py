@@ -74,19 +74,19 @@ def main(options: Options) -> None:
         first = context.Process(target=calibrate, args=(options, schedules))
         first.start()
         first.join()
-    places = [gpu for turn in range(max(options.slots)) for gpu, slots in enumerate(options.slots) if turn < slots]
+    free_gpus = [gpu for turn in range(max(options.slots)) for gpu, slots in enumerate(options.slots) if turn < slots]
     running: list[tuple[Any, int, float]] = []
     took = 0.0  # the longest run so far; one that would not come as far as counts is not begun
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
-        for process, place, began in [r for r in running if not r[0].is_alive()]:
-            running.remove((process, place, began))
-            places.append(place)
+        for process, gpu, began in [r for r in running if not r[0].is_alive()]:
+            running.remove((process, gpu, began))
+            free_gpus.append(gpu)
             took = max(took, time.time() - began)
-        while jobs and places and time.time() + ENOUGH * took < deadline:
-            place = places.pop(0)
-            process = context.Process(target=run, args=(options, jobs.pop(0), place, deadline))
+        while jobs and free_gpus and time.time() + ENOUGH * took < deadline:
+            gpu = free_gpus.pop(0)
+            process = context.Process(target=run, args=(options, jobs.pop(0), gpu, deadline))
             process.start()
-            running.append((process, place, time.time()))
+            running.append((process, gpu, time.time()))
         time.sleep(0.2)
 
 
@@ -135,7 +135,7 @@ def calibrate(options: Options, out: Path) -> None:
     engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines))
     task = Trace(lines)  # longer than those trained on, so that every bin is measured
     prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
-    found = {}
+    tables = {}
     with tempfile.TemporaryDirectory() as folder:
         for target in TARGETS:
             schedule = calibrate_engine(
@@ -143,8 +143,8 @@ def calibrate(options: Options, out: Path) -> None:
                 layout=layout, budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
             ).schedule  # fmt: skip
             # Longer than measured is what only a failing response becomes: read as much as in the last bin.
-            found[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
-    out.write_text(json.dumps(found), encoding="utf-8")
+            tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
+    out.write_text(json.dumps(tables), encoding="utf-8")
 
 
 def run(options: Options, name: str, gpu: int, deadline: float) -> None:
@@ -226,15 +226,15 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
 
     def recorded(experience: Any, schedule: SparsitySchedule) -> Any:
         """What the learner finds; other percentiles are noted on the way."""
-        found = assess(experience, schedule)
-        lower = np.concatenate([a.lower for a in found[0].acceptances])
+        result = assess(experience, schedule)
+        lower = np.concatenate([a.lower for a in result[0].acceptances])
         # As in ``token_acceptance``: the length that the schedule looked at.
         cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
         position = schedule.page_end(np.concatenate(cached))
         bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, LAYOUT["bin_tokens"])]
         tail["all"] = np.percentile(lower, PERCENTILES).tolist()
         tail["bins"] = [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins]
-        return found
+        return result
 
     distill = DistillConfig(
         enabled=arm.actor.partition(":")[0].endswith("worn"), learning_rate=1e-3,

@@ -87,8 +87,8 @@ def main(options: Options) -> None:
         path = RESULTS / f"{options.into}.json"
         runs = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
         logs = sorted(path for folder in options.runs for path in folder.glob("*.jsonl"))
-        found = {(run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]}
-        rows = ",\n".join(json.dumps(found[key]) for key in sorted(found))
+        merged = {(run["arm"], run["seed"]): run for run in [*runs, *filter(None, map(shortened, logs))]}
+        rows = ",\n".join(json.dumps(merged[key]) for key in sorted(merged))
         path.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
     study = load()
     for name, draw in DRAWINGS.items():
@@ -122,8 +122,8 @@ def arms(runs: list[Run], study: list[Run]) -> str:
 
 def ranged(values: Iterable[float]) -> str:
     """Mean and range of a few seeds."""
-    found = list(values)
-    return f"{np.mean(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+    numbers = list(values)
+    return f"{np.mean(numbers):.2f} ({min(numbers):.2f} to {max(numbers):.2f})"
 
 
 def thresholds(runs: list[Run]) -> str:
@@ -137,10 +137,10 @@ def thresholds(runs: list[Run]) -> str:
                 bad = [collapsed(run) for run in some]
                 return threshold([early(run)[name] for run in some], bad) if 0 < sum(bad) < len(bad) else np.nan
 
-            found = over_arms(chosen, cut)
-            wrong = sum((early(run)[name] < found[0]) != collapsed(run) for run in chosen)
+            estimate = over_arms(chosen, cut)
+            wrong = sum((early(run)[name] < estimate[0]) != collapsed(run) for run in chosen)
             count = f"{title}: {len(chosen)} runs, {sum(map(collapsed, chosen))} collapsed"
-            rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*found), wrong])
+            rows.append([count, name, "{:.3f} [{:.3f}, {:.3f}]".format(*estimate), wrong])
     return table(["fixed schedules with", "statistic", "cut, step 1", "runs on the wrong side"], rows)
 
 
@@ -205,8 +205,8 @@ def loops(study: Study) -> str:
 
 def span(values: Iterable[Any]) -> str:
     """Values in ascending order, each once, from the first to the last."""
-    found = sorted(set(values), key=lambda x: (isinstance(x, str), x))
-    return f"{found[0]}" if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    ordered = sorted(set(values), key=lambda x: (isinstance(x, str), x))
+    return f"{ordered[0]}" if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}"
 
 
 def dials(study: Study) -> str:
@@ -225,7 +225,7 @@ def dials(study: Study) -> str:
                 [
                     MODELS[model], f"{tau(some[0]):g}", len(some), f"{np.mean(share):.0%}",
                     f"{min(share):.0%} to {max(share):.0%}", returns, f"{np.mean(gain):.3f}x",
-                    *("{:+.3f} ± {:.3f}".format(*found) for found in minus),
+                    *("{:+.3f} ± {:.3f}".format(*difference) for difference in minus),
                 ]
             )  # fmt: skip
     return table(head, rows)

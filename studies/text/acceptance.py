@@ -67,11 +67,11 @@ def lossless(
     dense = SparsitySchedule.dense(page_size=cases[0][0].page_size, dense_layers=())
     make = partial(drafts.Cycles, drafts.DenseCache.of(model, ids, drafts.layout_of(dense)), start, drafted)
     p = torch.stack(list(drafts.draft(model, ids, make(dense))), dim=2)
-    found = []
+    alphas = []
     for case in cases:
         steps = drafts.draft(model, ids, make(*case))
-        found.append(torch.stack([acceptance(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1))
-    return p, found
+        alphas.append(torch.stack([acceptance(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1))
+    return p, alphas
 
 
 @torch.no_grad()
@@ -146,12 +146,12 @@ def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks
 
     def of(where: NDArray[np.bool_]) -> dict[str, Any]:
         chosen, cycles = alpha[where], alpha[where[..., 0]]
-        found: dict[str, Any] = {"n": len(chosen)}
+        metrics: dict[str, Any] = {"n": len(chosen)}
         for name, statistic in (("mean", weighted_mean), ("p5", weighted_percentile)):
             interval = sequence_bootstrap(chosen, text[where], statistic)
-            found[name] = [round(x, 4) for x in interval[:3]]
-        found["tokens_a_cycle"] = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
-        return found
+            metrics[name] = [round(x, 4) for x in interval[:3]]
+        metrics["tokens_a_cycle"] = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
+        return metrics
 
     everywhere = of(np.ones(alpha.shape, bool))
     bins = []
@@ -194,8 +194,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     alpha: dict[Any, list[Tensor]] = {}
     for i in range(0, args.texts, args.batch):
         now = slice(i, i + args.batch)
-        p, found = lossless(drafter, ids[now], start[now], drafted, [case[1:] for case in cases])
-        for case, values in zip(cases, found, strict=True):
+        p, alphas = lossless(drafter, ids[now], start[now], drafted, [case[1:] for case in cases])
+        for case, values in zip(cases, alphas, strict=True):
             alpha.setdefault(("lossless", *case), []).append(values)
         for budget, kept in budgets:
             values = lossy(history, ids[now], start[now], p, args.prompt, kept, implementation=args.implementation)
@@ -203,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     position = (start[..., None] + torch.arange(drafted, device=device)).cpu().numpy()
     edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
     rows = []
-    for (mode, budget, kept, reuse), found in alpha.items():
-        values = torch.cat(found).double().clamp(0, 1).cpu().numpy()
+    for (mode, budget, kept, reuse), batches in alpha.items():
+        values = torch.cat(batches).double().clamp(0, 1).cpu().numpy()
         measured = summary(values, position, edges, args.drafts if mode == "lossless" else ())
         what = {"mode": mode, "budget": budget, "top_k": kept.top_k[0], "dense_layers": list(kept.dense_layers)}
         if reuse == 1:

@@ -24,13 +24,13 @@ def package_roots() -> list[Path]:
 
 def folders(roots: Iterable[Path], suffix: str) -> list[list[Path]]:
     """The files of each folder that has some, each file once; folders in an order that the names alone decide."""
-    found: dict[str, list[Path]] = {}
+    by_folder: dict[str, list[Path]] = {}
     for root in roots:
         for folder, _, names in os.walk(root.resolve()):
             paths = [Path(folder, name) for name in sorted(names) if name.endswith(suffix)]
             if kept := [path for path in paths if path.is_file() and path.stat().st_size in SIZES]:
-                found[folder] = kept
-    ordered = [found[folder] for folder in sorted(found)]
+                by_folder[folder] = kept
+    ordered = [by_folder[folder] for folder in sorted(by_folder)]
     random.Random(0).shuffle(ordered)
     return ordered
 

@@ -102,20 +102,20 @@ def measure(model: PreTrainedModel, ids: Tensor, start: Tensor, every: Sequence[
     dense = SparsitySchedule.dense(dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
     p = list(drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, dense)))
-    found, made = [], dict[Any, list[Tensor]]()
+    alphas, rounded_marks = [], dict[Any, list[Tensor]]()
     for variant in every:
         kept = variant.schedule()
         layout, by_bounds = drafts.layout_of(kept), variant.score == "quest"
         key = layout.page_size, variant.score, variant.landmarks
-        if key not in made:
+        if key not in rounded_marks:
             pages = [k.unflatten(2, (-1, layout.page_size)) for k in cache.keys]
             marks = [bounds(k) if by_bounds else landmarks(k) for k in pages]
-            made[key] = [rounded(mark, variant.landmarks) for mark in marks]
+            rounded_marks[key] = [rounded(mark, variant.landmarks) for mark in marks]
         scores = quest if by_bounds else page_scores
-        cycles = drafts.Cycles(replace(cache, landmarks=made[key]), start, DRAFTS, kept, scores=scores)
+        cycles = drafts.Cycles(replace(cache, landmarks=rounded_marks[key]), start, DRAFTS, kept, scores=scores)
         steps = drafts.draft(model, ids, cycles)
-        found.append(torch.stack([acceptance.acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
-    return found
+        alphas.append(torch.stack([acceptance.acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
+    return alphas
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     llm.collective_rpc("sparrow_acceptance")
     done = generate(llm, prompts, args.tokens)
     counters = llm.collective_rpc("sparrow_counters")
-    (told,) = llm.collective_rpc("sparrow_acceptance")
+    (report,) = llm.collective_rpc("sparrow_acceptance")
     del llm
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -150,8 +150,8 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     # A cycle counts if nothing that it could give reaches the text's end: its start decides, not what it gave.
     whole = [[cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)] for text, cycles in done]
     count = min(args.cycles, *map(len, whole))
-    found = np.array([[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole])
-    start, emitted = found[..., 0], found[..., 1]
+    cycles = np.array([[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole])
+    start, emitted = cycles[..., 0], cycles[..., 1]
     ids = torch.tensor([text + [0] * (context - len(text)) for text, _ in done])
     parts = []
     for i in range(0, len(ids), 4):
@@ -169,7 +169,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
             predict(model, ids[i : i + 4].to(device), torch.from_numpy(start[i : i + 4]).to(device), 1, other)[0]
             for i in range(0, len(ids), 4)
         ]
-        measured = DraftAcceptance.from_dict(told["metered"]["acceptance"])
+        measured = DraftAcceptance.from_dict(report["metered"]["acceptance"])
         result["metered"] = {
             "budget": args.meter_budget,
             "drafts": measured.drafts,

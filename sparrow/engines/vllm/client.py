@@ -87,14 +87,14 @@ class Client(ABC):
     def counters(self) -> Counters:
         counts = self.rpc("sparrow_counters")
         acceptance = self.rpc("sparrow_acceptance") if self._is_lossless else None
-        counted = tally(self._described, counts, acceptance)
-        if counted.preemptions:
+        counters = tally(self._described, counts, acceptance)
+        if counters.preemptions:
             logger.warning(
                 "vLLM preempted %d sequences and prefilled their generated tokens again, densely: not what the actor "
                 "would have cached; give it more KV cache or lower max_num_seqs",
-                counted.preemptions,
+                counters.preemptions,
             )
-        return counted
+        return counters
 
 
 def tally(
@@ -104,7 +104,7 @@ def tally(
 ) -> Counters:
     """What all workers of one vLLM have done, each by ``sparrow_describe``, ``_counters`` and ``_acceptance``.
 
-    Without the last, which lossless mode alone has something to tell by, only what was read of the cache.
+    Without the last, which only workers in lossless mode have, only what was read of the cache.
     """
     # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}

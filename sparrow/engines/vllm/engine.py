@@ -168,11 +168,11 @@ def _undone_if_refused() -> Iterator[None]:
     """End what vLLM has set up in this process if it does not start; process groups of the trainer's stay."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    trainers = torch.distributed.is_initialized()
+    was_initialized = torch.distributed.is_initialized()
     try:
         yield
     except BaseException:
-        if not trainers:
+        if not was_initialized:
             cleanup_dist_env_and_memory()
         raise
 

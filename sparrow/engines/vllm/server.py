@@ -60,11 +60,11 @@ class VLLMServer(Client):
         self._controls = controls
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
         decoding = Decoding.load(schedule)
-        runs = self._described[0].get("mode", "lossy")
+        mode = self._described[0].get("mode", "lossy")
         if (decoding.mode == "lossless") != self._is_lossless:
             raise ConfigError(
-                f"the server at {self._url} runs in mode {runs!r}, not {decoding.mode!r}, and cannot change it; start "
-                f'it with --additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode {runs!r}'
+                f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start "
+                f'it with --additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode {mode!r}'
             )
         if decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
@@ -93,22 +93,22 @@ class VLLMServer(Client):
         async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None, trust_env=False) as client:
             lengths: list[int] = []
 
-            async def one(body: dict[str, Any]) -> dict[str, Any]:
+            async def send(body: dict[str, Any]) -> dict[str, Any]:
                 choice = json.loads(_content(await client.post(path, json=body)))["choices"][0]
                 lengths.append(len(choice["token_ids"]))
                 watch(sum(lengths), len(lengths))
                 return choice
 
-            requests = [asyncio.create_task(one(body)) for body in bodies]
+            requests = [asyncio.create_task(send(body)) for body in bodies]
             waiting, tokens, since = set(requests), -1, time.monotonic()
             try:
                 while waiting:
                     done, waiting = await asyncio.wait(waiting, timeout=CHECK_S, return_when=asyncio.FIRST_EXCEPTION)
                     for request in done:
                         request.result()
-                    now = self._generated()
-                    if done or now != tokens:
-                        tokens, since = now, time.monotonic()
+                    generated = self._generated()
+                    if done or generated != tokens:
+                        tokens, since = generated, time.monotonic()
                     elif time.monotonic() - since > STALL_S:
                         raise EngineError(
                             f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "

@@ -1,5 +1,5 @@
-"""A control group (version 2) for each sandbox, where this process may make some: it bounds all that a program spends
-together, the kernel's memory for it included.
+"""A control group (version 2) for each sandbox, where this process may make groups: it bounds the total of what a
+program uses, including the kernel's memory for it.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def parent() -> Path | None:
 def _works(group: Path) -> bool:
     """Whether this process may make groups in this one and start processes in them."""
     try:
-        made = make(group, Limits())
+        subgroup = make(group, Limits())
     except OSError:
         return False
     try:
-        return subprocess.run(enter(made, ["true"]), stderr=subprocess.DEVNULL).returncode == 0
+        return subprocess.run(enter(subgroup, ["true"]), stderr=subprocess.DEVNULL).returncode == 0
     finally:
-        remove(made)
+        remove(subgroup)
 
 
 def _lines(path: str | Path) -> list[str]:
@@ -56,17 +56,17 @@ def _lines(path: str | Path) -> list[str]:
 
 def make(group: Path, limits: Limits) -> Path:
     """A new group in ``group``, held to ``limits``. Raises OSError: it cannot be made."""
-    made = Path(tempfile.mkdtemp(prefix="sparrow-", dir=group))
+    subgroup = Path(tempfile.mkdtemp(prefix="sparrow-", dir=group))
     most = limits.memory_bytes + limits.files_bytes + 3 * limits.output_bytes + _HARNESS_BYTES
     try:
-        (made / "pids.max").write_text(str(limits.tasks + _HARNESS_TASKS))
-        (made / "memory.max").write_text(str(most))
-        if (made / "memory.swap.max").exists():
-            (made / "memory.swap.max").write_text("0")
+        (subgroup / "pids.max").write_text(str(limits.tasks + _HARNESS_TASKS))
+        (subgroup / "memory.max").write_text(str(most))
+        if (subgroup / "memory.swap.max").exists():
+            (subgroup / "memory.swap.max").write_text("0")
     except OSError:
-        remove(made)
+        remove(subgroup)
         raise
-    return made
+    return subgroup
 
 
 def enter(group: Path, command: list[str]) -> list[str]:

@@ -24,12 +24,12 @@ def look(pid: int) -> Process:
 
 def family(root: int) -> list[Process]:
     """A process and all below it; empty if it is gone."""
-    found: dict[int, Process] = {}
+    processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):
         with suppress(OSError):
             if name.isdigit():
-                found[int(name)] = look(int(name))
-    members = {root} & found.keys()
-    while more := {pid for pid, process in found.items() if process.parent in members} - members:
+                processes[int(name)] = look(int(name))
+    members = {root} & processes.keys()
+    while more := {pid for pid, process in processes.items() if process.parent in members} - members:
         members |= more
-    return [found[pid] for pid in members]
+    return [processes[pid] for pid in members]

@@ -199,10 +199,10 @@ def _public_name(value: Any) -> list[str] | None:
         module = module[1:]
     if module not in _MODULES or module not in sys.modules:
         return None
-    found: Any = sys.modules[module]
+    resolved: Any = sys.modules[module]
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return [module, name] if found is value else None
+        resolved = getattr(resolved, part, None)
+    return [module, name] if resolved is value else None
 
 
 def _change(original: Any, new: Any) -> None:

@@ -214,14 +214,14 @@ class Program:
         """
         if self._failure is not None:
             raise self._failure
-        found = self._namespace.get(name)
-        if found is not None and found is self._given.get(name) and not self._stores(name):
-            found = None
-        if found is None and "Solution" in self._namespace:
-            found = getattr(self._namespace["Solution"](), name, None)
-        if found is None:
+        value = self._namespace.get(name)
+        if value is not None and value is self._given.get(name) and not self._stores(name):
+            value = None
+        if value is None and "Solution" in self._namespace:
+            value = getattr(self._namespace["Solution"](), name, None)
+        if value is None:
             raise NameError(f"the program defines no function {name!r}")
-        return found
+        return value
 
     def _stores(self, name: str) -> bool:
         """Whether the program gives a name the value that the prelude gave it, as by importing it again."""

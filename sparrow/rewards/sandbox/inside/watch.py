@@ -1,4 +1,4 @@
-"""What no resource limit counts is counted from beside the program, several times a second: its files and its tasks."""
+"""Counts from outside the program, several times a second, what no resource limit counts: its files and its tasks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 EVERY_S = 0.02
-_SHARE = 5  # a look that took long is followed by a pause of this many times as long
+_SHARE = 5  # a slow look is followed by a pause this many times as long
 
 
 class Watch:
@@ -32,23 +32,23 @@ class Watch:
         now = time.monotonic()
         if now < self._next:
             return None
-        found = self._files() or (self._tasks(pid) if self._count_tasks else None)
+        excess = self._files() or (self._tasks(pid) if self._count_tasks else None)
         self._next = now + (time.monotonic() - now) * _SHARE
-        return found
+        return excess
 
     def _files(self) -> str | None:
         most = self._limits["files"]
         if self._own_files:
             system = os.statvfs(self._folder)
-            made = system.f_files - system.f_ffree - 1
-            return f"made more than {most} files and folders" if made > most else None
-        made, size, folders = 0, 0, [self._folder]
+            count = system.f_files - system.f_ffree - 1
+            return f"made more than {most} files and folders" if count > most else None
+        count, size, folders = 0, 0, [self._folder]
         while folders:
             try:
                 with os.scandir(folders.pop()) as entries:
                     for entry in entries:
-                        made += 1
-                        if made > most:
+                        count += 1
+                        if count > most:
                             return f"made more than {most} files and folders"
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(entry.path)

@@ -94,8 +94,8 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
     """The keys as they are. Raises ValueError: so many have one hash that a set of them would take forever."""
     alike: dict[int, int] = {}
     for key in keys:
-        found = hash(key)
-        alike[found] = alike.get(found, 0) + 1
+        hash_value = hash(key)
+        alike[hash_value] = alike.get(hash_value, 0) + 1
     if alike and max(alike.values()) > MOST_ALIKE:
         raise ValueError(f"more than {MOST_ALIKE} keys have the same hash")
     return keys
@@ -122,12 +122,12 @@ def parse(line: bytes) -> dict[str, Any]:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
     unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS  # what the interpreter itself refuses is cheaper
     try:
-        found = json.loads(line, parse_int=_short_int if unlimited else None)
+        message = json.loads(line, parse_int=_short_int if unlimited else None)
     except ValueError as error:
         raise ValueError(f"not JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(message, dict):
         raise ValueError("not an object")
-    return found
+    return message
 
 
 def _values(line: bytes) -> int:
@@ -160,7 +160,7 @@ class Channel:
         return parse(line) if self.hostile else json.loads(line)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """One object, and bytes whose number it tells."""
+        """Send one object, and then the bytes whose number it states."""
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
