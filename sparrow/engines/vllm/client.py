@@ -110,7 +110,7 @@ def tally(
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
-    preemptions = counts[0]["preemptions"]  # every worker is told of all
+    preemptions = counts[0].get("preemptions", 0)  # every worker is told of all; the plugin of 0.1.0 counts none
     if acceptance is None:
         return Counters(read, held, preemptions)
     # Every worker takes part in every draft and sees all of its logits.
