@@ -4,9 +4,9 @@
     python benchmarks/calibration.py shortcut  # trajectories once, against sampling anew at every budget
     python benchmarks/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
-On the bundled reasoner (the last two on any model of the task ``trace``), with pages of 4 tokens and length bins of 64,
-on whatever device is there. Results go to benchmarks/results/calibration_*.json; what --folder holds already is not
-sampled again.
+All run on the bundled reasoner (the last two on any model of the task ``trace``), with pages of 4 tokens and length
+bins of 64, on whatever device is there. Results go to benchmarks/results/calibration_*.json; what --folder already
+holds is not sampled again.
 
 Shapes: T tokens.
 """
@@ -37,8 +37,8 @@ from sparrow.tasks import Trace
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 LINES = 36
-FEWEST = 20  # sequences in a bin that is counted
-TRIALS = (4, 8, 16, 32, 64)  # budgets of the command
+FEWEST = 20  # sequences that a bin needs to be counted
+TRIALS = (4, 8, 16, 32, 64)  # budgets passed to the command
 BUDGETS = (8, 12, 16, 24, 32, 48)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -51,7 +51,7 @@ def write(name: str, result: dict[str, Any]) -> None:
 
 
 def table(arguments: argparse.Namespace) -> None:
-    """Calibrate by the command itself, then measure other problems with other seeds under the schedule found."""
+    """Calibrate with the command itself, then measure other problems with other seeds under the schedule it finds."""
     arguments.folder.mkdir(parents=True, exist_ok=True)
     layout = arguments.folder / "layout.json"
     layout.write_text(LAYOUT.to_json())
@@ -90,9 +90,9 @@ def sampled_anew(schedule: SparsitySchedule, count: int, seed: int) -> list[Toke
 
 
 def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: float) -> list[dict[str, Any]]:
-    """Each bin of the calibration that enough fresh responses reach: its p5, and if a shorter bin asked for its pages.
+    """Each bin of the calibration that enough fresh responses reach: its p5, and whether a shorter bin set its pages.
 
-    Of each, ``parts`` has the schedule's own bins that lie in it: start, tokens and p5.
+    The ``parts`` of a row are the schedule's own bins that lie in it: start, tokens and p5.
     """
     alpha, _, position, sequence = flatten(fresh)
     rows: list[dict[str, Any]] = []
@@ -114,7 +114,7 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: 
 
 
 def tally(runs: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """How many bins are within 0.02 of the target, above and below it, and the worst."""
+    """How many bins are within 0.02 of the target, how many lie above and below, and the extremes."""
     bins = [b for r in runs for b in r["bins"]]
     over = np.array([b["over_target"] for b in bins])
     return {
@@ -167,7 +167,7 @@ def shortcut(arguments: argparse.Namespace) -> None:
         own = trajectories(schedule, 1)
         sampled = own.acceptance()
         seconds = {"teacher_forced": scored - began, "sampled": clock() - scored}
-        again = own.acceptance(schedule)  # the actor's own rollouts, teacher-forced: the same numbers, or a bug
+        again = own.acceptance(schedule)  # teacher-forcing the actor's own rollouts must give the same numbers
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
         rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
         print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
@@ -176,7 +176,7 @@ def shortcut(arguments: argparse.Namespace) -> None:
 
 
 def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
-    """Both p5 by bin with their intervals, and the drift: sampled less teacher-forced."""
+    """Both p5 by bin with their intervals, and the drift: sampled minus teacher-forced."""
 
     def plain(b: BinMismatch) -> dict[str, float]:
         return {"p5": b.lower_bound, "low": b.interval_low, "high": b.interval_high}
@@ -193,7 +193,7 @@ def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance
 
 
 def tail(arguments: argparse.Namespace) -> None:
-    """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what sampling alone would give."""
+    """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what chance alone would give."""
     trajectories, _ = measured(arguments)
     dense, rows = trajectories(LAYOUT, 0), []
     rng = np.random.default_rng(0)
@@ -207,7 +207,7 @@ def tail(arguments: argparse.Namespace) -> None:
         for _ in range(arguments.resamples):
             drawn = rng.integers(0, len(by_sequence), len(by_sequence))
             redrawn.append(beta_tail_fit(np.concatenate([by_sequence[i] for i in drawn])))
-        # Were the fitted Beta the truth and tokens independent, refits of samples as large would give this.
+        # If the fitted Beta were the truth and tokens independent, refits of equally large samples would give this.
         ideal = [beta_tail_fit(np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut)
                  for _ in range(arguments.resamples)]  # fmt: skip
         in_tail = alpha[alpha <= fit.cut]

@@ -5,11 +5,11 @@
     python benchmarks/calibration_cost.py table    # adds them up, on any machine; writes results/calibration_cost.json
 
 Both ways handle the same sequences: 256 of 32,768 tokens, decoded to the end in batches of 32 that never drain, which
-favours sampling; a batch that is not full counts as one. Prefill and the statistics are left out on both sides.
+favours sampling; a partly filled batch counts as a full one. Prefill and the statistics are left out on both sides.
 
-Weights are random, so the search is told what to find: ``calibrate_engine`` runs as it is, every pass that it asks for
-is made and timed, on some of the sequences, and then it is answered as if p5 depended on the budget as in the published
-tables, a little noise added, and as if what the actor writes itself needed 15 % more pages.
+Weights are random, so the search is told what to find. ``calibrate_engine`` runs unchanged, and every pass that it asks
+for is run and timed on some of the sequences, but the answers that it gets are made up: p5 depends on the budget as in
+the published tables, with a little noise, and the actor's own responses need 15 % more pages.
 
 Shapes: T tokens.
 """
@@ -36,9 +36,9 @@ from sparrow.schedule import ALL_PAGES
 SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
 LENGTHS = (512, 4096, 16_384, 32_000)  # at which steps are timed
 PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the steps timed
-BUDGETS = np.geomspace(512, 16_384, 18).round(-1).astype(int)  # tokens; 18 as published, between the published ends
-DEFAULT_BUDGETS = (5, 13, 29, 61, 125, 253, 509)  # of sparrow calibrate
-REFINE, ROUNDS, TARGET = 3, 2, 0.86  # of sparrow calibrate
+BUDGETS = np.geomspace(512, 16_384, 18).round(-1).astype(int)  # tokens; 18 budgets over the published range
+DEFAULT_BUDGETS = (5, 13, 29, 61, 125, 253, 509)  # as in sparrow calibrate
+REFINE, ROUNDS, TARGET = 3, 2, 0.86  # as in sparrow calibrate
 TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
 DRIFT, NOISE = 1.15, 0.004
 
@@ -48,7 +48,7 @@ def write(name: str, result: dict[str, Any]) -> None:
 
 
 def steps(arguments: argparse.Namespace) -> None:
-    """Decode steps of a whole batch, with the list of 20 tokens that calibrating takes; dense layers as published."""
+    """Time decode steps of a whole batch, with the top-20 lists that calibration needs; dense layers as published."""
     from rollout import Bench
 
     result: dict[str, Any] = {"batch": BATCH, "steps": []}
@@ -155,7 +155,7 @@ def table(arguments: argparse.Namespace) -> None:
     steps_T = {k: np.interp(length_T, LENGTHS, [ms[k, n] / 1e3 for n in LENGTHS]) for k in PAGES}
 
     def rollout(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> float:
-        """Seconds to decode sequences: steps on lines between those measured, in length and in pages."""
+        """Seconds to decode sequences; step times are interpolated linearly in length and in pages."""
         pages_T, kept = schedule.pages(length_T), schedule.sink_pages + schedule.recent_pages
         seconds = 0.0
         for k in np.unique(pages_T):
@@ -182,7 +182,7 @@ def table(arguments: argparse.Namespace) -> None:
     }  # fmt: skip
 
     def add(label: str, seconds: Sequence[Sequence[float]]) -> None:
-        """A way to calibrate: of every round, what its passes take for one sequence."""
+        """Add a way to calibrate; ``seconds`` has, for every round, the time of each of its passes for one sequence."""
         sampling = sum(rollout(named(r["sampled_under"]), n) for r, n in zip(rounds, counts, strict=True))
         scoring = sum(sum(row) * n for row, n in zip(seconds, counts, strict=True))
         less = result["sampling_18_budgets_s"] / (sampling + scoring)
@@ -194,7 +194,7 @@ def table(arguments: argparse.Namespace) -> None:
 
     taken = [[float(np.mean(p["sequence_s"])) for p in r["passes"]] for r in rounds]
     add("sparrow calibrate, as its search ran", taken)
-    # Dense, the trials but the one sampled under, and what --refine allows.
+    # The dense pass, the trials except the one sampled under, and what --refine allows.
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
     label = "every round with all the passes that --refine allows, each as slow as the slowest"
     add(label, [[max(every)] * n for n in most])

@@ -1,4 +1,4 @@
-"""What benchmarks and studies share: where results lie, how they are written, and tables made of them."""
+"""What benchmarks and studies share: where results are, how they are written, and tables made from them."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ Column = str | Callable[[Row], Any]
 
 
 def machine() -> str:
-    """What this runs on: the GPU, else the processor."""
+    """The GPU that this runs on, or else the processor."""
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
 
 
 def load(name: str) -> Any:
-    """A result by the name of its file."""
+    """Read a result by the name of its file."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def save(path: Path, result: Mapping[str, Any]) -> None:
-    """A result, with the machine, the versions and the day if it does not say them itself."""
+    """Write a result, with the machine, the versions and the day unless it already has them."""
     import torch
 
     record = {"machine": machine(), "torch": torch.__version__, "python": platform.python_version()}
@@ -56,7 +56,7 @@ def declared(rows: Iterable[Row], cells: Mapping[str, Column]) -> str:
 
 
 def render(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
-    """The page with what stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` made anew."""
+    """The page with the text between each ``<!-- table: NAME -->`` and ``<!-- end -->`` made anew."""
 
     def fill(match: re.Match[str]) -> str:
         return f"<!-- table: {match[1]} -->\n{tables[match[1]]()}<!-- end -->"

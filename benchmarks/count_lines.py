@@ -3,8 +3,8 @@
     python benchmarks/count_lines.py                # the working tree's files
     python benchmarks/count_lines.py a553f48 HEAD   # commits, side by side
 
-Of each folder: all lines, then lines of code, which are neither blank nor comments nor docstrings. What came after
-commit a553f48 as modules of its own is counted apart, so that the rest can be compared with that commit.
+For each folder: all lines, then lines of code, which are neither blank nor comments nor docstrings. New modules that
+were added after commit a553f48 are counted separately, so that the rest can be compared with that commit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SINCE = {
     "settings and locks": r"sparrow/(settings|files)\.py",
     "the sandbox's new limits": r"sparrow/rewards/sandbox/(cgroup|walls|limits|files|inside/(confine|watch|wire))\.py",
 }
-"""Paths of what was added, by subject."""
+"""Paths of the added modules, by subject."""
 
 
 def sources(revision: str | None) -> Iterator[tuple[str, str]]:
@@ -52,7 +52,7 @@ def sources(revision: str | None) -> Iterator[tuple[str, str]]:
 
 
 def code_lines(name: str, text: str) -> int:
-    """Lines that hold code, docstrings and comments left out."""
+    """How many lines hold code; docstrings and comments do not count."""
     if not name.endswith(".py"):
         without = re.sub(r"/\*.*?\*/", lambda match: "\n" * match[0].count("\n"), text, flags=re.DOTALL)
         return sum(bool(re.sub(r"//.*", "", line).strip()) for line in without.splitlines())
@@ -61,20 +61,20 @@ def code_lines(name: str, text: str) -> int:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in silent:
             held.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):  # docstrings, of modules' constants too
+    for node in ast.walk(ast.parse(text)):  # docstrings, those of module constants too
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             held.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(held)
 
 
 def folder_of(name: str) -> str:
-    """The two uppermost folders of the package, one of anything else."""
+    """The top two folders of a path in the package, the top folder of any other."""
     parts = Path(name).parts[:-1]
     return "/".join(parts[:2] if parts[0] == "sparrow" else parts[:1])
 
 
 def count(revision: str | None) -> Counter[tuple[str, str]]:
-    """Lines by folder and kind; those of what was added since under its subject, not its folder."""
+    """Lines by folder and kind; added modules are listed under their subject, not their folder."""
     tally: Counter[tuple[str, str]] = Counter()
     for name, text in sources(revision):
         added = next((what for what, path in SINCE.items() if re.fullmatch(path, name)), None)

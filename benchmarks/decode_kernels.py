@@ -6,8 +6,8 @@ Every case has the caches of several layers, in vLLM's layout with landmarks in 
 values and random block order; a CUDA graph runs through the layers, so nothing is read twice in a row. The block table
 is as wide as a model's with 40,960 positions, and one row in sixteen completes a page. Times are medians over graph
 replays, per layer, with the 10th and 90th percentile as spread. "Dense" is the fastest of this project's own kernels
-with every page kept; vLLM's FlashAttention stands beside it where vLLM is installed. The read limit is what a kernel
-that only reads reaches on this GPU.
+with every page kept; vLLM's FlashAttention is timed beside it where vLLM is installed. The read limit is the bandwidth
+of a kernel that only reads, on this GPU.
 
 Shapes: B sequences, L tokens of each, G query heads per kv head, k pages kept by score, K kv heads, D head dim,
 P page size.
@@ -55,13 +55,13 @@ CASES = [
     (24, 30_000, 2, 253),
     (96, 10_000, 2, 151),
 ]
-# Draft steps, as CASES.
+# Draft steps, in the form of CASES.
 DRAFTS = [(64, 15_000, 2, 61), (32, 30_000, 2, 61), (8, 30_000, 2, 61), (64, 4_096, 2, 61), (64, 15_000, 4, 61)]
-# Batches that keep every page, against FlashAttention.
+# Batches that keep every page, compared with FlashAttention.
 DENSE = [(64, 15_000), (32, 30_000), (8, 30_000), (64, 4_096), (64, 1_024), (128, 300), (8, 1_024), (1, 1_024)]
-# Shape and query heads per kv head: batches of the rollout trace, whose rows differ in length, with its 0.86 table.
+# Shape and query heads per kv head: batches of its rollout trace, with rows of unequal length, under its 0.86 table.
 RAGGED = [("qwen3-1.7b", 2), ("qwen3-4b", 4)]
-# Head dim, dtype of the cache, page size; the rest of the benchmark has the first. Same kept tokens everywhere.
+# Head dim, dtype of the cache, page size; the rest of the benchmark uses the first. All keep equally many tokens.
 SHAPES = [
     (128, torch.bfloat16, 16), (64, torch.bfloat16, 16), (256, torch.bfloat16, 16), (80, torch.bfloat16, 16),
     (128, torch.bfloat16, 8), (128, torch.bfloat16, 32),
@@ -123,7 +123,7 @@ class Pool:
 class Case:
     """One batch over the pool's blocks, the same in every layer."""
 
-    triton = False  # Triton's kernels for every number of rows
+    triton = False  # whether Triton's kernels run whatever the number of rows
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
         self.pool, self.k, P, D = pool, k, pool.layout.page_size, pool.D
@@ -146,7 +146,7 @@ class Case:
         self.workspace.plan = torch.empty(parts // K, *self.workspace.plan.shape[1:], dtype=torch.int32, device="cuda")
 
     def bytes(self, top_k: torch.Tensor) -> int:
-        """What a layer reads: landmarks of the rows that leave pages out, keys and values of the pages kept."""
+        """Bytes that a layer reads: landmarks of the rows that leave pages out, keys and values of the pages kept."""
         P = self.pool.layout.page_size
         ranked = ((self.length + P - 1) // P - 3).clamp(min=0)
         budget = torch.minimum(ranked, top_k)
@@ -157,7 +157,7 @@ class Case:
         return int(scored.sum()) * marks + int(tokens.sum()) * kv
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
-        """What is shipped, unless given a configuration."""
+        """The launches of a decode step, as shipped unless a configuration is given."""
         pool = self.pool
         batch = DecodeBatch(
             self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
@@ -214,7 +214,7 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
 
 
 def read_limit() -> float:
-    """Bytes per second of a kernel that reads 8 GB once and writes next to nothing."""
+    """Bytes per second of a kernel that reads 8 GB once and writes almost nothing."""
     x = torch.randint(0, 9, (2**31,), dtype=torch.int32, device="cuda")
     out = torch.empty(2**31 // 4096, dtype=torch.int32, device="cuda")
     best = 0.0
@@ -330,7 +330,7 @@ def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConf
 
 
 def dense_configs() -> list[LaunchConfig]:
-    """What is tried to find the fastest dense kernel."""
+    """The configurations tried to find the fastest dense kernel."""
     tried = [attending(*tile) for tile in ((64, 4, 1, 4), (64, 4, 2, 3), (128, 4, 1, 3), (128, 4, 2, 1))]
     return tried + [replace(c, extra_programs=n) for c, n in zip(tried[1:], (392, 392, 128), strict=True)]
 

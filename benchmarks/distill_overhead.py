@@ -6,9 +6,9 @@ One GPU; Qwen3-1.7B's shape, float32 weights under bfloat16 autocast, gradient c
 schedule. A dense update is everything from the corrections to the optimiser step; "added" is the time of phi's update,
 its own optimiser step included, over that of the dense update of the same round: median and range.
 
-What sparse attention costs depends on how many pages a tile of 32 neighbouring positions reads for each that one
-position keeps, ``read``. Two kinds of text: "random" tokens, whose neighbours want unlike pages (the worst case), and
-"runs" of one token, long enough that ``read`` is what it is for the trained reasoner, about 3 (docs/LOG.md).
+The cost of sparse attention depends on ``read``: how many pages a tile of 32 neighbouring positions reads for each page
+that one position keeps. There are two kinds of text: "random" tokens, whose neighbours want different pages (the worst
+case), and "runs" of equal tokens, long enough that ``read`` is about 3, as for the trained reasoner (docs/LOG.md).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ VARIANTS = {
     "a_quarter_of_the_responses": replace(EVERYTHING, responses=0.25),
 }
 TEXTS = {"random": 1, "runs": 12}
-"""Equal tokens in a row."""
+"""How many equal tokens come in a row."""
 
 
 def experience(tokens: int, responses: int, run: int) -> Experience:
-    """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was sure of them."""
+    """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was certain of them."""
     rng = np.random.default_rng(0)
     T = tokens - PROMPT
     rollouts = [
@@ -88,7 +88,7 @@ def make_trainer(layers: int, tokens: int, checkpointing: bool, folder: str) -> 
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
-    """How long ``work`` takes, and the GiB that it has allocated at most."""
+    """The seconds that ``work`` takes, and the peak of its allocated memory in GiB."""
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.synchronize()
     begin = time.perf_counter()
@@ -99,7 +99,7 @@ def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
 
 @torch.no_grad()
 def read(distiller: Distiller, step: Experience) -> float:
-    """Pages that a tile reads for each that one of its positions keeps: one response, mean over sparse layers."""
+    """Pages that a tile reads for each page that one of its positions keeps: one response, mean over sparse layers."""
     ratios = []
     select = Call.select
 
@@ -115,7 +115,7 @@ def read(distiller: Distiller, step: Experience) -> float:
 
 
 def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
-    """Rounds of the dense update and every variant, on every text; what there is so far is saved after each round."""
+    """Rounds of the dense update and every variant, on every text; the results so far are saved after each round."""
     learner = trainer.learner
     distiller, learner.distiller = learner.distiller, None
     assert distiller is not None
@@ -139,7 +139,7 @@ def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
-    """Of one update: seconds of each round, peak memory, and what it adds to the dense update of the same round."""
+    """One update's seconds in each round, its peak memory, and what it adds to the dense update of the same round."""
     added = [times[name][0] / times["dense_update"][0] for times in rounds]
     return {
         "seconds": [times[name][0] for times in rounds],

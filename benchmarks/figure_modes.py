@@ -1,4 +1,4 @@
-"""README's first picture: what each mode gives in tokens per second, and what it asks to be trusted.
+"""README's first picture: what each mode gives in tokens per second, and what it asks the user to trust.
 
 python benchmarks/figure_modes.py            # writes docs/figures/modes.png from benchmarks/results
 """
@@ -24,7 +24,7 @@ MODES = {
 
 
 def gains(shape: str) -> dict[str, float]:
-    """A rollout of 240 responses over stock vLLM's, each mode in its own run beside stock on one H200."""
+    """Each mode's speed over stock vLLM's in a rollout of 240 responses, each beside its own stock run on one H200."""
     (_, stock), (_, ours) = rollout_seconds(f"lossless_{shape}_stock"), rollout_seconds(f"lossless_{shape}")
     dense, lossy = (trace_seconds(load(f"rollout_{shape}_{variant}"), "240", "none") for variant in ("stock", "sparse"))
     return {"dense": 1.0, "lossless": stock / ours, "lossy": dense / lossy}

@@ -2,7 +2,7 @@
 
     python benchmarks/fit_lossless.py
 
-Prints what the fit gives, what ``sparrow.cost_lossless`` has, and the errors of the latter by shape.
+Prints the fitted constants, those of ``sparrow.cost_lossless``, and the errors of the latter by shape.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def errors(cycles: list[dict[str, Any]]) -> list[float]:
 
 
 def fitted() -> str:
-    """Errors by shape, then those of a fit without it."""
+    """Errors of the shipped constants by shape, then those of a fit without that shape."""
     rows = []
     cycles = measured()
     for shape in sorted({cycle["shape"] for cycle in cycles}):

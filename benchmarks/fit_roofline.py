@@ -5,11 +5,11 @@
 
 The JSON names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole decode steps with ``shape``,
 ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it), those that
-return top-20 lists with ``lists``. The steps that ``rollout.py`` measured on the H200, dense and sparse, join its own.
-Least squares of relative errors, with no constant below zero. The last column is the error of a fit from which the
-point's whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences differ in length;
-their errors come after the table. The host's seconds of a sequence are fitted to the rollouts of ``grpo_step.py``,
-whose first steps are too large for it to keep up.
+return top-20 lists with ``lists``. The H200's file is joined by the steps, dense and sparse, that ``rollout.py``
+measured. The fit is least squares of relative errors, with no constant below zero. The last column is the error of a
+fit from which the point's whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences
+differ in length; their errors come after the table. The host's seconds per sequence are fitted to the rollouts of
+``grpo_step.py``, whose first steps are so large that the host cannot keep up.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from sparrow.schedule import SparsitySchedule
 RESULTS = Path(__file__).parent / "results"
 MEASURED = RESULTS / "roofline_h200.json"
 STEADY = 1.5
-"""Beyond this ratio of the 90th to the 10th percentile a step takes one of two times, as the host keeps up or not."""
+"""Above this ratio of the 90th to the 10th percentile, a step takes one of two times: the host keeps up or does not."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: its name, its share of each constant (read_fraction as its inverse), and its seconds."""
+    """One measurement: its name, the factor of each constant (of read_fraction's inverse), and its seconds."""
 
     name: str
     shape: str
@@ -67,7 +67,7 @@ def measured() -> dict[str, Any]:
 
 
 def point(row: Mapping[str, Any], machine: str) -> Point:
-    """What the constants are multiplied with to predict one measured step."""
+    """One measured step, with the factors that the constants are multiplied by to predict it."""
     shape, spec = SHAPES[row["shape"]], row.get("schedule")
     schedule = None if spec is None else SparsitySchedule.load(spec)
     lengths = row["lengths"] if "lengths" in row else [row["length"]] * row["batch"]
@@ -95,7 +95,7 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
 
 
 def fit_host(overheads: Overheads, runs: list[dict[str, Any]], prompt: int = 64) -> Overheads:
-    """With the host's seconds of a sequence: those with the smallest relative errors over the parts of rollouts."""
+    """``overheads`` with the host's seconds per sequence that make relative errors over parts of rollouts smallest."""
     rows, device, seconds = [], [], []
     for run in runs:
         lengths, schedule = scaled(run)
@@ -124,7 +124,7 @@ def _arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float6
 
 
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
-    """The constants; and of each point: seconds predicted, relative error, and that of a fit without its shape."""
+    """The constants; and each point with its predicted seconds, relative error, and that of a fit without its shape."""
     points = [point(row, rows["machine"]) for row in rows["steps"]]
     overheads = fit_host(fit(points), rows.get("rollouts", []))
     others = {shape: fit([p for p in points if p.shape != shape]) for shape in {p.shape for p in points}}
@@ -146,7 +146,7 @@ def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, li
 
 
 def report(rows: Mapping[str, Any]) -> list[str]:
-    """All of it as lines of text, errors in percent."""
+    """The constants and all errors as lines of text, errors in percent."""
     overheads, table = errors(rows)
     lines = [f"{'point':42} {'measured ms':>12} {'predicted':>10} {'error':>8} {'left out':>9}"]
     for p, seconds, error, held_out in table:

@@ -6,16 +6,16 @@
 
 Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient checkpointing), and the new
-weights into vLLM. Weights are random, rewards a coin's, and a response ends where its length, drawn beforehand, says.
-A step with a sixteenth of the lengths comes first and is left out: it compiles, and AdamW gets its moments.
+weights into vLLM. Weights are random, rewards are coin tosses, and each response ends at a length drawn beforehand.
+A step with a sixteenth of the lengths comes first and is left out: it compiles, and gives AdamW its moments.
 
 A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two ways to shorten it:
 
-- ``--scale 8``: an eighth of the lengths (mean 1,783, cut at 4,096), the schedule with them (an eighth of the pages in
-  bins of an eighth), all 240 at once. So a decode step reads as many bytes of KV as one of 30 responses at full length.
-  The longest responses are alone at the end, as they are in a real step.
-- ``--part 15``: every fifteenth response, by length, as long as it is. Training adds up over responses, rollouts do
-  not. ``--variant given`` has no rollouts: random tokens in their place.
+- ``--scale 8``: all 240 responses at once, each an eighth as long (mean 1,783, cut at 4,096), with the schedule scaled
+  to match (an eighth of the pages, in bins an eighth as wide). A decode step then reads as many bytes of KV as one of
+  30 responses at full length. The longest responses are alone at the end, as they are in a real step.
+- ``--part 15``: every fifteenth response by length, at its full length. Training time adds up over responses, rollout
+  time does not. ``--variant given`` has random tokens in place of rollouts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ VOCABULARY = 151936
 
 
 class Coin:
-    """A task whose rewards are chance."""
+    """A task whose rewards are random."""
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         chance = random.Random(index)
@@ -63,7 +63,7 @@ class Coin:
 
 
 class Given:
-    """In an engine's place: random tokens, as many as ``lengths`` says of every response of every step."""
+    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each step."""
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
         self._lengths = lengths
@@ -83,7 +83,7 @@ class Given:
             weight.bfloat16()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """It stays what vLLM was started with."""
+        """Do nothing: the schedule stays the one that vLLM was started with."""
 
     def counters(self) -> Counters:
         return Counters(tokens_read=0, tokens_held=0)
@@ -94,7 +94,7 @@ class Given:
 
 
 class Engine(Given):
-    """vLLM, stock or with Sparrow, as the trainer wants it, with response lengths given."""
+    """vLLM, stock or with Sparrow, in the form that the trainer needs, with given response lengths."""
 
     def __init__(self, llm: LLM, lengths: Iterator[Sequence[int]]) -> None:
         super().__init__(lengths)
@@ -160,7 +160,7 @@ def start(variant: str, folder: str, schedule: SparsitySchedule, responses: int,
     """vLLM for the model in ``folder``."""
     options: dict[str, Any] = dict(
         load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest + 256,
-        max_num_seqs=-(-responses // 8) * 8,  # others would have batches without a CUDA graph
+        max_num_seqs=-(-responses // 8) * 8,  # otherwise some batches would have no CUDA graph
         gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
         enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},

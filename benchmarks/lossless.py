@@ -3,15 +3,16 @@
     python benchmarks/lossless.py --shape qwen3-1.7b --variant stock --out results/lossless_qwen3-1.7b_stock.json
     python benchmarks/lossless.py --shape qwen3-1.7b --variant lossless --out results/lossless_qwen3-1.7b.json
 
-Models are random, states are reached without prefill, as in ``benchmarks/rollout.py``. What drafts of
-a random model agree on tells nothing, so vLLM is told to accept each draft with a given probability (its synthetic
-rejection sampler); everything else runs as it does for real, the meter included. Parts:
+Models are random, and states are reached without prefill, as in ``benchmarks/rollout.py``. The acceptance of a random
+model's drafts means nothing, so vLLM is told to accept each draft with a given probability (its synthetic rejection
+sampler); everything else runs as in real use, the meter included. Parts:
 
-- ``points``: plain states, with each number of drafts for ``FIXED_S``, and with Sparrow choosing it for ``SECONDS``,
-  the probing at the start included, and then for ``SETTLED_S`` more, its sequences longer by what came before.
-- ``growth``: short contexts growing by ``GROWTH`` tokens, Sparrow choosing from the start; stock through the same ones.
+- ``points``: plain states, with each number of drafts for ``FIXED_S``, then with Sparrow choosing it for ``SECONDS``,
+  the probing at the start included, and for ``SETTLED_S`` more, with sequences longer by the tokens generated before.
+- ``growth``: short contexts that grow by ``GROWTH`` tokens, with Sparrow choosing from the start; stock vLLM runs
+  through the same ones.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
-  there. A token takes a cycle's time over the tokens that a cycle gives; the number of drafts is settled before.
+  there. The time of a token is a cycle's, divided by its tokens; the number of drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
 """
 
@@ -60,7 +61,7 @@ def runner(bench: Bench) -> Any:
 
 
 def generated(bench: Bench) -> int:
-    """Tokens that the requests under way have, as the host knows."""
+    """Output tokens that the running requests have, as far as the host knows."""
     return sum(request.num_output_tokens for request in scheduler(bench).running)
 
 
@@ -75,7 +76,7 @@ def abandon(bench: Bench, batch: int) -> None:
 def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float, tokens: int = 0) -> dict[str, float]:
     """Cycles of running requests: tokens per second, and the time of a cycle, in ms.
 
-    It ends after so many steps, seconds and tokens a request, whichever comes last."""
+    It ends once ``steps``, ``seconds`` and ``tokens`` per request have all been reached."""
     engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
     while (
@@ -99,7 +100,7 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float, toke
 
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
-    """Requests under way with so many cached tokens each: the first step returns before its work is done."""
+    """Start requests of ``lengths`` cached tokens, and run some steps: the first returns before its work is done."""
     bench.start(lengths, [MARGIN * 16] * len(lengths), logprobs)
     for _ in range(SETTLE):
         bench.llm.llm_engine.step()
@@ -124,7 +125,7 @@ def growth(bench: Bench, batch: int, length: int) -> dict[str, float]:
 
 
 def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
-    """A state of the trace, its number of drafts chosen before it is timed; ``ms_per_token`` is of every request."""
+    """Time a state of the trace, once its number of drafts is settled; ``ms_per_token`` is per token of a request."""
     behind = np.maximum(PROMPT + 1, lengths - (SETTLED if settle else SETTLE + TIMED // 2))
     begin(bench, behind.tolist(), LOGPROBS["sampled"])
     if settle:
@@ -143,7 +144,7 @@ def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
 
 
 def whole(bench: Bench, requests: int) -> dict[str, Any]:
-    """A trace from the first prompt to the last token, every prompt prefilled."""
+    """Run a trace from the first prompt to the last token, every prompt prefilled."""
     tokens, engine, rows = responses(requests), bench.llm.llm_engine, list[list[float]]()
     bench.start([PROMPT] * requests, tokens, LOGPROBS["sampled"], only_final=True)
     began, steps = time.perf_counter(), 0

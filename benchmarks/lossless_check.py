@@ -4,9 +4,9 @@
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
 
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``; greedy tokens against
-stock vLLM's, and where they part, how far apart the two tokens are for the float32 model. ``samples``: continuations of
-one prompt at temperature 1 from a small vocabulary, counted, against their probabilities, enumerated by transformers in
-float32 (chi-square). Models are random, drafts are drawn for real.
+stock vLLM's, and where they first differ, how far apart the float32 model's log-probs of the two tokens are.
+``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against their probabilities,
+which transformers enumerates in float32 (chi-square). Models are random; drafts are really drawn.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def equal(arguments: argparse.Namespace) -> None:
             within = all(missed[k] <= 2 * yardstick[k] for k in ("mean", "p99"))
             note(label, {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within})
 
-        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # alive to the end: its graphs hold their pool
+        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # kept to the end: its graphs hold their pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
 
@@ -105,7 +105,7 @@ def equal(arguments: argparse.Namespace) -> None:
         agreed = [np.cumprod(a.response_ids == b.response_ids) for a, b in zip(greedy, stock, strict=True)]
         note("greedy tokens before the first that is not stock's", f"{sum(a.sum() for a in agreed)} of {8 * 192}")
         note("partings from stock", partings(truths[0], greedy, stock))
-        engine.drop_prefixes()  # a prompt out of the cache and one prefilled are rounded differently
+        engine.drop_prefixes()  # a cached prompt is rounded differently from a prefilled one
         first = engine.generate(prompts(), SAMPLED)
         note("counters", engine.counters().to_dict())
         judge("sampled", first)
@@ -138,7 +138,7 @@ def equal(arguments: argparse.Namespace) -> None:
             note(f"preempted, {label}", engine.preempted())
             engine.close()
         if not alone:
-            llm.llm_engine.engine_core.shutdown()  # else its workers are waited for
+            llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
 
 
 def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
@@ -154,8 +154,8 @@ def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
 
 
 def drawn(folder: str, decoding: dict[str, Any], process: int, seeds: range) -> tuple[np.ndarray, dict[str, int]]:
-    """How often each continuation came, of one request a seed, and the engine's counters."""
-    os.environ["VLLM_PORT"] = str(41_000 + 50 * process)  # engines that look for a free one together find the same
+    """How often each continuation came, with one request per seed, and the engine's counters."""
+    os.environ["VLLM_PORT"] = str(41_000 + 50 * process)  # engines that look for a free one at once find the same
     cuda = torch.cuda.is_available()
     machine = {"max_num_seqs": 1024} if cuda else {"max_num_seqs": 256, "block_size": 32, "enforce_eager": True}
     llm = LLM(
@@ -193,8 +193,8 @@ def samples(arguments: argparse.Namespace) -> None:
             for layer in model.model.layers:
                 layer.self_attn.q_norm.weight.fill_(2.0)
                 layer.self_attn.k_norm.weight.fill_(2.0)
-            model.lm_head.weight.normal_(0.0, 0.05)  # no continuation too rare to count
-        # float16 rounds less than bfloat16: 10^6 samples would see that
+            model.lm_head.weight.normal_(0.0, 0.05)  # so no continuation is too rare to count
+        # float16, because 10^6 samples would show the coarser rounding of bfloat16
         model.to(torch.float16 if cuda else torch.float32).save_pretrained(folder)
         truth = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         expected = enumerated(truth, sample_prompt())

@@ -2,8 +2,8 @@
 
     python benchmarks/openrlhf_rollouts.py    # writes JSON to benchmarks/results/, exit status 0 if it is
 
-OpenRLHF is installed without what it depends on (``pip install --no-deps openrlhf==0.11.2 pylatexenc``), beside Ray
-and the CPU build of vLLM 0.32, which is not the version that it pins. The class runs in this process, not in a Ray
+OpenRLHF is installed without its dependencies (``pip install --no-deps openrlhf==0.11.2 pylatexenc``), beside Ray and
+the CPU build of vLLM 0.32, which is not the version that OpenRLHF pins. The class runs in this process, not in a Ray
 actor; the bundled reasoner is the model, and ``SPARROW_SCHEDULE`` says what it reads.
 """
 
@@ -57,9 +57,9 @@ async def roll_out() -> dict[str, Any]:
 
 
 def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
-    """What ``roll_out`` returns; its process group is ended afterwards, for vLLM's engine does not end by itself.
+    """What ``roll_out`` returns; its process group is ended afterwards, as vLLM's engine does not end by itself.
 
-    Raises RuntimeError: it has returned nothing.
+    Raises RuntimeError: ``roll_out`` returned nothing.
     """
     out = folder / "found.json"
     environment = os.environ | {
@@ -77,7 +77,7 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
             with contextlib.suppress(subprocess.TimeoutExpired):  # it may have written its result all the same
                 process.wait(LIMIT_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing is left of it
+            with contextlib.suppress(ProcessLookupError):  # the group has already ended
                 os.killpg(process.pid, signal.SIGKILL)
         if not out.exists():
             log.seek(0)

@@ -5,9 +5,9 @@
 
 Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass over them, and its
 acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens' worth of keys and values per sparse
-layer: kept pages, and what ranks them (half a token a page for a mean key, a whole one for a minimum and a maximum).
-A variant gets, at every length, as many pages as the bytes leave it; where a sequence fits whole it is read whole.
-Variants live here and not in the package; one that wins clearly may move there.
+layer: kept pages, and what pages are ranked by (half a token a page for a mean key, a whole one for a minimum and a
+maximum). At every length a variant reads as many pages as its bytes allow; a sequence that fits whole is read whole.
+Variants live here and not in the package; one that clearly wins may move there.
 
 Shapes: B sequences, T tokens, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, R resamples.
 """
@@ -41,7 +41,7 @@ from sparrow.tasks import Trace
 
 RESAMPLES = 400
 
-# --- selectors: scores [B, K, T, N] of whole pages, and their landmarks' bytes in keys ---
+# --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, counted in keys ---
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Scored:
     q_BKGTD: Tensor
     k_BKNPD: Tensor
     scale: float
-    whole_TN: Tensor  # pages complete at each query
+    whole_TN: Tensor  # pages that are complete at each query
 
     def logits(self) -> Tensor:
         """Each head's product with the mean keys: ``[B, K, G, T, N]``."""
         return self.scale * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD, self.k_BKNPD.mean(-2))
 
     def squares(self, variance_BKND: Tensor) -> Tensor:
-        """Variance of each head's logits within a page, keys taken as uncorrelated in their dimensions."""
+        """Variance of each head's logits within a page, assuming that the dimensions of keys are uncorrelated."""
         return self.scale**2 * torch.einsum("bkgtd,bknd->bkgtn", self.q_BKGTD**2, variance_BKND)
 
     def softmax(self, logits_BKGTN: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def by_radius(s: Scored) -> Tensor:
 
 
 def true_mass(s: Scored) -> Tensor:
-    """Logarithm of what each page really gets; no landmark gives it."""
+    """Logarithm of the attention that each page really gets; no landmark can give it."""
     logits = s.scale * torch.einsum("bkgtd,bknpd->bkgtnp", s.q_BKGTD, s.k_BKNPD)
     return logits.logsumexp(-1)
 
@@ -113,8 +113,8 @@ class Variant:
 
     Attributes:
         tokens: bytes read per layer, in tokens' worth of keys and values, averaged over the layers.
-        dense: layers that read everything; at the expense of the others if ``dense_counts``, else apart from them.
-        weights: share of the bytes that each layer gets, relative to the others of the sparse layers.
+        dense: layers that read everything; the others pay for it if ``dense_counts``, else it is not counted.
+        weights: relative share of the bytes that each sparse layer gets.
         every: steps between two selections.
         leaders: layer -> the layer whose scores it uses.
     """
@@ -138,8 +138,8 @@ class Actor:
     def __init__(self, variant: Variant, layers: int, prompt_B: Tensor, length_B: Tensor) -> None:
         self.variant, self.layers, self.prompt_B, self.length_B = variant, layers, prompt_B, length_B
         self.scores: dict[int, Tensor] = {}
-        self.read = 0.0  # tokens' worth of bytes, over response tokens and layers
-        self.held = 0.0  # what a dense actor reads
+        self.read = 0.0  # tokens' worth of bytes, summed over response tokens and layers
+        self.held = 0.0  # what a dense actor would read
 
     def attend(self, layer: int, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float) -> Tensor:
         v, T, device = self.variant, k_BKTD.shape[2], k_BKTD.device
@@ -174,7 +174,7 @@ class Actor:
         whole_T = tokens_T >= length_T
         top_k_T = torch.where(whole_T, ALL_PAGES, top_k_T)
         layout = PageLayout(P, v.sink_pages, v.recent_pages)
-        # Pages of the same score fall to the earlier one; those not whole when last scored come after all others.
+        # Of pages with equal scores the earlier wins; those not complete when last scored come after all others.
         ranked = self.scores[lead].clamp(min=torch.finfo(torch.float32).min)
         keep = select_pages(ranked, length_T.expand(len(q_BHTD), -1), top_k_T.expand(len(q_BHTD), -1), layout)
         kept_T = (top_k_T + v.sink_pages + v.recent_pages).clamp(max=pages_T)
@@ -229,7 +229,7 @@ class Bench:
 
     @torch.no_grad()
     def _passes(self, variant: Variant) -> Iterator[tuple[Tensor, Actor]]:
-        """Probabilities of every response token's position, ``[tokens, V]``, by group."""
+        """By group: probabilities at every response token's position, ``[tokens, V]``, and the actor that gave them."""
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
             batch = Batch.build([r.prompt_ids for r in some], [r.response_ids for r in some], device=self.device)
@@ -243,7 +243,7 @@ class Bench:
             yield logits.softmax(-1), actor
 
     def acceptance(self, variant: Variant) -> tuple[np.ndarray, dict[str, float]]:
-        """Acceptance of every response token ``[T]``; tokens' worth of bytes read by a layer in a step."""
+        """Acceptance of every response token ``[T]``; what a layer reads in a step, in tokens' worth of bytes."""
         alphas, read, held, steps = [], 0.0, 0.0, 0
         counted = self.layers - (0 if variant.dense_counts else len(variant.dense))
         for p, (q, actor) in zip(self.dense, self._passes(variant), strict=True):
@@ -260,7 +260,7 @@ class Bench:
 
 
 def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iterator[tuple[str, list[Variant]]]:
-    """(section, variants) of which the first is what the others are compared with, all with the same bytes."""
+    """Pairs of a section and its variants, all with the same bytes; the first is what the others are compared with."""
     for b in tokens:
         for P in (16, 8, 4):
             yield (

@@ -1,13 +1,13 @@
-"""Does the same tau ask for the same pages whatever samples and scores? Absolute, and relative to the ceiling.
+"""Does the same tau ask for the same pages whichever engines sample and score? Absolute, and relative to the ceiling.
 
     python benchmarks/relative_tau.py  # on a CPU; some minutes of two cores
 
-Four pairs of a sampler and a scorer, on the same tokens of the bundled reasoner, with pages of 4 tokens and length bins
+Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4 tokens and length bins
 of 64. vLLM samples in bfloat16, densely and under each budget, and lists every token of the vocabulary. Transformers
-scores these responses in float32, densely and teacher-forced under the budget they were sampled with. So of each
-response four actors are compared with one policy: transformers' own; vLLM's; and transformers' with independent normal
-noise on all logits, drawn anew at every token, as large as gives dense responses a p5 of 0.95, and of 0.90. A fifth is
-transformers' own with lists cut to ``SHORT`` tokens, where the ceiling is low for another reason.
+scores these responses in float32, densely and teacher-forced under the budget they were sampled with. So on each
+response four actors are compared with one policy: transformers' own, vLLM's, and transformers' own twice with
+independent normal noise on all logits, drawn anew at every token, so large that dense responses have a p5 of 0.95 or
+0.90. A fifth is transformers' own with lists cut to ``SHORT`` tokens, where the ceiling is low for another reason.
 
 Shapes: T tokens, R resamples of prompts (the first is what was measured), B prompts, V vocabulary.
 """
@@ -39,14 +39,14 @@ TAUS = (0.86, 0.90, 0.94)
 CEILINGS = (0.95, 0.90)
 SHORT = 6
 LINES = 24
-FEWEST = 20  # sequences in a bin that counts
+FEWEST = 20  # sequences that a bin needs to be counted
 OWN, VLLM = "transformers float32, both", "vLLM bfloat16, transformers float32"
 
 Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
 
 
 def sampled(count: int, seed: int) -> tuple[dict[int | None, list[Rollout]], int]:
-    """Responses by budget, with whole lists; and how many tokens there are to list."""
+    """Responses by budget, with lists of the whole vocabulary, and the size of the vocabulary."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     from sparrow.engines.vllm import VLLMEngine
 
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The table, of responses by budget whose lists hold all ``V`` tokens."""
+    """The table for responses by budget, whose lists hold all ``V`` tokens."""
     model, tokenizer = load_model(str(REASONER), "fp32", torch.device("cpu"))
     scorer = HFEngine(model, LAYOUT, eos_ids(model, tokenizer))
     policy, actor, vllm, place, owner = {}, {}, {}, {}, {}
@@ -148,7 +148,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
             row[scale] = {}
             for tau in TAUS:
                 needed = pages(p5s, tau, scale)
-                with np.errstate(invalid="ignore"):  # of two pairs that hold it with no budget
+                with np.errstate(invalid="ignore"):  # inf / inf: neither pair holds tau with any budget
                     ratio = needed / own[scale][tau]
                 mean = np.where(np.isinf(ratio).any(1), np.inf, ratio.mean(1))
                 row[scale][str(tau)] = {
@@ -168,7 +168,7 @@ def in_order(ids_Tn: np.ndarray, logprobs_Tn: np.ndarray) -> np.ndarray:
 
 
 def accepted(policy_TV: np.ndarray, actor_TV: np.ndarray, top_n: int | None = None) -> np.ndarray:
-    """Acceptance, [T]; with ``top_n`` its lower bound from the actor's list of so many."""
+    """Acceptance, [T]; with ``top_n``, its lower bound from the actor's list of that many tokens."""
     p, q = np.exp(policy_TV.astype(np.float64)), np.exp(actor_TV.astype(np.float64))
     if top_n is None:
         return acceptance(p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True))
@@ -189,9 +189,9 @@ def on_scale(p5_RN: np.ndarray, ceiling_RN: np.ndarray, scale: str) -> np.ndarra
 
 
 def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarray:
-    """Pages read, those always kept included, from which on tau is held, [R, bins]; infinite where no budget does.
+    """Fewest pages read, those always read included, with which tau is held, [R, bins]; infinite if no budget holds it.
 
-    Between the largest budget that fails and the next one p5 is taken to rise with the logarithm of the pages.
+    Between the largest budget that fails and the next one, p5 is taken to rise with the logarithm of the pages.
     """
     read = np.array(BUDGETS) + ALWAYS
     p5_KRN = np.stack([on_scale(p5s[k], p5s[None], scale) for k in BUDGETS])
@@ -208,7 +208,7 @@ def pages(p5s: dict[int | None, np.ndarray], tau: float, scale: str) -> np.ndarr
 
 
 def spans(values_XR: np.ndarray) -> list[list[float | None]]:
-    """What was measured and its 95 % interval, of each row; None is infinite."""
+    """For each row, the measured value and the ends of its 95 % interval; None is infinite."""
     ends = np.quantile(values_XR[:, 1:], [0.025, 0.975], axis=1, method="nearest")
     return [finite(np.array([x[0], *end])) for x, end in zip(values_XR, ends.T, strict=True)]
 

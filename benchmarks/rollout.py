@@ -10,16 +10,16 @@ A trace is 240 prompts of 256 tokens (as many as AIME24 with 8 samples each; ``-
 response lengths come from a fixed log-normal distribution, mean 14,268, cut at 32,768. vLLM serves them first come,
 first served, ``slots`` at a time: as many as fit into KV memory without preemption. So which requests run at which
 length in which step depends neither on the variant nor on how long a step takes, and can be worked out beforehand.
-Running all of it would take hours. Instead the steps are cut into equal strata, the step in the middle of each is set
-up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and sampler) and timed, and the
-trace takes the mean of these times the number of steps, plus what prefilling the joining requests was measured to cost
-the others. ``validate`` runs a trace of the 1/64 of each response that ends at its middle from beginning
-to end and compares that with its own estimate.
+Running all of it would take hours. Instead the steps are cut into equal strata, and the step in the middle of each is
+set up for real (its requests at their lengths, in vLLM, with its own scheduler, CUDA graphs and sampler) and timed. The
+trace's time is the mean of these, multiplied by the number of steps, plus the measured cost to the others of prefilling
+the joining requests. ``validate`` runs a shorter trace from beginning to end, made of the 1/64 of each response that
+ends at its middle, and compares its time with the estimate for that trace.
 
 A step's state is reached without prefill: a KV connector, vLLM's own for decode benchmarks, says that a request's cache
-is there already. What is there is random normal data, page means included, written once to all of the memory, so the
-pages the actor picks are scattered. Both variants run with it, with ``torch.compile`` as vLLM does by default, and with
-full CUDA graphs for decode.
+is there already. The cache holds random normal data, page means included, written once to all of the memory, so the
+pages that the actor selects are scattered. Both variants run with this connector, with ``torch.compile`` as vLLM does
+by default, and with full CUDA graphs for decode.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from sparrow.vllm import config, plugin
 
 CONTEXT = CUTOFF + PROMPT + 256
 SETTLE, TIMED = 4, 16
-"""Steps before, and steps in, a measurement; of short steps, bound by the host and uneven, 16 times as many."""
+"""Steps before and in a measurement; short steps are bound by the host and uneven, so 16 times as many are timed."""
 SHORT = 100_000
-"""Cached tokens up to which a step is short."""
+"""A step with at most this many cached tokens is short."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-1.7b": dict(
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
@@ -78,7 +78,7 @@ POINTS = {
     "qwen3-8b": [(48, 15000), (24, 30000), (48, 1024)],
     "qwen3-14b": [(32, 15000), (16, 30000), (32, 1024)],
 }
-"""Plain decode steps: sequences, tokens in the cache of each."""
+"""Plain decode steps: the number of sequences, and the tokens in the cache of each."""
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
 
@@ -162,7 +162,7 @@ class Bench:
     def start(
         self, prompts: Iterable[int], responses: Iterable[int], logprobs: int | None, only_final: bool = False
     ) -> None:
-        """Queue requests with prompts and responses of so many tokens, sampled as the trainer's engine samples."""
+        """Queue requests with prompts and responses of these token counts, sampled as the trainer's engine samples."""
         tokens = [i % 150_000 for i in range(CONTEXT)]
         for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
             parameters = SamplingParams(
@@ -185,7 +185,7 @@ class Bench:
         return seconds
 
     def step(self, lengths: Sequence[int] | np.ndarray, logprobs: int | None) -> dict[str, float]:
-        """A decode step with so many cached tokens in each request: median and spread, in ms."""
+        """Time decode steps with ``lengths`` cached tokens in the requests: median and spread, in ms."""
         timed = TIMED if sum(lengths) > SHORT else 16 * TIMED
         half = SETTLE + timed // 2
         self.start([max(PROMPT + 1, n - half) for n in lengths], [half + timed] * len(lengths), logprobs)
@@ -194,7 +194,7 @@ class Bench:
         return {"ms": float(middle), "p10": float(low), "p90": float(high), "mean": float(ms.mean()), "steps": timed}
 
     def join(self, lengths: np.ndarray, logprobs: int | None) -> float:
-        """What it costs the running requests that another's prompt is prefilled among them, in ms."""
+        """What prefilling the prompt of another request costs the running requests, in ms."""
         lengths, total = lengths[: self.slots - 4], []
         for joining in (0, 4):
             self.start(np.maximum(lengths, PROMPT + 1), [40] * len(lengths), logprobs)

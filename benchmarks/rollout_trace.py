@@ -1,7 +1,7 @@
 """The rollout traces of ``rollout.py``: how long responses are, and which of them run at which length in every step.
 
-A request joins as soon as there is room, first come, first served, and no request is ever preempted: so all of this
-follows from the lengths, whatever a step takes.
+A request joins as soon as there is room, first come, first served, and no request is ever preempted, so all of this
+follows from the lengths, however long a step takes.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from sparrow.cost import response_lengths
 
 MEDIAN, CUTOFF, PROMPT = 12_000, 32_768, 256
 SLOTS = {"qwen3-1.7b": 80, "qwen3-4b": 56, "qwen3-8b": 56, "qwen3-14b": 48}
-"""Requests served at a time: the most, in steps of 8, whose fullest moment fits into an H200."""
+"""Requests served at a time: the largest multiple of 8 for which the fullest moment fits into an H200."""
 Span = tuple[int, np.ndarray, int]
-"""So many steps; the cached tokens of every running request in the first of them; the requests that join in it."""
+"""A number of steps; the cached tokens of every running request in the first; how many requests join in it."""
 
 
 def responses(requests: int) -> list[int]:
-    """The tokens of every response of a trace."""
+    """The length in tokens of every response of a trace."""
     return response_lengths(MEDIAN, CUTOFF, requests).tolist()
 
 
 def middle(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Prompts and responses of a trace that is short enough to be run: of every response the 1/64 up to its half."""
+    """Prompt and response lengths of a trace short enough to run: the 1/64 of each response that ends at its middle."""
     last = [max(1, n // 64) for n in tokens]
     return [PROMPT + n // 2 - m for n, m in zip(tokens, last, strict=True)], last
 
 
 def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> list[Span]:
-    """The trace, cut where a request ends. One that joins gets its first token in the step it joins in."""
+    """The trace, cut where a request ends. A request gets its first token in the step that it joins in."""
     waiting = list(range(len(responses)))[::-1]
     running: list[tuple[int, int]] = []  # last step, request
     began: dict[int, int] = {}

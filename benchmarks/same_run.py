@@ -2,14 +2,14 @@
 
     python benchmarks/same_run.py --out benchmarks/results/same_run.json
 
-``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all runs side by side, on two GPUs
-and, *ddp4* and *fsdp2_4*, on four. How far DDP and FSDP2 are from one GPU stands beside how far two runs on one GPU
-are from each other: *again* has vLLM take fewer responses at a time, so bfloat16 is rounded otherwise; *seed* has other
-problems and samples. Where there are fewer GPUs, ``--runs`` says which.
+Runs of ``sparrow train --engine vllm`` on the bundled reasoner, as in ``vllm_train.py``, all side by side: on two GPUs,
+but on four for *ddp4* and *fsdp2_4*. The distance of DDP and FSDP2 from one GPU is shown beside the distance between
+two runs on one GPU: in *again*, vLLM takes fewer responses at a time, so bfloat16 is rounded differently; *seed* has
+other problems and samples. Where there are fewer GPUs, ``--runs`` says which runs to do.
 
-*killed* is DDP whose second process is killed after three steps; one GPU goes on from its checkpoint.
-*killed_fsdp2* is the same with FSDP2, with which it goes on. *server* samples in a ``vllm serve`` on the other GPU,
-which is killed after two steps. The server finds the plugin where Sparrow is installed.
+*killed* is a DDP run whose second process is killed after three steps; one GPU goes on from its checkpoint.
+*killed_fsdp2* is the same with FSDP2, and also goes on with FSDP2. *server* samples in a ``vllm serve`` on the other
+GPU, and this server is killed after two steps. The server finds the plugin where Sparrow is installed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Bench:
     """Starts processes whose output goes to files of a folder.
 
     Args:
-        options: of every ``sparrow train``.
+        options: passed to every ``sparrow train``.
     """
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
@@ -81,7 +81,7 @@ class Bench:
         return self.start(name, gpus, command)
 
     def ended(self, name: str, process: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """What there is to say of a run that ends by itself."""
+        """Exit status, last messages and steps of a run that ends by itself."""
         code = process.wait(2 * PATIENCE_S)
         lines = (self.folder / f"{name}.log").read_text(errors="replace").splitlines()
         messages = list(dict.fromkeys(line.strip() for line in lines if TOLD.search(line)))
@@ -170,7 +170,7 @@ def main() -> None:
         for run in arguments.runs:
             work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
             futures[pool.submit(work)] = run
-            time.sleep(3)  # vLLM takes stock of free memory as it starts
+            time.sleep(3)  # vLLM measures the free memory as it starts
         for future in as_completed(futures):
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()

@@ -4,11 +4,12 @@
     python benchmarks/sandbox.py --programs 200 --workers 8
 
 Most programs are honest: right or wrong, of every kind of test, and their verdicts are known beforehand. One in eight
-attacks: half of these are a few with known verdicts, which loop, fork, fill memory, flood their output or exit early;
-half are drawn from the attacks of tests/rewards/sandbox, which must not pass. Before and after, this process's memory,
-file descriptors, threads and children are counted, and all processes of the machine that carry this run's mark; its
-memory in between too. Throughput is also measured for honest programs alone, of ten tests each, which read and are
-called in turn. The exit status is 0 if every verdict is as expected, nothing is left and memory is flat.
+attacks: half of these are drawn from a few with known verdicts, which loop, fork, fill memory, flood their output or
+exit early, and half from the attacks of tests/rewards/sandbox, which must not pass. This process's memory, file
+descriptors, threads and children, and all processes of the machine that carry this run's mark, are counted before and
+after, its memory also in between. Throughput is also measured for honest programs alone, with ten tests each, which
+alternately read and are called. The exit status is 0 if every verdict is as expected, nothing is left and memory is
+flat.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
 MARK = "SPARROW_SOAK"
 HELD = "anything but pass"
 FLAT_MB = 8.0
-"""By how much this process's memory in the second half of a soak may be above that in the first."""
+"""How far this process's memory in the second half of a soak may exceed that in the first."""
 
 STDIO = {"inputs": [f"{n} {n * n}\n" for n in range(10)], "outputs": [f"{n + n * n}\n" for n in range(10)]}
 CALL = {"fn_name": "add", "inputs": [[n, n * n] for n in range(10)], "outputs": [n + n * n for n in range(10)]}
@@ -121,7 +122,7 @@ def left_behind() -> dict[str, Any]:
 
 
 def soak(verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], str]]) -> dict[str, Any]:
-    """Judge all programs; verdicts, times and disagreements."""
+    """Judge all programs; return verdicts, times and disagreements."""
     began = time.monotonic()
     rss_mb, me = [], psutil.Process()
 
@@ -160,7 +161,7 @@ def soak(verifier: CodeVerifier, programs: Sequence[tuple[str, dict[str, Any], s
 
 
 def machine() -> dict[str, Any]:
-    """Where this ran."""
+    """The machine that this ran on."""
     bwrap = shutil.which("bwrap")
     version = subprocess.run([bwrap, "--version"], capture_output=True, text=True).stdout.strip() if bwrap else None
     return {

@@ -4,9 +4,9 @@
 
 256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM with the same lists, this
 tree's engine, and another tree's, each in processes of its own, by turns; a variant's time is its best. Both trees
-decode sparsely under the published 0.86 schedule, which keeps nearly everything at this length. *host* is what vLLM's
-scheduler and output processor and the reading of the lists take for a token, by a rollout apart, whose clock is read
-at every step. On a CPU, a small model and shorter responses: there only *host* tells something about a GPU.
+decode sparsely under the published 0.86 schedule, which keeps nearly everything at this length. *host* is the time per
+token of vLLM's scheduler, its output processor and the reading of the lists, from a separate rollout whose clock is
+read at every step. On a CPU the model and responses are smaller; there only *host* says something about a GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str) -> dict[str, float]:
-    """Tokens a second, and microseconds of the host a token, of one variant in this process."""
+    """Tokens per second, and host microseconds per token, of one variant in this process."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     import numpy as np
     import torch
@@ -40,7 +40,7 @@ def measure(variant: str) -> dict[str, float]:
         vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
     )  # fmt: skip
-    # Not by an import: the path holds the measured tree alone, so that no module of this one can stand in for its own.
+    # Not imported: the path holds the measured tree alone, so that no module of this tree can stand in for its own.
     large = runpy.run_path(str(HERE / "benchmarks" / "common.py"))["QWEN3_1_7B"]
     shape, tokens = (large, 1024) if on_gpu else (small, 96)
     options: dict[str, Any] = dict(
@@ -70,7 +70,7 @@ def measure(variant: str) -> dict[str, float]:
 
 
 def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
-    """vLLM as it comes, its lists made into arrays as a trainer would."""
+    """Stock vLLM, with its lists turned into arrays as a trainer would do."""
     from vllm import LLM, SamplingParams
 
     llm = LLM(folder, **options)

@@ -4,7 +4,7 @@
 
 Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in processes of their
 own, old and new by turns; a row's time is its best median. Rows that only one tree has are named and left out. Exits
-with 1 if a row is more than 2 % slower than before, or 25 % if it is one of shapes that only Triton serves.
+with 1 if a row is more than 2 % slower than before, or more than 25 % if only Triton serves its shape.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def measure() -> dict[str, float]:
     """Microseconds per layer of every row, by the tree that is first on the path."""
     import torch
 
-    # Older trees call it ``kernels``, as a package is called that transformers looks for.
+    # Older trees call it ``kernels``, which is also the name of a package that transformers looks for.
     kernels = import_module("decode_kernels" if find_spec("decode_kernels") else "kernels")
     torch.manual_seed(0)
     times: dict[str, float] = {}
@@ -51,7 +51,7 @@ def measure() -> dict[str, float]:
 
 
 def slower(old: dict[str, float], new: dict[str, float]) -> list[str]:
-    """The rows of both that take longer than they may."""
+    """The rows of both trees that take longer than allowed."""
     both = [row for row in old if row in new]
     return [row for row in both if new[row] > old[row] * (MOST_TRITON if row.startswith("Triton") else MOST)]
 

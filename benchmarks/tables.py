@@ -1,8 +1,8 @@
-"""Write the tables of the pages in docs that have such, from the JSON files in benchmarks/results.
+"""Write the tables in the pages of docs from the JSON files in benchmarks/results.
 
     python benchmarks/tables.py            # rewrites what stands between <!-- table: NAME --> and <!-- end -->
 
-``tests/benchmarks/test_tables.py`` fails if a page says something else than the files.
+``tests/benchmarks/test_tables.py`` fails if a page differs from the files.
 """
 
 from __future__ import annotations

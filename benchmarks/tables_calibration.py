@@ -73,7 +73,7 @@ def relative_tau() -> str:
             for scale in ("relative", "absolute"):
                 needed = pair[scale][str(tau)]
                 mean, low, high = needed["mean_of_own"]
-                open_end = "" if mean is None else " [open]"  # where some resamples have no budget that holds
+                open_end = "" if mean is None else " [open]"  # in some resamples no budget holds tau
                 interval = open_end if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
                 pages = " ".join("none" if x is None else f"{x:.0f}" for x in needed["pages"])
                 cells += [pages, ("" if mean is None else f"{mean:.2f}") + interval]
@@ -102,7 +102,7 @@ def relative_tau_summary() -> str:
 
 
 def relative_laws() -> str:
-    """How far three ways to take the ceiling out are from p5 without noise, over all bins and budgets."""
+    """How far p5 is from p5 without noise once the ceiling is taken out in three ways, over all bins and budgets."""
     pairs = load("relative_tau")["pairs"]
     laws: dict[str, Callable[[float, float], float]] = {
         "in squares": relative_p5, "acceptances multiply": lambda p5, c: p5 / c,
@@ -148,7 +148,7 @@ def scoring_passes() -> str:
 
 
 def _span(top_k: list[Any]) -> str:
-    """The pages of a schedule, without those of lengths that were not measured."""
+    """The pages of a schedule, except for lengths that were not measured."""
     pages = [k for k in top_k if k != "all"] or top_k
     return f"{pages[0]}" if len(pages) == 1 else f"{pages[0]} to {pages[-1]}"
 

@@ -1,4 +1,4 @@
-"""Tables of what the cost model says: of the roofline's errors, of traces, of clusters."""
+"""Tables of what the cost model says: about the roofline's errors, traces and clusters."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sparrow.schedule import SparsitySchedule
 
 
 def limits(requests: str = "240") -> str:
-    """What bytes allow: the cost model over the whole trace, with its overheads taken away."""
+    """The speed-up that bytes allow: the cost model over the whole trace, with its overheads removed by stages."""
     overheads = replace(fit_roofline.errors(fit_roofline.measured())[0], lists_s=0.0, host_s=0.0)
     rows = []
     for shape, (stock, sparse) in measured().items():
@@ -76,7 +76,7 @@ def ragged() -> str:
 
 
 def planned() -> str:
-    """What ``sparrow.cluster`` says of the measured steps."""
+    """What ``sparrow.cluster`` predicts for the measured steps."""
     names = {
         "stock": "dense, stock vLLM", "sparse": "sparse", "one": "sparse, earlier",
         "ddp": "sparse, two GPUs, DDP, earlier",
@@ -103,11 +103,11 @@ def cost_example() -> str:
 
 
 STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.35}
-"""Published speed-ups of a whole step (as ``PUBLISHED``)."""
+"""Published speed-ups of a whole step (source as for ``PUBLISHED``)."""
 
 
 def predicted() -> str:
-    """The published setting by the cost model."""
+    """The published setting as the cost model predicts it."""
     predictions = {
         shape: predict(SHAPES_OF[shape], MACHINES["h200"], response_lengths(14_000, 32_768, 240), schedule)
         for shape, schedule in ((shape, SparsitySchedule.preset(shape)) for shape in SHAPES)

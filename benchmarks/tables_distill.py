@@ -20,7 +20,7 @@ ARMS = {
 
 
 def distilled() -> tuple[dict[str, list[Row]], list[int]]:
-    """Runs of the study by what they trained with, and the first positions of the bins that most responses reach."""
+    """Runs of the study by how they trained, and the first positions of the bins that most responses reach."""
     runs = load("distill")["runs"].items()
     arms = {label: [run for name, run in runs if name.startswith(arm)] for arm, label in ARMS.items()}
     start = [{"without": run["start"], "dense": run["dense at the start"]} for run in arms[ARMS["none"]]]
@@ -29,7 +29,7 @@ def distilled() -> tuple[dict[str, list[Row]], list[int]]:
 
 
 def with_adapter(run: Row) -> Row:
-    """What was measured of the actor with its adapter, if it has one."""
+    """The actor's measurements, with its adapter if it has one."""
     return run.get("with", run["without"])
 
 
@@ -79,12 +79,12 @@ def distill_rewards() -> str:
 
 
 def each(values: Sequence[float], sign: str = "") -> str:
-    """The mean, and the value of each run; nothing of no runs."""
+    """The mean and the value of each run; empty if there are no runs."""
     return f"{np.mean(values):{sign}.3f} ({', '.join(f'{x:{sign}.3f}' for x in values)})" if values else ""
 
 
 def first_holding(low: Sequence[float]) -> int | None:
-    """The first of three steps in a row in which the lowest bin's interval is above 0.86."""
+    """The first of three steps in a row in which the lowest bin's interval begins at 0.86 or above."""
     return next((i + 1 for i in range(len(low) - 2) if min(low[i : i + 3]) >= 0.86), None)
 
 

@@ -46,7 +46,7 @@ def lossless_speed() -> str:
 
 
 def rollout_seconds(name: str) -> tuple[Row, float]:
-    """What the trace is, and its seconds."""
+    """A description of the trace, and its seconds."""
     result = load(name)
     return result["rollout"], result["rollout"]["steps"] * mean(row["ms_per_token"] for row in result["trace"]) / 1e3
 

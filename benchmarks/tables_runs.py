@@ -30,7 +30,7 @@ def equalities() -> str:
 
 
 def scaling() -> str:
-    """The scaled sparse step on one GPU, on two and on four, and the one that it is compared with."""
+    """The scaled sparse step on one GPU, on two and on four, and the step that each is compared with."""
     names = {
         "one": ("earlier, one GPU", "one"), "ddp": ("earlier, two, DDP", "one"), "sparse": ("one GPU", "sparse"),
         "ddp2": ("two, DDP", "sparse"), "fsdp2": ("two, FSDP2", "sparse"), "ddp4": ("four, DDP", "sparse"),

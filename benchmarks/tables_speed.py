@@ -25,7 +25,7 @@ PUBLISHED = {
 
 
 def measured() -> dict[str, tuple[Row, Row]]:
-    """Shape to what was measured of stock vLLM and of Sparrow."""
+    """The measurements of stock vLLM and of Sparrow, by shape."""
     names = {shape: [f"rollout_{shape}_{variant}" for variant in ("stock", "sparse")] for shape in SHAPES}
     there = {shape: all((RESULTS / f"{name}.json").exists() for name in pair) for shape, pair in names.items()}
     return {shape: (load(a), load(b)) for shape, (a, b) in names.items() if there[shape]}
@@ -45,7 +45,7 @@ def points() -> Iterator[tuple[str, int, int, Row, Row]]:
 
 
 def trace_seconds(run: Row, requests: str, logprobs: str) -> float:
-    """Of a whole trace: steps at the mean of its strata, and what prefilling the requests cost the others."""
+    """Seconds of a whole trace: steps at the mean of the strata, and what prefilling the requests cost the others."""
     trace = run["traces"][requests]
     step = statistics.mean(state[logprobs]["ms"] for state in trace["states"])
     return (trace["steps"] * step + trace["requests"] * statistics.median(run["join_ms"])) / 1e3
@@ -205,7 +205,7 @@ def grpo_step() -> str:
 
 
 def host_time() -> str:
-    """Microseconds of the host a sequence and step, by part."""
+    """Host microseconds per sequence and step, by part."""
     names = {"stock": "stock vLLM", "before": "Sparrow at a553f48", "now": "Sparrow"}
     parts = ("scheduler", "output processor", "reading lists")
     rows = []

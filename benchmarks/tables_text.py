@@ -88,7 +88,7 @@ def text_vllm() -> str:
 
 
 def text_metered() -> str:
-    """One line: another schedule as vLLM measured it on the way, and as the model has it at cycles of the same run."""
+    """One line: another schedule as vLLM measured it during a run, and as the model has it at cycles of that run."""
     result = load("text_vllm_metered")["metered"]
     pairs = (
         f"{name} {result['measured'][name]:.3f}, where the model itself has {_interval(result['predicted'][name], 3)}"

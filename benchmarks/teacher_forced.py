@@ -3,8 +3,8 @@
     python benchmarks/teacher_forced.py                 # writes benchmarks/results/teacher_forced.json
 
 One sequence, 8 kv heads, D 128, bfloat16, pages of 16. What the sparse kernel costs depends on how much the pages kept
-by neighbouring positions differ, because a tile of positions reads every page that one of them keeps. Random data says
-nothing about real queries there, so three kinds are timed, and ``read`` says how many pages a tile reads per page that
+by neighbouring positions differ, because a tile of positions reads every page that any of them keeps. Random data does
+not tell how real queries differ, so three kinds are timed, and ``read`` says how many pages a tile reads per page that
 a position keeps: "same" (one query for all positions: the best case), "drifting" (queries of which a share changes
 slowly along the sequence) and "independent" (every query and key drawn anew: the worst case).
 
@@ -53,7 +53,7 @@ def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
 
 
 def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:
-    """Gaussian vectors that forget themselves over ``scale`` positions, ``[1, heads, T, D]``."""
+    """Gaussian vectors that decorrelate over ``scale`` positions, ``[1, heads, T, D]``."""
     knots = torch.randn(1, heads, D, int(T / scale) + 2, device="cuda")
     line = F.interpolate(knots.flatten(0, 1), size=T, mode="linear", align_corners=True)
     line = line / line.std(dim=1, keepdim=True)

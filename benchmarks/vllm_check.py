@@ -5,9 +5,9 @@
 Models are random, written to a temporary folder: nothing is downloaded.
 
 How far a correct run may be from the truth is measured, not assumed. The truth is transformers in float32, dense or
-with the same pages selected position by position. In 16 bits every kernel rounds, so transformers itself, in the
-same 16 bits, misses it by some log-probs: the mean and the 99th percentile of that are the yardstick, and Sparrow in
-vLLM, whose kernels round at other places, may miss it by twice as much and no more.
+with the same pages selected position by position. In 16 bits every kernel rounds, so even transformers in the same 16
+bits misses the truth: the mean and the 99th percentile of its errors in log-probs are the yardstick, and Sparrow in
+vLLM, whose kernels round at other places, may miss the truth by at most twice as much.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def load(folder: Path, dtype: str) -> Qwen3ForCausalLM:
-    # Never model.to(dtype): that rounds the rotary frequencies too, which at 3,000 tokens is another model.
+    # Never model.to(dtype): that rounds the rotary frequencies too, which makes another model at 3,000 tokens.
     return Qwen3ForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
 
 
@@ -116,7 +116,7 @@ def equal(arguments: argparse.Namespace) -> None:
             within = all(missed[k] <= 2 * yardstick[k] for k in ("mean", "p99"))
             note(label, {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within})
 
-        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # alive to the end: its graphs hold their pool
+        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # kept to the end: its graphs hold their pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
         stock = [(np.asarray(o.outputs[0].token_ids), np.asarray(o.outputs[0].logprobs.logprobs)) for o in outputs]
@@ -180,11 +180,11 @@ def equal(arguments: argparse.Namespace) -> None:
             rollouts = engine.generate(prompts(), SAMPLED)
             note(f"sparse from {label}", gap(first, rollouts))
             note(f"counters, {label}", str(engine.counters()))
-            if label != "preemption":  # after one, generated tokens are prefilled: no truth to compare with
+            if label != "preemption":  # after one, generated tokens are prefilled, which has no truth to compare with
                 judge(label, rollouts, SMALL)
             engine.close()
         if arguments.tensor_parallel > 1:
-            llm.llm_engine.engine_core.shutdown()  # else its workers are waited for
+            llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
 
 
 def main() -> None:

@@ -7,9 +7,9 @@
 Runs of ``sparrow train --engine vllm``, side by side on one GPU. The sparse one must learn while p5 holds. At an
 unbounded budget actor and policy are the same model, and all that keeps p5 from 1 is that vLLM and transformers round
 bfloat16 at different places: if p5 were to fall over the steps, weights would be going astray on their way to vLLM.
-The KL divergence of actor and policy, which no change of entropy hides, is kept too. With DistillSparse the weights
+The KL divergence of actor and policy, which no change of entropy hides, is recorded too. With DistillSparse the weights
 sent are the policy's with the actor's LoRA merged in. Lossless runs draft under a schedule that reads a third of a long
-sequence; beside them stand runs of stock dense vLLM with the same seeds.
+sequence; they are compared with runs of stock dense vLLM with the same seeds.
 
 The schedule was calibrated on a CPU to a p5 of 0.95 (``sparrow calibrate --task trace:lines=24 --count 24
 --max-new-tokens 300 --layout LAYOUT --target 0.95 --budgets 8 12 16 20 24 28 32 --refine 0 --on-policy 0``). LAYOUT
@@ -65,7 +65,7 @@ def start(name: str, folder: Path, steps: int | None) -> subprocess.Popen[bytes]
 
 
 def read(run: Path) -> list[dict[str, Any]]:
-    """What matters of every step: reward, entropy, the share of KV read, p5 overall and in the worst bin, seconds."""
+    """Main metrics of every step: reward, entropy, the share of KV read, p5 overall and in the worst bin, seconds."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     rows = []
@@ -95,7 +95,7 @@ QUANTITIES = ("reward", "entropy", "acceptance", "p5_mean", "kl", "read_fraction
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Means of the first and last sixth of the steps; what a straight line changes by over the run, and its error."""
+    """Means of the first and last sixth of the steps; the change of a fitted line over the run, and its error."""
     n, metrics = len(rows) // 6 or 1, {}
     for name in QUANTITIES:
         y = np.array([row[name] for row in rows])
@@ -133,7 +133,7 @@ def main() -> None:
         running = {}
         for run in arguments.runs:
             running[run] = start(run, folder, arguments.steps)
-            time.sleep(3)  # vLLM takes stock of free memory as it starts
+            time.sleep(3)  # vLLM measures the free memory as it starts
         while True:
             alive = any(process.poll() is None for process in running.values())
             results = {

@@ -7,7 +7,7 @@ programs fail their tests about as often. Then `sparrow train` trains it with sp
     python recipes/code_rl.py                    # 20 steps, minutes; writes benchmarks/results/code_rl.json
     python recipes/code_rl.py --steps 2 --pretraining 50 --folder runs/try --out try.json
 
-Needs an empty folder. Shapes: B sequences, T tokens.
+It needs an empty folder. Shapes: B sequences, T tokens.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Options:
     steps: int = 20  # Training steps.
     prompts: int = 8  # Prompts a step.
     samples: int = 8  # Programs per prompt.
-    learning_rate: float = 5e-4  # Of the reinforcement learning.
+    learning_rate: float = 5e-4  # Learning rate of the reinforcement learning.
     lengths: tuple[int, int] = (2, 4)  # Fewest and most operations of a program.
     mistakes: float = 0.25  # Chance that an operation in a demonstration is the wrong one.
     pretraining: int = 500  # Batches of demonstrations.
@@ -133,7 +133,7 @@ def write_rows(path: Path, seed: int, count: int, options: Options) -> list[str]
 
 
 def main(options: Options) -> None:
-    """Make the model and the problems, train, and write the rewards down."""
+    """Make the model and the problems, train, and save the rewards."""
     began = time.perf_counter()
     options.folder.mkdir(parents=True)
     shown, train, held_out = (options.folder / f"{name}.jsonl" for name in ("shown", "train", "held_out"))

@@ -1,4 +1,4 @@
-"""Benchmarks: sample a model k times on every problem, keep the samples, and tabulate what it can do."""
+"""Benchmarks: sample a model k times on every problem, keep the samples, and tabulate the scores."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ CHUNK = 32  # problems sampled between writes
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Scores of one benchmark under one schedule; ``tokens`` is the mean response length, ``speed`` tokens a second of
-    sampling, nan if samples of an older Sparrow are among them, which timed nothing."""
+    """Scores of one benchmark under one schedule. ``tokens`` is the mean response length. ``speed`` is the sampled
+    tokens per second; it is nan if some samples come from an older Sparrow, which did not time them."""
 
     benchmark: str
     schedule: str
@@ -51,9 +51,9 @@ Asked = Sequence[tuple[int, int]]
 def sample(
     engine: Engine, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], asked: Asked, sampling: Sampling
 ) -> list[Rollout]:
-    """A response for each of ``asked``, which seeds it together with the seed of ``sampling``.
+    """Sample one response for each pair of ``asked``; the pair and the seed of ``sampling`` seed it.
 
-    Raises ConfigError: a problem that the engine cannot take.
+    Raises ConfigError: a problem whose prompt the engine cannot take.
     """
     prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
     seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
@@ -83,17 +83,18 @@ def run_benchmark(
     schedule: str,
     source: Mapping[str, Any],
 ) -> BenchmarkResult:
-    """Evaluate the engine under the schedule it has; samples are in ``folder`` as JSON lines, and are not made twice.
+    """Evaluate the engine under its current schedule; samples are kept in ``folder`` as JSON lines and reused.
 
-    A file of samples belongs to all that they depend on, written beside it: ``source``, benchmark, temperature,
-    truncation, longest response and seed. Within it a sample belongs to its problem's place and prompt, which seed it.
-    So fewer problems or responses take some of what is there, more add to it, and an interrupted evaluation goes on.
+    Everything that the samples of a file depend on is written beside the file: ``source``, benchmark, temperature,
+    truncation, longest response and seed. Within the file, a sample is identified by its problem's index, id and prompt
+    and by its number; index and number seed it. So a call with fewer problems or responses reuses part of the file, one
+    with more adds to it, and an interrupted evaluation continues.
 
     Args:
         engine, tokenizer, problems, sampling, k: ``k`` responses to every problem.
         folder: where samples are kept.
-        benchmark, schedule: what the table calls them.
-        source: what the samples come from, in JSON's types: model, weights (``weights_digest``), engine, schedule.
+        benchmark, schedule: their names in the table.
+        source: what produced the samples, in JSON types: model, weights (``weights_digest``), engine, schedule.
     """
     folder.mkdir(parents=True, exist_ok=True)
     key = {
@@ -145,7 +146,7 @@ def run_benchmark(
 
 @torch.no_grad()
 def weights_digest(model: nn.Module) -> str:
-    """16 hex digits that change with any value of a parameter: its bits, read as whole numbers, are summed up."""
+    """16 hex digits that change with any parameter value: the bits of all values are summed as integers."""
     whole_numbers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = [
         (
@@ -163,7 +164,7 @@ COLUMNS = ("benchmark", "schedule", "problems", "mean@k", "pass@k", "majority@k"
 
 
 def rows(results: Sequence[BenchmarkResult]) -> list[tuple[str, ...]]:
-    """``COLUMNS`` of each benchmark and schedule, with 95 % intervals over problems."""
+    """The ``COLUMNS`` for each benchmark and schedule, with 95 % intervals over problems."""
     return [
         (
             r.benchmark, r.schedule, str(r.problems), str(r.mean), str(r.passed), str(r.majority), str(r.k),

@@ -1,9 +1,9 @@
-"""The cheapest schedule whose tail holds a target, for any model.
+"""Finds the cheapest schedule whose tail holds a target, for any model.
 
-The published way samples the model anew at each of 18 budgets. Here trajectories are sampled once and
-scored at every budget by teacher-forced sparse passes, which compute what decoding would have computed; and
-as a pass may give every length bin a budget of its own, all bins are searched at once.
-This module only searches: it is handed ``measure`` and knows no engine. Source: Sparrow, arXiv 2606.08446,
+The published method samples the model again at each of 18 budgets. Here trajectories are sampled once and
+scored at every budget by teacher-forced sparse passes, which compute what decoding would have computed. A pass
+may give each length bin its own budget, so all bins are searched at once.
+This module only searches: it is given ``measure`` and knows no engine. Source: Sparrow, arXiv 2606.08446,
 section 4; the error bars, the borrowing and the search are ours.
 """
 
@@ -21,12 +21,12 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, pla
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
-WIDE = 1.5  # between budgets further apart than this factor, p5 is not interpolated
-STEP = 4 / 3  # the first step from a budget that will not do, or is more than needed
+WIDE = 1.5  # budgets further apart than this factor are bisected before p5 is interpolated between them
+STEP = 4 / 3  # factor of the first step away from a budget that fails, or that is more than needed
 
 
 class Acceptance(NamedTuple):
-    """Acceptance rates of all measured tokens: rate float64, position and sequence id int64, each ``[T]``."""
+    """Acceptance of all measured tokens: rate (float64), position and sequence id (int64), each ``[T]``."""
 
     alpha: np.ndarray
     position: np.ndarray
@@ -34,9 +34,9 @@ class Acceptance(NamedTuple):
 
 
 Measure = Callable[[SparsitySchedule], Acceptance]
-"""Acceptance of the actor under a schedule, on trajectories of the caller's choice; the same ones at every call."""
+"""Gives the actor's acceptance under a schedule, on trajectories that the caller chose; the same at every call."""
 
-Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]  # of every pass: top-k by bin -> tail by bin
+Curves = dict[tuple[int, ...], tuple[PercentileInterval, ...]]  # for every pass: top-k by bin -> tail by bin
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class BinChoice:
     p5: float
     lower: float
     upper: float
-    # what they were computed from
+    # what p5 and its interval were computed from
     n_tokens: int
     n_sequences: int
-    # it had too few tokens alone: shorter lengths were pooled in, and 1.5 times as many pages were taken
+    # the bin alone had too few tokens: shorter lengths were pooled in, and 1.5 times as many pages were taken
     borrowed: bool
-    # the tail of dense rollouts there, and its interval; NaN where it was not measured
+    # p5 of dense rollouts in this bin, and its interval; NaN where it was not measured
     ceiling: float = math.nan
     ceiling_lower: float = math.nan
     ceiling_upper: float = math.nan
@@ -68,7 +68,7 @@ class Calibration:
 
     schedule: SparsitySchedule  # dense beyond the last measured bin
     bins: tuple[BinChoice, ...]  # one choice per measured bin
-    curves: Curves  # the tail by bin, of every pass
+    curves: Curves  # the tail by bin, for every pass
 
 
 def calibrate(
@@ -85,33 +85,36 @@ def calibrate(
 ) -> Calibration:
     """The cheapest schedule, monotone in length, whose p5 has a lower confidence limit of ``target`` in every bin.
 
-    Between two measured budgets the limit is taken to rise with the budget's logarithm. Where measured it rises ever
-    more slowly even so, which errs towards more pages; brackets wider than ``WIDE`` are bisected first.
+    Between two measured budgets the limit is assumed to rise linearly with the budget's logarithm. In measurements it
+    rises ever more slowly even on that scale, so the assumption errs towards more pages. Brackets wider than ``WIDE``
+    are bisected first.
 
-    A bin has too few tokens if fewer than ``min_sequences`` sequences reach it, or so few of its tokens would lie below
-    p5. The first bins are joined until together they have enough; a later one borrows from shorter lengths.
+    A bin has too few tokens if fewer than ``min_sequences`` sequences reach it, or if fewer than ``min_sequences``
+    of its tokens would lie below p5. The first bins are joined until together they have enough; a later bin borrows
+    from shorter lengths.
 
     Args:
-        measure: acceptance under a schedule; called once per pass.
+        measure: gives acceptance under a schedule; called once per pass.
         trials: schedules to measure first, all of one layout.
         target: what the lower end of the 95 % interval of p5 must reach.
-        fewest: pages below which no bin is searched.
-        refine: passes after the trials, at most. Each tries, in every bin where it is not settled, more pages if none
-            yet will do, fewer if all will, and otherwise the middle between those that fail and those that will do.
-        min_sequences: that a bin needs, and tokens of it below p5.
+        fewest: the fewest pages to try in any bin.
+        refine: the most passes after the trials. In every bin that is not settled, each pass tries more pages if no
+            budget holds the target yet, fewer if all do, and otherwise the middle between those that fail and those
+            that hold it.
+        min_sequences: sequences that a bin needs, and tokens that it needs below p5.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
-        ceiling: of the same tokens, had they been sampled densely.
-        relative: what must reach the target is p5 relative to that ceiling, see ``mismatch.tau``.
+        ceiling: acceptance of the same tokens, had they been sampled densely.
+        relative: p5 relative to that ceiling must reach the target (see ``mismatch.tau``), in place of p5 itself.
 
-    Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in all.
+    Raises ConfigError: no trials, a target outside (0, 1), or too few tokens in total.
     """
     if not trials or not 0 < target < 1:
         raise ConfigError(f"need at least one budget and a target between 0 and 1, got {len(trials)} and {target}")
     layout = trials[0].replace(provenance={})
     curves: Curves = {}
     judged: Curves = {}  # the same on the target's scale
-    thin: dict[int, bool] = {}  # bin -> it has too few tokens; the same in every pass
+    thin: dict[int, bool] = {}  # bin -> whether it has too few tokens; the same in every pass
 
     def tails(acceptance: Acceptance) -> tuple[PercentileInterval, ...]:
         bins = _joined(acceptance, layout.bin_tokens, min_sequences)
@@ -155,12 +158,12 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """A schedule's table that never shrinks. Bins before the first (of prompts, or joined to it) get its budget."""
+    """A schedule's table, which never shrinks. Bins before the first (of prompts, or joined to it) get its budget."""
     rising = np.maximum.accumulate(list(pages)).tolist()
     return (rising[0],) * min(bins) + tuple(rising)
 
 
-Tried = dict[int, PercentileInterval]  # of one bin: top-k -> tail, in order
+Tried = dict[int, PercentileInterval]  # for one bin: top-k -> tail, by rising top-k
 
 
 def _by_bin(curves: Curves) -> list[Tried]:
@@ -169,20 +172,20 @@ def _by_bin(curves: Curves) -> list[Tried]:
 
 
 def _enough(tried: Tried, target: float) -> tuple[int | None, int]:
-    """The smallest budget whose lower limit meets the target, and before it the largest smaller one, which fails."""
+    """The largest failing budget below the smallest one whose lower limit meets the target, and that smallest one."""
     enough = next((k for k, tail in tried.items() if tail.lower >= target), ALL_PAGES)
     return max((k for k in tried if k < enough), default=None), enough
 
 
 def _wanted(by_bin: Sequence[Tried], target: float, fewest: int, page_size: int) -> list[int] | None:
-    """What to measure next in every bin, or again where a bin is settled; None if all are."""
+    """The budget to measure next in every bin, an already measured one where a bin is settled; None if all are."""
     wanted: list[int] = []
     settled, needed = True, -1
     for tried in by_bin:
         fails, enough = _enough(tried, target)
         pages = enough
         if enough == ALL_PAGES:
-            if fails is None:  # only dense was tried, as at lengths that no earlier search has seen
+            if fails is None:  # only dense was tried, as happens at lengths that no earlier search reached
                 pages = wanted[-1] if wanted else ALL_PAGES
             elif fails * page_size < tried[fails].end:
                 pages = 2 * fails + 1 if len(tried) > 1 else max(fails + 1, math.ceil(fails * STEP))
@@ -208,16 +211,16 @@ def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> Percenti
 
 
 def _bin_choice(tried: Tried, absolute: Tried, target: float, borrowed: bool, at_least: int) -> BinChoice:
-    """The cheapest budget of a bin whose lower limit meets the target, no cheaper than in the bin before.
+    """The cheapest budget of a bin whose lower limit meets the target, but at least that of the bin before.
 
-    ``absolute`` is what was tried as it was measured, ``tried`` the same on the target's scale.
+    ``absolute`` holds the tails as they were measured, ``tried`` the same tails on the target's scale.
     """
     fails, top_k = _enough(tried, target)
     if fails is not None and top_k < ALL_PAGES:
         low, high = tried[fails].lower, tried[top_k].lower
         top_k = math.ceil((1 + fails) * ((1 + top_k) / (1 + fails)) ** ((target - low) / (high - low)) - 1)
     if borrowed:
-        # Pooled shorter lengths flatter the bin, whose own tail is lower.
+        # The pooled shorter lengths raise the measured tail above the bin's own.
         top_k = min(ALL_PAGES, math.ceil(WIDE * top_k))
     top_k = max(top_k, at_least)
     p5, lower, upper = (
@@ -231,13 +234,13 @@ def _bin_choice(tried: Tried, absolute: Tried, target: float, borrowed: bool, at
 
 
 def _is_thin(acceptance: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
-    """Whether the tokens ``inside`` (bool ``[T]``) put too few below the percentile, or come from too few sequences."""
+    """Whether too few of the tokens ``inside`` (bool ``[T]``) lie below p5, or they come from too few sequences."""
     tokens, sequences = int(inside.sum()), len(np.unique(acceptance.sequence[inside]))
     return tokens * PERCENTILE < 100 * min_sequences or sequences < min_sequences
 
 
 def _joined(acceptance: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
-    """The bin of every token, int64 ``[T]``; the first bins are joined until they have enough tokens together."""
+    """The bin of every token, int64 ``[T]``; the first bins are joined until together they have enough tokens."""
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
         if not _is_thin(acceptance, bins <= b, min_sequences):
@@ -251,7 +254,7 @@ def _joined(acceptance: Acceptance, bin_tokens: int, min_sequences: int) -> np.n
 def _tail(
     acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, min_sequences: int, seed: int
 ) -> list[PercentileInterval]:
-    """p5 by bin; shorter lengths are pooled in where one has too few tokens."""
+    """p5 by bin; shorter lengths are pooled in where a bin has too few tokens."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b

@@ -1,4 +1,4 @@
-"""The command line ``sparrow``: arguments to one of the commands in ``sparrow.commands``, and how it ends."""
+"""The command line ``sparrow``: turns arguments into one of the commands in ``sparrow.commands`` and runs it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMANDS: Any = Demo | Train | Measure | Calibrate | Eval | Cost | Report
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of ``sparrow``; exits with 1 and one sentence on a SparrowError or OSError, with 130 on Ctrl-C."""
-    # Idle OpenMP threads must not spin: on a CPU shared with anything else that costs several times the work itself.
+    # Idle OpenMP threads must not spin: on a shared CPU, spinning costs several times as much as the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     command: Command | None = None
     try:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         command.run()
     except SparrowError as error:
         _stop(error, code=1)
-    except BrokenPipeError:  # whoever read the output has seen enough; Python would complain again at exit
+    except BrokenPipeError:  # the reader of the output has closed it; Python would complain again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except OSError as error:
@@ -54,7 +54,7 @@ def _stop(reason: object, code: int) -> NoReturn:
 
 
 def parse(argv: list[str]) -> Command:
-    """Arguments to a command; each ``--config FILE`` stands for the options that the TOML file has."""
+    """Turn arguments into a command; each ``--config FILE`` is replaced by the options in that TOML file."""
     if argv[:1] == ["--version"]:
         print(f"sparrow {__version__}")
         sys.exit(0)
@@ -66,10 +66,10 @@ def parse(argv: list[str]) -> Command:
             raise ConfigError("--config needs a TOML file with the settings of 'sparrow train'")
         configured += from_toml(Path(argv[at + 1]))
         del argv[at : at + 2]
-    # First, so that options on the command line win; of several files, the later.
+    # These come first, so that options on the command line win; of several files, the later one wins.
     argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
-        # What the command line leaves out is as it was.
+        # Settings that the command line leaves out keep their recorded values.
         argv = ["train", *recorded(_run_dir(argv), Train), *argv[1:]]
     _check_model(argv)
     try:
@@ -86,7 +86,7 @@ def parse(argv: list[str]) -> Command:
 
 
 def _check_model(argv: Sequence[str]) -> None:
-    """Raises ConfigError: a command that needs a model names none."""
+    """Raises ConfigError: a command that needs a model does not name one."""
     flags = {argument.partition("=")[0] for argument in argv[1:]}
     if argv[:1] and argv[0] in ("train", "measure", "calibrate", "eval") and not flags & {"--model", "-h", "--help"}:
         raise ConfigError(
@@ -95,7 +95,7 @@ def _check_model(argv: Sequence[str]) -> None:
 
 
 def _run_dir(argv: Sequence[str]) -> Path:
-    """Which run the arguments of ``train`` mean."""
+    """The run directory that the arguments of ``train`` name."""
     run_dir = Train.run_dir
     for argument, following in itertools.zip_longest(argv, argv[1:]):
         name, equals, value = argument.partition("=")

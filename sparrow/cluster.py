@@ -1,7 +1,7 @@
-"""What a whole run costs on several GPUs: does it fit, and where does a step's time go, by mode of decoding.
+"""What a whole run costs on several GPUs: whether it fits, and where a step's time goes in each mode of decoding.
 
-``sparrow.cost`` prices one engine; here GPUs hold engines (one or several GPUs each) and shards of the training state.
-``docs/cost.md`` says what is assumed. Arithmetic only; nothing is measured here.
+``sparrow.cost`` prices one engine; here the GPUs hold several engines (of one or more GPUs each) and shards of the
+training state. ``docs/cost.md`` lists the assumptions. This is arithmetic only; nothing is measured here.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from sparrow.cost_lossless import predict_lossless
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 
-STATE_BYTES = 12  # of a parameter between steps: float32 weight and AdamW's two moments
+STATE_BYTES = 12  # per parameter between steps: float32 weight and AdamW's two moments
 GRADIENT_BYTES = 4
-HEAD_BYTES = 7.5e9  # of the log-probs' chunk of logits: 4096 tokens by 152K words, float32, three times
-LAYER_BYTES = 34  # of a token and unit of width while a layer is computed; 2 more for every layer that is kept
+HEAD_BYTES = 7.5e9  # for one chunk of logits of the log-probs: 4096 tokens by 152K words, float32, three times
+LAYER_BYTES = 34  # per token and unit of width while a layer is computed; 2 more for every layer that is kept
 LINK_BYTES_S = 350e9  # between GPUs of one host
-NETWORK_BYTES_S = 40e9  # of one GPU to another host
-HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as vLLM's sleep and wake took it
-GATHER_S = 1.4e-6  # of a response's token, given to all processes after the rollout and with its log-probs, as measured
-VLLM_SHARE = 0.9  # of a GPU's memory that vLLM takes unless told otherwise; MEMORY_FRACTION is what weights and KV get
-MOST_SHARE = 0.97  # of it that an engine and the training state may fill; the rest is the driver's and NCCL's
-ALL_REDUCE_S = 15e-6  # one of the two a layer needs in every decode step of a tensor-parallel engine
+NETWORK_BYTES_S = 40e9  # from one GPU to another host
+HOST_BYTES_S = 13e9  # between a GPU and its host's memory, as measured in vLLM's sleep and wake
+GATHER_S = 1.4e-6  # measured, per response token: sent to all processes after the rollout, and again with its log-probs
+VLLM_SHARE = 0.9  # of a GPU's memory that vLLM takes by default; weights and KV get MEMORY_FRACTION of the memory
+MOST_SHARE = 0.97  # of a GPU's memory that an engine and training state may fill; the driver and NCCL need the rest
+ALL_REDUCE_S = 15e-6  # for one all-reduce; in a tensor-parallel engine, a layer needs two in every decode step
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Cluster:
     """GPUs of one kind."""
 
     machine: Machine  # one of them
-    gpus: int  # how many, those of a host first
-    tensor_parallel: int = 1  # GPUs of one engine
-    host: int = 8  # GPUs of one host
+    gpus: int  # how many; each host is filled before the next
+    tensor_parallel: int = 1  # GPUs per engine
+    host: int = 8  # GPUs per host
 
     def __post_init__(self) -> None:
         if self.tensor_parallel < 1 or self.gpus < 1 or self.gpus % self.tensor_parallel:
@@ -61,13 +61,13 @@ class Cluster:
 
     @property
     def exchange_bytes_s(self) -> float:
-        """At which a GPU gets the others' shards, within a host or beyond."""
+        """Bytes per second at which a GPU receives the others' shards, within one host or across hosts."""
         return LINK_BYTES_S if self.gpus <= self.host else NETWORK_BYTES_S
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one GPU, in training and in a rollout; and the responses of full length an engine holds at a time."""
+    """Bytes on one GPU in training and in a rollout, and how many full-length responses an engine holds at a time."""
 
     state: float
     gradients: float
@@ -79,7 +79,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of one RL step by phase, and the slowest engine's rollout over the mean of all."""
+    """Seconds of one RL step by phase; ``imbalance`` is the slowest engine's rollout time over the mean of all."""
 
     rollout: float
     score: float
@@ -96,29 +96,29 @@ class Step:
 class Plan:
     memory: Memory
     dense: Step
-    sparse: Step | None  # where a schedule was given
-    lossless: Step | None = None  # where drafts' acceptance was given
+    sparse: Step | None  # None without a schedule
+    lossless: Step | None = None  # None without the drafts' acceptance
 
 
 def fit(
     shape: ModelShape, cluster: Cluster, longest: int, token_budget: int = 32768, colocated: bool = True,
     recompute: bool = True, engine_share: float | None = None,
 ) -> Memory:  # fmt: skip
-    """Bytes per GPU with weights, moments and gradients sharded over all of them (FSDP2), and vLLM asleep in training.
+    """Bytes per GPU; weights, moments and gradients are sharded over all GPUs (FSDP2), and vLLM sleeps in training.
 
     Args:
-        longest: tokens of the longest prompt and response.
+        longest: tokens of the longest prompt and response together.
         token_budget: padded tokens of one training pass.
-        colocated: engines share the training GPUs, whose sharded state stays where it is during rollouts.
+        colocated: engines share the training GPUs, and the sharded training state stays on them during rollouts.
         recompute: activations are recomputed layer by layer in the backward pass (gradient checkpointing).
-        engine_share: of a GPU's memory, that vLLM is told to take (``gpu_memory_utilization``); None: what is there.
+        engine_share: share of a GPU's memory that vLLM may take (``gpu_memory_utilization``); None: all that is free.
 
     Raises ConfigError: training, or a single response, does not fit.
     """
     parameters = shape.weights + shape.embedding
     width = shape.heads * shape.head_dim
     state, gradients = STATE_BYTES * parameters / cluster.gpus, GRADIENT_BYTES * parameters / cluster.gpus
-    gathered = 3 * 2 * parameters / shape.layers  # layers in bf16: the one that computes, the next, the last's gradient
+    gathered = 3 * 2 * parameters / shape.layers  # bf16, three layers: the current, the next, the gradient of the last
     kept = 2 * shape.layers + LAYER_BYTES if recompute else LAYER_BYTES * shape.layers
     activations = max(token_budget, longest) * width * kept + HEAD_BYTES + gathered
     memory = cluster.machine.memory_bytes
@@ -148,13 +148,13 @@ def fit(
 
 
 def _reserved(cluster: Cluster, state: float, colocated: bool, engine_share: float | None) -> float:
-    """Bytes of a GPU that its engine is not given: training's, or what vLLM is told to leave."""
+    """Bytes of a GPU that its engine does not get: those of training, or those that vLLM is told to leave free."""
     left = 0.0 if engine_share is None else (VLLM_SHARE - engine_share) * cluster.machine.memory_bytes
     return max(state if colocated else 0.0, left)
 
 
 def engine_machine(cluster: Cluster, reserved: float = 0.0) -> Machine:
-    """The GPUs of one engine as one machine, ``reserved`` bytes of each taken."""
+    """The GPUs of one engine as one machine; ``reserved`` bytes of each GPU are not available."""
     m, n = cluster.machine, cluster.tensor_parallel
     return Machine(
         m.name, n * m.hbm_bytes_s, n * m.read_bytes_s, n * m.flops, n * (m.memory_bytes - reserved / MEMORY_FRACTION)
@@ -166,11 +166,11 @@ def plan(
     max_batch: int = 256, token_budget: int = 32768, colocated: bool = True, overheads: Overheads = VLLM_H200,
     recompute: bool = True, engine_share: float | None = None, acceptance: float | None = None,
 ) -> Plan:  # fmt: skip
-    """One RL step over ``responses`` (tokens each), dealt to the engines in turn as the trainer does.
+    """Predict one RL step over ``responses`` (tokens each), dealt to the engines in turn as the trainer does.
 
-    ``recompute`` and ``engine_share`` are as in ``fit``, ``acceptance``, of drafts, as in ``predict_lossless``.
+    ``recompute`` and ``engine_share`` are as in ``fit``; ``acceptance``, that of drafts, is as in ``predict_lossless``.
 
-    Raises ConfigError: it does not fit, see ``fit``; or fewer responses than engines.
+    Raises ConfigError: the run does not fit (see ``fit``), or there are fewer responses than engines.
     """
     lengths = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if lengths.size < cluster.engines:
@@ -209,18 +209,18 @@ def plan(
 def train_seconds(
     shape: ModelShape, cluster: Cluster, totals: ArrayLike, token_budget: int = 32768
 ) -> tuple[float, float]:
-    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens (``cost.train_seconds``), or of
-    gathering the shards, where that takes longer."""
+    """Seconds of the log-probs and of the update over sequences of ``totals`` tokens (``cost.train_seconds``); each is
+    the time to gather the shards where that is longer."""
     score, update = (seconds / cluster.gpus for seconds in cost.train_seconds(shape, cluster.machine, totals))
     passes = max(1.0, np.sum(totals) / token_budget / cluster.gpus)
     away = (cluster.gpus - 1) / cluster.gpus * (shape.weights + shape.embedding) / cluster.exchange_bytes_s
-    # bf16 weights once for the log-probs and twice for the update, whose gradients are reduced in float32.
+    # bf16 weights are gathered once for the log-probs and twice for the update, whose gradients are reduced in float32.
     return max(score, passes * 2 * away), max(update, passes * (2 + 2 + GRADIENT_BYTES) * away)
 
 
 def sync_seconds(shape: ModelShape, cluster: Cluster, colocated: bool = True) -> float:
-    """Seconds to give every engine new weights: float32 shards gathered; and, colocated, the old ones moved to the
-    host and back, as vLLM's sleep does."""
+    """Seconds to give every engine new weights: the float32 shards are gathered and, if colocated, the engine's weights
+    are moved to the host and back, as vLLM's sleep does."""
     parameters = shape.weights + shape.embedding
     gathered = 4 * parameters * (cluster.gpus - 1) / cluster.gpus / cluster.exchange_bytes_s
     moved = 2 * shape.weight_bytes * parameters / cluster.tensor_parallel / HOST_BYTES_S if colocated else 0.0
@@ -233,7 +233,7 @@ def _imbalance(runs: Sequence[RolloutEstimate]) -> float:
 
 
 def rows(planned: Plan, steps: int | None = None) -> list[tuple[str, str]]:
-    """A plan as (name, value) for printing; with ``steps``, the hours of a whole run too."""
+    """A plan as (name, value) pairs for printing; with ``steps``, also the hours of a whole run."""
     gib = 2**30
     m = planned.memory
     training = f"{m.state / gib:.0f} state, {m.gradients / gib:.0f} gradients, {m.activations / gib:.0f} activations"

@@ -1,10 +1,10 @@
-"""What a sparsity schedule buys: the paper's eFLOPs, a byte-accurate roofline of decoding, predicted speed-ups.
+"""What a sparsity schedule gains: the paper's eFLOPs, a byte-accurate roofline of decoding, predicted speed-ups.
 
 Arithmetic on model shapes and machine figures; ``docs/cost.md`` says what is exact, what is fitted, what is assumed.
 Sources: Sparrow, arXiv 2606.08446, section 5; Kinetics, arXiv 2506.05333.
 
 Shapes: B sequences, H query heads, K kv heads, G group (H / K), D head dim, P page size, L tokens in the cache.
-In the eFLOPs functions alone the paper's letters hold: P_w, N, L_in, L_out, D, r, I, b, P.
+Only the eFLOPs functions use the paper's letters instead: P_w, N, L_in, L_out, D, r, I, b, P.
 """
 # ruff: noqa: E741
 
@@ -26,8 +26,8 @@ from sparrow.schedule import SparsitySchedule
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MEMORY_FRACTION = 0.85  # of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
-SCORE_MFU, UPDATE_MFU = 0.24, 0.28  # those of our trainer's log-probs and update, as benchmarks/grpo_step.py found them
-WORTHWHILE = 1.15  # a smaller rollout speed-up is within what these predictions get wrong
+SCORE_MFU, UPDATE_MFU = 0.24, 0.28  # of our trainer's log-probs and update, as measured by benchmarks/grpo_step.py
+WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
 CHUNK = 256  # decode steps priced at once, at their middle length
 
 
@@ -41,14 +41,14 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     weights: int  # parameters that every decode step reads: all but an untied input embedding
-    embedding: int = 0  # parameters of that embedding, of which a step reads B rows
-    weight_bytes: float = 2.0  # of one parameter
-    kv_bytes: float = 2.0  # of one cached element
-    context: int | None = None  # the most tokens of a sequence
+    embedding: int = 0  # parameters of that embedding, of which a step reads only B rows
+    weight_bytes: float = 2.0  # per parameter
+    kv_bytes: float = 2.0  # per cached element
+    context: int | None = None  # the most tokens in a sequence
 
     @property
     def kv_width(self) -> int:
-        """Cached elements of a token, keys and values, all layers: the paper's D (see ``dense_eflops``)."""
+        """Cached elements per token, keys and values of all layers: the paper's D (see ``dense_eflops``)."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     @classmethod
@@ -104,11 +104,11 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or several taken as one (add their figures up; see ``sparrow.cluster``)."""
+    """One accelerator, or several treated as one whose figures are their sums (see ``sparrow.cluster``)."""
 
     name: str
     hbm_bytes_s: float  # on the data sheet
-    read_bytes_s: float  # what a plain read reaches
+    read_bytes_s: float  # reached by a plain read
     flops: float  # dense bf16 FLOP/s on the data sheet, half of the figure given "with sparsity"
     memory_bytes: float
 
@@ -126,8 +126,8 @@ MACHINES = {
 def dense_eflops(P_w: float, N: float, L_in: float, L_out: float, D: float, r: float, I: float) -> float:
     """Dense rollout of N samples of a prompt, as published (Sparrow, arXiv 2606.08446, section 5).
 
-    D is ``ModelShape.kv_width``, keys and values together: then, for a 2-byte cache, the memory term is exact bytes
-    and the attention term exact FLOPs, and the formula is the one in Kinetics' code. I = 0 leaves the compute.
+    D is ``ModelShape.kv_width``, keys and values together. Then, for a 2-byte cache, the memory term is exact in bytes,
+    the attention term is exact in FLOPs, and the formula is that of Kinetics' code. I = 0 leaves only the compute.
     """
     compute = 2 * P_w * N * L_out + r * (2 * L_in + L_out) * L_out * N * D
     return compute + I * (2 * L_in * L_out * D + N * L_out**2 * D)
@@ -136,7 +136,7 @@ def dense_eflops(P_w: float, N: float, L_in: float, L_out: float, D: float, r: f
 def sparse_eflops(
     P_w: float, N: float, L_in: float, L_out: float, D: float, r: float, I: float, b: float, P: float
 ) -> float:
-    """Sparse rollout, b tokens kept in pages of P, as published: scoring the prompt has no 1/P there, and once no r."""
+    """Sparse rollout, b tokens kept in pages of P, as published: prompt-score terms lack 1/P, one lacks r."""
     attend = 2 * P_w * N * L_out + 2 * r * N * D * b * L_out + 2 * I * N * D * b * L_out
     score = 2 * N * L_in * D * L_out + r * N * D * L_out**2 / (2 * P)
     return attend + score + 2 * I * L_in * D * L_out + I * N * D * L_out**2 / (2 * P)
@@ -145,7 +145,7 @@ def sparse_eflops(
 def ideal_speedup(
     shape: ModelShape, schedule: SparsitySchedule, intensity: float, response: int, prompt: int = 0, samples: int = 1
 ) -> float:
-    """Dense over sparse eFLOPs of responses of ``response`` tokens each; b is the schedule's mean budget over them."""
+    """Dense over sparse eFLOPs for responses of ``response`` tokens each; b is the schedule's mean budget over them."""
     b = float(schedule.tokens_read(prompt + np.arange(1, response + 1)).mean())
     common = (shape.weights, samples, prompt, response, shape.kv_width, shape.heads / shape.kv_heads, intensity)
     return dense_eflops(*common) / sparse_eflops(*common, b, schedule.page_size)
@@ -153,14 +153,14 @@ def ideal_speedup(
 
 @dataclass(frozen=True)
 class Overheads:
-    """What a decode step costs beyond its bytes, as ``benchmarks/fit_roofline.py`` fits it."""
+    """What a decode step costs beyond its bytes, as fitted by ``benchmarks/fit_roofline.py``."""
 
-    layer_s: float = 0.0  # seconds of a layer, whatever it reads
-    sparse_layer_s: float = 0.0  # further seconds of a layer that scores and selects pages
-    row_s: float = 0.0  # seconds of a sequence: it is scheduled and sampled from
-    lists_s: float = 0.0  # further seconds of a sequence: its 20 most likely tokens, which acceptance is made of
-    read_fraction: float = 1.0  # of Machine.read_bytes_s, reached by the kernels
-    host_s: float = 0.0  # seconds of a sequence and its lists on the host, while the device computes
+    layer_s: float = 0.0  # seconds per layer, whatever it reads
+    sparse_layer_s: float = 0.0  # further seconds per layer that scores and selects pages
+    row_s: float = 0.0  # seconds per sequence, for scheduling and sampling
+    lists_s: float = 0.0  # further seconds per sequence, for the 20 most likely tokens that give acceptance
+    read_fraction: float = 1.0  # share of Machine.read_bytes_s that the kernels reach
+    host_s: float = 0.0  # seconds per sequence and its lists on the host, while the device computes
 
 
 VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
@@ -168,9 +168,9 @@ VLLM_H200 = Overheads(49.65e-6, 0.0, 1.191e-6, 4.985e-6, 0.9362, 47e-6)
 
 @dataclass(frozen=True)
 class StepCost:
-    """One token for each sequence of a batch: bytes read, and seconds by what they are spent on.
+    """The cost of one token for each sequence of a batch: bytes read, and seconds by what they are spent on.
 
-    Waiting for the host is an overhead.
+    Waiting for the host counts as overhead.
     """
 
     weight_bytes: float
@@ -188,8 +188,8 @@ def decode_step(
 ) -> StepCost:  # fmt: skip
     """Bytes and predicted seconds of a decode step over sequences of ``lengths`` [B] cached tokens.
 
-    Reads the weights (timed by their FLOPs where those take longer), the KV of dense layers, the kept pages of sparse
-    layers, and the landmarks of sequences not read in full. KV writes, activations, logits are left to the overheads.
+    A step reads the weights (timed by their FLOPs where those take longer), the KV of dense layers, the kept pages of
+    sparse layers, and the landmarks of sequences not read in full. KV writes, activations and logits are overheads.
 
     Raises ValueError: no sequence, or one without tokens. ConfigError: a schedule for a model with more layers.
     """
@@ -218,14 +218,14 @@ def decode_step(
 
 @dataclass(frozen=True)
 class RolloutEstimate:
-    """A simulated rollout: seconds by what they are spent on, and how the batch went."""
+    """A simulated rollout: seconds by what they are spent on, and figures of its batches."""
 
     overhead_s: float
     weight_s: float
     attention_s: float
-    prefill_s: float  # of prompts, and of responses computed again after losing their memory
+    prefill_s: float  # of prompts, and of responses recomputed after preemption
     seconds: float  # the sum
-    drain_s: float  # the part of it after the last response came in, when the batch only shrinks
+    drain_s: float  # the part of it after the last response entered, when the batch only shrinks
     tokens: int
     mean_batch: float
     preemptions: int
@@ -249,11 +249,11 @@ def simulate_rollout(
 ) -> RolloutEstimate:  # fmt: skip
     """Continuous batching of ``responses`` (tokens each, served in this order) on one machine, bounded by KV memory.
 
-    A response enters when its present tokens fit with room for the batch to grow; when memory runs out, the last one
-    in gives way and is computed again later. Sparse reading does not shrink the cache, so both kinds batch alike.
-    ``price`` says in place of ``decode_step`` what a token for each sequence costs at these lengths.
+    A response enters when its present tokens fit with room for the batch to grow. When memory runs out, the response
+    that entered last is preempted and recomputed later. Sparse reading does not shrink the cache, so dense and sparse
+    rollouts batch alike. If given, ``price`` replaces ``decode_step``: from lengths to the cost of a step.
 
-    Raises ConfigError: a response that does not fit into memory alone. ValueError: no response, or an empty one.
+    Raises ConfigError: a response that does not fit into memory on its own. ValueError: no response, or an empty one.
     """
     final = np.atleast_1d(np.asarray(responses, dtype=np.int64))
     if final.size == 0 or final.min() < 1:
@@ -263,7 +263,7 @@ def simulate_rollout(
         need = f"{prompt + final.max()} tokens do not fit beside {shape.name} on one {machine.name}"
         raise ConfigError(f"{need}, which holds {capacity}; give a larger Machine or shorter responses")
     waiting = deque((prompt, int(n)) for n in final)  # cached tokens, tokens still to come
-    length, left = np.empty(0, np.int64), np.empty(0, np.int64)  # the same of what runs
+    length, left = np.empty(0, np.int64), np.empty(0, np.int64)  # the same for running responses
     spent, prefilled, drain_s, steps, preemptions = np.zeros(3), 0, 0.0, 0, 0
     while waiting or left.size:
         while waiting and left.size < max_batch:
@@ -290,7 +290,7 @@ def simulate_rollout(
 
 def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tuple[float, float]:
     """Seconds of the log-probs (a forward pass) and of the update (two forward passes and a backward, which counts as
-    two) over sequences of ``totals`` tokens: the weights, and causal attention over half the square."""
+    two) over sequences of ``totals`` tokens. A pass is priced by the weights and causal attention (half the square)."""
     total = np.asarray(totals, dtype=np.float64)
     attention = shape.kv_width * shape.heads / shape.kv_heads
     forward = float(2 * shape.weights * total.sum() + attention * (total**2).sum())
@@ -299,7 +299,7 @@ def train_seconds(shape: ModelShape, machine: Machine, totals: ArrayLike) -> tup
 
 @dataclass(frozen=True)
 class Prediction:
-    """A dense and a sparse rollout of the same responses, and what follows for an RL step."""
+    """A dense and a sparse rollout of the same responses, and the resulting times of an RL step."""
 
     dense: RolloutEstimate
     sparse: RolloutEstimate
@@ -317,8 +317,9 @@ def predict(
 ) -> Prediction:  # fmt: skip
     """Predicted speed-ups of a rollout, and of an RL step on the same machine; errors as in ``simulate_rollout``.
 
-    ``rollout_share`` is of a dense step's time; without it training is priced by its FLOPs. Compared with speculation:
-    ``drafted`` tokens a step, accepted with chance ``acceptance``, each ``draft_cost`` of a step.
+    ``rollout_share`` is the rollout's share of a dense step's time; without it training is priced by its FLOPs. The
+    result is compared with speculation that drafts ``drafted`` tokens per step, each accepted with probability
+    ``acceptance`` and each costing ``draft_cost`` of a step.
     """
     batching = (prompt, max_batch, overheads)
     dense, sparse = (simulate_rollout(shape, machine, responses, kind, *batching) for kind in (None, schedule))
@@ -326,7 +327,7 @@ def predict(
         train_s = sum(train_seconds(shape, machine, prompt + np.asarray(responses)))
     else:
         train_s = dense.seconds * (1 / rollout_share - 1)
-    # A step verifies drafted + 1 tokens a sequence for one reading of weights and KV, until the FLOPs take longer.
+    # A step verifies drafted + 1 tokens per sequence with one read of weights and KV, until the FLOPs take longer.
     weight_s = max(dense.weight_s, 2 * shape.weights * (drafted + 1) * dense.tokens / machine.flops)
     steps = (1 + drafted * draft_cost) / sum(acceptance**i for i in range(drafted + 1))  # per dense step
     sampled_s = drafted * (overheads.row_s + overheads.lists_s) * dense.tokens
@@ -348,7 +349,7 @@ def predict(
 
 
 def rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """A prediction as (name, value) for printing."""
+    """A prediction as (name, value) pairs for printing."""
     lines = []
     for name, run in (("dense", prediction.dense), ("sparse", prediction.sparse)):
         shares = f"{run.attention_s / run.seconds:.0%} attention, {run.drain_s / run.seconds:.0%} draining"

@@ -1,7 +1,7 @@
-"""What lossless decoding buys: dense, lossy and lossless rollouts side by side, and how to draft.
+"""What lossless decoding gains: dense, lossy and lossless rollouts side by side, and how to draft.
 
-A cycle is k draft steps and one verification, which reads weights and cache as a dense step does and computes k tokens
-more for each sequence. It gives (1 - a^(k+1)) / (1 - a) tokens where drafts are accepted independently with chance a
+A cycle is k draft steps and one verification, which reads weights and cache as a dense step does and computes k more
+tokens per sequence. It gives (1 - a^(k+1)) / (1 - a) tokens if drafts are accepted independently with probability a
 (Leviathan et al., arXiv 2211.17192, equation 1). ``docs/cost.md`` says what is fitted and what is assumed.
 
 Shapes: B sequences, k drafts of a cycle.
@@ -32,32 +32,32 @@ from sparrow.cost import (
 )
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-REFERENCE_TOKENS = 1024  # the draft budget that a given acceptance is for
+REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
 BUDGET_POWER = 0.7  # the rejected share falls with the budget to the power -0.7, as published for p5
 DRAFT_TOKENS = (2, 4, 8, 16)
-DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink and the two recent ones, in every layer
+DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink page and the two recent ones, in every layer
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a cycle costs beyond the bytes of its steps and a dense step's overheads; ``fit_cycles`` fits it."""
+    """What a cycle costs beyond the bytes of its steps and a dense step's overheads, as fitted by ``fit_cycles``."""
 
-    draft_layer_s: float  # seconds of a layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
-    peak_share: float  # of the machine's peak FLOP/s, which the further tokens of a verification reach
+    draft_layer_s: float  # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
+    peak_share: float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
 
 
-# Of benchmarks/results/lossless_*.json, by benchmarks/fit_lossless.py.
+# Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
 CYCLE_H200 = Cycle(42.21e-6, 0.826)
 
 
 def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads: Overheads = VLLM_H200) -> Cycle:
-    """Least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
+    """Fit by least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
 
     Args:
-        cycles: measured ones: ``shape`` (of ``SHAPES``), ``batch``, ``length``, ``pages``, ``drafts`` of at least 1
-            and ``ms``, without top lists; ``landmark_dtype`` where it is not ``auto``.
-        machine: what they ran on.
-        overheads: of its dense steps.
+        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``, ``length``,
+            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` where it is not ``auto``.
+        machine: the machine that they ran on.
+        overheads: of that machine's dense steps.
     """
     rows, left = [], []
     for cycle in cycles:
@@ -73,7 +73,7 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads:
 def cycle_seconds(
     cycle: Mapping[str, Any], machine: Machine, constants: Cycle, overheads: Overheads = VLLM_H200
 ) -> float:
-    """Predicted seconds of a cycle that was measured, given as in ``fit_cycles``."""
+    """Predicted seconds of a measured cycle, which is given as in ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
     drafting = Drafting(cycle["drafts"], schedule, 1.0)
@@ -83,7 +83,7 @@ def cycle_seconds(
 
 
 def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
-    """Seconds that ``tokens`` through the weights take at the machine's peak."""
+    """Seconds to pass ``tokens`` through the weights at the machine's peak FLOP/s."""
     return 2 * shape.weights * tokens / machine.flops
 
 
@@ -97,7 +97,7 @@ class Drafting:
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Expected tokens of a cycle, drafts being independent."""
+        """Expected tokens per cycle if drafts are accepted independently."""
         return sum(self.acceptance**i for i in range(self.tokens + 1))
 
 
@@ -105,7 +105,8 @@ def lossless_step(
     shape: ModelShape, machine: Machine, lengths: ArrayLike, drafting: Drafting,
     overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
 ) -> StepCost:  # fmt: skip
-    """A cycle over sequences of ``lengths`` ``[B]``, divided by the tokens it gives each: comparable to a dense step.
+    """The cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that it gives each sequence, so
+    that it compares to a dense step.
 
     Raises ValueError, ConfigError: see ``decode_step``.
     """
@@ -119,8 +120,8 @@ def lossless_step(
     weight_s = sum(p.weight_s for p in parts) + _flops_s(shape, machine, further) / cycle.peak_share
     attention_s = sum(p.attention_s for p in parts)
     overhead_s = sum(p.overhead_s for p in parts)
-    overhead_s += overheads.lists_s * length.size * given  # of the tokens that come out
-    # By the token, as in dense steps: what the host does for a cycle was not measured.
+    overhead_s += overheads.lists_s * length.size * given  # for each token that is output
+    # The host is priced per token, as in dense steps: its work per cycle was not measured.
     overhead_s += max(0.0, overheads.host_s * length.size * given - overhead_s - weight_s - attention_s)
     costs = np.array(
         [sum(p.weight_bytes for p in parts), sum(p.kv_bytes for p in parts), sum(p.landmark_bytes for p in parts),
@@ -132,7 +133,7 @@ def lossless_step(
 def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[Drafting]:
     """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
 
-    It is taken to be the same for landmarks in 8 bits (``docs/selectors.md``).
+    Acceptance is assumed to be the same with landmarks in 8 bits (``docs/selectors.md``).
     """
     candidates = []
     for pages in DRAFT_PAGES:
@@ -145,7 +146,7 @@ def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[D
 
 @dataclass(frozen=True)
 class LosslessPrediction:
-    """A lossless rollout that drafts ``drafting.tokens``, half as many, or none, whichever is fastest at the time."""
+    """A lossless rollout; each cycle drafts ``drafting.tokens`` tokens, half as many, or none, whichever is fastest."""
 
     drafting: Drafting
     rollout: RolloutEstimate
@@ -157,10 +158,10 @@ def predict_lossless(
     prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> LosslessPrediction:  # fmt: skip
-    """The best of ``choices(acceptance, landmark_dtype)`` for a rollout of these responses, and what it takes.
+    """The best of ``choices(acceptance, landmark_dtype)`` for a rollout of these responses, and the rollout under it.
 
-    ``acceptance`` is the mean at drafts that read ``REFERENCE_TOKENS``. A choice is judged by the mean batch, at half,
-    once and one and a half times the mean length that a token is sampled at.
+    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS``. A choice is judged with the mean
+    batch size, at 0.5, 1 and 1.5 times the mean length at which a token is sampled.
 
     Raises ValueError: acceptance outside [0, 1]; otherwise as ``simulate_rollout``.
     """
@@ -186,7 +187,7 @@ def predict_lossless(
 
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
-    """Dense, lossy and lossless side by side as (name, value) for printing, and which of them to take."""
+    """Dense, lossy and lossless side by side as (name, value) pairs for printing, with a verdict on which to use."""
     lines = []
     for name, run in (("dense", lossy.dense), ("lossy", lossy.sparse), ("lossless", lossless.rollout)):
         shares = f"{run.attention_s / run.seconds:.0%} attention, {run.drain_s / run.seconds:.0%} draining"
@@ -206,7 +207,7 @@ def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str
 
 
 def verdict(lossy: Prediction, lossless: LosslessPrediction) -> str:
-    """Which mode to take, in a sentence or two."""
+    """Which mode to use, in one or two sentences."""
     lossy_pays, lossless_pays = (x >= WORTHWHILE for x in (lossy.speedup, lossless.speedup))
     both = f"{lossy.speedup:.2f}x lossy, {lossless.speedup:.2f}x lossless"
     if not lossy_pays and not lossless_pays:

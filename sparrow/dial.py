@@ -1,15 +1,16 @@
-"""One dial from lossless to lossy: verification is skipped where the tail allows it and time is gained.
+"""One dial from lossless to lossy: verification is skipped where the tail allows it and it saves time.
 
-A run begins lossless. Verification tells, for nothing, how likely each draft is to be kept, and so what decoding under
-the same schedule without verification would do, by length bin. A bin turns lossy where the lower limit of that p5 holds
-tau and the cost model says that lossy is faster. From then on the p5 of its own, unverified tokens decides, because
-that of drafts is too high: their history is dense, while unverified tokens read what sparse steps wrote.
+A run begins lossless. Verification shows, at no extra cost, how likely each draft is to be kept. That estimates,
+by length bin, the p5 that decoding under the same schedule without verification would have. A bin turns lossy where the
+lower limit of this p5 holds tau and the cost model says that lossy is faster. From then on the p5 of the bin's own
+unverified tokens decides, because that of drafts is too high: the history of drafts is dense, while unverified tokens
+read what sparse steps wrote.
 
-Once a token of a response went unverified, the cache holds keys that the policy would not have written, and nothing
-after it can be exact. So a response is verified up to some length and not beyond, and the lossy bins are always those
-from one length on. They are taken on one at a time, the longest first, so that each is tried before more of the history
-is sparse (one where lossy gains nothing comes with the next shorter). One that fails goes back at once with all shorter
-ones, and waits twice as long before every further try.
+After the first unverified token of a response, the cache holds keys that the policy would not have written, and no
+later token can be exact. So a response is verified up to some length and not beyond, and the lossy bins are always all
+bins from one length on. Bins turn lossy one at a time, the longest first, so that each is tried before more of its
+history is sparse (a bin where lossy gains nothing turns together with the next shorter one). A bin that fails goes back
+at once, with all shorter ones, and each further failure doubles the wait before it is tried again.
 
 Pure arithmetic on numbers that were measured elsewhere.
 """
@@ -28,28 +29,28 @@ from sparrow.mismatch.bootstrap import plain
 from sparrow.schedule import SparsitySchedule
 
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach cannot turn lossy; if it is certain to fail, it is turned back all the same."""
-FASTER = 1.01  # a bin turns lossy from this predicted speed-up over lossless on, and back below 1
-WAIT = 8  # steps before a bin that failed is tried again; twice as many after each further failure
+"""A bin that fewer responses reach cannot turn lossy; a lossy one still turns back if it is certain to fail."""
+FASTER = 1.01  # a bin turns lossy at this predicted speed-up over lossless or more, and back below 1
+WAIT = 8  # steps before a bin that failed is tried again; doubled by each further failure
 
 Price = Callable[[int, float], tuple[float, float]]
-"""Seconds of a token, lossless and lossy, at a length in tokens and with drafts of this mean acceptance."""
+"""(length in tokens, mean acceptance of drafts) -> seconds per token, lossless and lossy."""
 
 
 @dataclass(frozen=True)
 class DialBin:
-    """How responses were decoded at lengths in [start, end), and what the dial makes of it."""
+    """How responses were decoded at lengths in [start, end), and the dial's verdict on it."""
 
     start: int
     end: int
     mode: Literal["lossless", "lossy"]  # in the step that was measured
-    p5: float  # of drafts where lossless, of the unverified tokens themselves where lossy; on tau's scale
+    p5: float  # of drafts if the bin is lossless, of its unverified tokens if it is lossy; on tau's scale
     low: float  # lower limit of its 95 % interval
-    tokens: int  # that p5 is made of
-    lossless_s: float  # predicted seconds of a token, and the speed-up of lossy
-    speedup: float
+    tokens: int  # that p5 is computed from
+    lossless_s: float  # predicted seconds per lossless token
+    speedup: float  # of lossy over lossless, predicted
     verdict: Literal["ready", "even", "holds", "fails", "waits", "unknown"]
-    why: str  # in words
+    why: str  # the reason for the verdict, in words
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -57,29 +58,29 @@ class DialBin:
 
 
 class Dial:
-    """Where verification ends, step by step.
+    """Decides, step by step, where verification ends.
 
     Args:
-        tau: what unverified tokens are to hold, on the trainer's scale.
-        price: what a token costs.
+        tau: the p5 that unverified tokens have to hold, on the trainer's scale.
+        price: seconds per token in both modes.
     """
 
     def __init__(self, tau: Tau, price: Price) -> None:
         self._tau, self._price = tau, price
-        self._waits: dict[int, int] = {}  # by bin, the steps before another try
+        self._waits: dict[int, int] = {}  # by bin, the steps before the next try
         self._failures: dict[int, int] = {}
         self.verified_up_to = inf
         """Tokens of a sequence, the prompt included, up to which it is verified: the start of the first lossy bin."""
 
     def turn(self, drafts: Sequence[BinMismatch], own: Sequence[BinMismatch]) -> tuple[DialBin, ...]:
-        """Decide where verification ends from now on, by what the last rollouts have shown.
+        """Decide where verification ends from now on, from the measurements on the last rollouts.
 
         Args:
-            drafts: the tail of drafts' acceptance by length bin, with the ceiling beside it if it is known.
+            drafts: the tail of drafts' acceptance by length bin, with the ceiling if it is known.
             own: the tail of unverified tokens under the dense policy, in the same bins.
 
         Returns:
-            The bins that were measured, by rising length, with what is said of each.
+            The bins that were measured, by rising length, with the verdict on each.
         """
         self._waits = {b: left - 1 for b, left in self._waits.items() if left > 1}
         lossless = [(b, self._draft_bin(b)) for b in drafts if b.end <= self.verified_up_to]
@@ -132,24 +133,24 @@ class Dial:
         return DialBin(b.start, b.end, "lossy", p5, low, b.n_tokens, lossless_s, speedup, verdict, why)
 
     def _as_scored(self, drafts: float, ceiling: float) -> float:
-        """What the trainer would score where verification finds a p5 of ``drafts``. Verification compares a program
-        with itself, so its ceiling is 1."""
+        """The p5 that the trainer would measure where verification finds a p5 of ``drafts``. Verification compares a
+        program with itself, so its ceiling is 1."""
         if self._tau.relative or isnan(ceiling):
             return drafts
         return Tau(drafts, relative=True).level(ceiling)
 
     def _priced(self, b: BinMismatch) -> tuple[float, float]:
-        """Predicted seconds of a lossless token, and the speed-up of lossy."""
+        """Predicted seconds per lossless token, and the speed-up of lossy over lossless."""
         lossless_s, lossy_s = self._price((b.start + b.end) // 2, b.mean)
         return lossless_s, lossless_s / lossy_s
 
     def state(self) -> dict[str, Any]:
-        """The state for ``load``, which may have gone through JSON in between."""
+        """The state that ``load`` takes; it may go through JSON in between."""
         up_to = None if isinf(self.verified_up_to) else self.verified_up_to
         return {"verified_up_to": up_to, "waits": list(self._waits.items()), "failures": list(self._failures.items())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` returned."""
+        """Continue from what ``state`` returned."""
         up_to = state["verified_up_to"]
         self.verified_up_to = inf if up_to is None else up_to
         self._waits, self._failures = dict(state["waits"]), dict(state["failures"])
@@ -166,10 +167,10 @@ def price(
     shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int,
     overheads: Overheads = VLLM_H200,
 ) -> Price:  # fmt: skip
-    """What the cost model says of lossy decoding under ``schedule``, and of lossless whose drafts read the same.
+    """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that drafts under it.
 
     Args:
-        draft_tokens: the most tokens drafted at a time; the fastest number up to that is taken, 0 included.
+        draft_tokens: the most tokens drafted at a time; the fastest number up to that is used, 0 included.
         batch: sequences decoded together; fewer where their cache would not fit.
     """
 

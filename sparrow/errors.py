@@ -4,7 +4,7 @@ import traceback
 
 
 def place(error: BaseException) -> str:
-    """What somebody else's code raised and where, for a message: ``KeyError: 'x' (tasks.py, line 7, in verify)``."""
+    """What code outside Sparrow raised and where, for a message: ``KeyError: 'x' (tasks.py, line 7, in verify)``."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno}, in {frames[-1].name})" if frames else ""
     return f"{type(error).__name__}: {error}{where}"
@@ -19,7 +19,7 @@ class ConfigError(SparrowError):
 
 
 class PromptError(ConfigError):
-    """A prompt that an engine cannot take: the ``index``-th of those it was given, for a ``reason``."""
+    """A prompt that an engine cannot take; ``index`` is its place among those given, ``reason`` says why."""
 
     def __init__(self, index: int, reason: str) -> None:
         super().__init__(f"prompt {index} {reason}")
@@ -27,7 +27,7 @@ class PromptError(ConfigError):
 
 
 class TaskError(SparrowError):
-    """A task that raised where it should have given a problem."""
+    """A task that raised instead of giving a problem."""
 
 
 class UnsupportedModel(SparrowError):
@@ -47,7 +47,7 @@ class EngineError(SparrowError):
 
 
 class ProcessLost(SparrowError):
-    """A process of the run that died or hangs, so that nothing can be done together any more."""
+    """A process of the run that died or hangs, so that the processes can no longer work together."""
 
 
 class CheckpointError(SparrowError):

@@ -1,4 +1,4 @@
-"""What a model can do: mean@k, unbiased pass@k and majority@k, with intervals over problems.
+"""Scores of a model: mean@k, unbiased pass@k and majority@k, with intervals over problems.
 
 Shapes: N problems, k responses to each.
 """
@@ -32,9 +32,9 @@ def mean_at_k(rewards_Nk: ArrayLike) -> Score:
 
 
 def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
-    """Chance that at least one of ``k`` responses is right, estimated without bias from more of them.
+    """Chance that at least one of ``k`` responses is right, estimated without bias from n >= k responses.
 
-    1 - C(n - c, k) / C(n, k) with c of n right (a reward of at least 1): Chen et al., arXiv 2107.03374, equation 1.
+    1 - C(n - c, k) / C(n, k), with c of n right (a reward of at least 1): Chen et al., arXiv 2107.03374, equation 1.
 
     Raises ValueError: fewer responses than k.
     """
@@ -47,7 +47,7 @@ def pass_at_k(rewards_Nk: ArrayLike, k: int) -> Score:
 
 
 def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]) -> Score:
-    """Reward of the most frequent answer; None never wins, and a tie is shared.
+    """Reward of the most frequent answer; None never wins, and a tie takes the mean over the winners.
 
     Raises ValueError: answers that do not match the rewards in number.
     """
@@ -59,7 +59,7 @@ def majority_at_k(rewards_Nk: ArrayLike, answers: Sequence[Sequence[str | None]]
         votes = Counter(answer for answer in given if answer is not None)
         most = max(votes.values(), default=0)
         winners = [answer for answer, count in votes.items() if count == most]
-        # Equal answers may still be judged apart (a wrong format): take the mean reward of those who gave one.
+        # Equal answers may get different rewards (a wrong format): take the mean reward of the responses that gave one.
         means = [np.mean([r for r, a in zip(reward, given, strict=True) if a == winner]) for winner in winners]
         won.append(float(np.mean(means)) if means else 0.0)
     return _over_problems(np.array(won))

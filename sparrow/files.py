@@ -1,4 +1,4 @@
-"""Files that a command writes: tried before the work, so that it is not lost for want of a folder or of room."""
+"""Output files of a command: tried before the work, so that no work is lost for lack of a folder or of disk space."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 from sparrow.errors import ConfigError
 
-ROOM = 2**16  # bytes that must find room beside the file
+ROOM = 2**16  # bytes of disk space that must be free in the file's folder
 
 
 def check_folder(path: str | Path) -> Path:
-    """A folder that can be written to; made if it is missing.
+    """Check that a folder can be written to; it is made if it is missing.
 
     Raises ConfigError: a file is there, or nothing can be written.
     """
@@ -29,7 +29,7 @@ def check_folder(path: str | Path) -> Path:
 
 
 def check_file(path: str | Path) -> Path:
-    """A file that can be written, or a device such as /dev/stdout; its folder is made if it is missing.
+    """Check that a file, or a device such as /dev/stdout, can be written; its folder is made if it is missing.
 
     Raises ConfigError: a folder is there, or nothing can be written.
     """
@@ -42,9 +42,9 @@ def check_file(path: str | Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write the whole file or nothing.
 
-    Raises ConfigError: it cannot be written.
+    Raises ConfigError: the file cannot be written.
     """
     with _writing(path):
         if path.exists() and not path.is_file():  # a device or a pipe
@@ -64,7 +64,7 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Say in one sentence what the operating system refused."""
+    """Turn an error of the operating system into a one-sentence ConfigError."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""From what a user writes to what it names: models, tasks and datasets, prompts, engines.
+"""Loads what a user's settings name: models, tasks and datasets, prompts, engines.
 
 A ``spec`` is a name with options, ``name:key=value,key=value``.
 """
@@ -47,18 +47,18 @@ class DatasetOptions(Settings):
     """Options of a dataset."""
 
     path: str | None = None  # a local file in place of the hub
-    split: str | None = None  # of the hub's dataset
+    split: str | None = None  # of the dataset on the hub
     template: str | None = None  # the prompt, with {question} where the question goes
     max_length: Count | None = None  # rows whose prompt has more characters are dropped
     isolation: Isolation = "auto"  # of programs that are run against tests
-    output_bytes: Count = Limits().output_bytes  # that such a program may write
-    weight: Count = 1  # how often it is drawn from, beside other datasets
+    output_bytes: Count = Limits().output_bytes  # the most bytes that such a program may write
+    weight: Count = 1  # how often it is drawn from, relative to the other datasets
 
 
 def parse_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """The name and its options; values are JSON where they can be.
+    """The name and its options; a value is read as JSON if possible, and is text otherwise.
 
-    Raises ConfigError: an option that is no ``key=value``.
+    Raises ConfigError: an option that is not ``key=value``.
     """
     name, _, text = spec.partition(":")
     return name, _parse_options(text, spec)
@@ -80,7 +80,7 @@ def _parse_options(text: str, spec: str) -> dict[str, Any]:
 
 
 def load_object(spec: str, what: str) -> Any:
-    """What ``module:name`` names; modules are also looked for in the working directory.
+    """The object that ``module:name`` names; modules are also searched for in the working directory.
 
     Raises ConfigError: no such module or name, or a module that raises.
     """
@@ -106,7 +106,7 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as ``hf.load_model``."""
     disable_progress_bar()  # Sparrow shows its own
-    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as they should
+    logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as intended
     place = PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU"))
     return hf.load_model(model_path(name), precision, place.device)
 
@@ -117,12 +117,12 @@ def model_path(name: str) -> str:
 
 
 def context_of(model: PreTrainedModel) -> int | None:
-    """The most tokens of a sequence; None if the model does not say."""
+    """The most tokens in a sequence; None if the model's config does not say."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def prompt_room(context: int | None, engine: str, max_new_tokens: int) -> int:
-    """Tokens that a prompt may have beside a response, in the model's context or vLLM's, where that is smaller.
+    """The most tokens in a prompt that leave room for a response in the model's context, or in vLLM's if it is smaller.
 
     Raises ConfigError: none are left.
     """
@@ -144,10 +144,11 @@ def load_problems(
 ) -> Task:
     """A task by name or as ``module:Class``, or a mixture of datasets: whichever is given.
 
-    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted; without a tokenizer
-    prompts are not, and stay bare. ``reward``, ``module:function``, judges in place of the datasets' verifiers.
+    Rows of a dataset whose prompt has no tokens, or more than ``room``, are dropped and counted. Without a
+    tokenizer, no row is dropped for its tokens, and prompts are not put into a chat template. If given, the function
+    ``reward`` (``module:function``) judges in place of the datasets' verifiers.
 
-    Raises ConfigError: both or neither, unknown names or options, rows that cannot be used.
+    Raises ConfigError: both or neither are given, unknown names or options, rows that cannot be used.
     """
     if (task is None) == (not datasets):
         raise ConfigError("say what to train on: either --task NAME or --dataset NAME or FILE")
@@ -167,7 +168,7 @@ def load_benchmarks(
     specs: Sequence[str], limit: int | None, tokenizer: PreTrainedTokenizerBase | None, room: int,
     reward: str | None = None,
 ) -> dict[str, list[Problem]]:  # fmt: skip
-    """``load_benchmark`` of each, by its name without options, or a file's; where two have the same, as it is given."""
+    """``load_benchmark`` for each spec, by name without options or by file stem; by the whole spec if names repeat."""
     short = [Path(spec).stem if os.path.isfile(spec) else spec.partition(":")[0] for spec in specs]
     return {
         spec if short.count(name) > 1 else name: load_benchmark(spec, limit, tokenizer, room, reward)
@@ -182,7 +183,7 @@ def load_benchmark(
     room: int | None = None,
     reward: str | None = None,
 ) -> list[Problem]:
-    """The first ``limit`` problems, all if None: of a task's held-out stream, or of a dataset in the order of its rows.
+    """The first ``limit`` problems (None: all) of a task's held-out stream, or of a dataset in the order of its rows.
 
     Raises ConfigError: a task without a limit, and as ``load_problems``.
     """
@@ -195,7 +196,7 @@ def load_benchmark(
     return list(islice(dataset, limit))
 
 
-_OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, perhaps with options
+_OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, optionally with options
 
 
 def _is_task(spec: str) -> bool:
@@ -204,7 +205,7 @@ def _is_task(spec: str) -> bool:
 
 
 def load_task_spec(spec: str) -> Task:
-    """A task as a user writes it: ``trace:lines=24``, or one of their own, ``module:Class`` with options or without.
+    """A task as a user writes it: ``trace:lines=24``, or the user's own as ``module:Class``, with or without options.
 
     Raises ConfigError: no such task, or options that it does not take. TaskError: the task itself raised.
     """
@@ -258,7 +259,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase, prompt: str) -> str:
 
 
 def draw_prompts(task: Task, count: int, seed: int) -> list[tuple[str, str]]:
-    """The first ``count`` prompts that a training with this seed draws from the task, with their names, for messages.
+    """The first ``count`` prompts that training with this seed draws from the task, as (name for messages, prompt).
 
     Raises TaskError: the task raised.
     """
@@ -271,9 +272,9 @@ def encode_prompts(
 ) -> list[list[int]]:
     """Token ids of ``count`` prompts, repeated as needed.
 
-    Those without tokens, or with more than ``room``, are left out and counted.
+    Prompts without tokens, or with more than ``room``, are left out and counted.
 
-    Raises ConfigError: none is left.
+    Raises ConfigError: no prompt is left.
     """
     encoded = [(name, list(tokenizer(text, add_special_tokens=False).input_ids)) for name, text in named]
     kept = [ids for _, ids in encoded if 0 < len(ids) <= room]
@@ -290,9 +291,9 @@ def encode_prompts(
 
 
 def read_prompts(path: Path) -> list[tuple[str, str]]:
-    """A file's prompts as they are, with their names, for messages.
+    """The prompts in a file, unchanged, as (name for messages, prompt).
 
-    Raises ConfigError: a file that cannot be read, or holds none.
+    Raises ConfigError: a file that cannot be read, or that holds no prompts.
     """
     if path.suffix in (".jsonl", ".json", ".parquet"):
         named = []
@@ -328,7 +329,8 @@ def load_engine(
     decoding: Decoding,
     precision: Literal["fp32", "bf16"],
 ) -> Engine:
-    """``hf`` on ``model``; ``vllm`` with options of ``vllm.LLM``, on the model's ``name``; or vLLM servers' addresses.
+    """The engine that ``spec`` names: ``hf``, which runs ``model``; ``vllm`` with options of ``vllm.LLM``, which loads
+    the model by ``name``; or the addresses of vLLM servers.
 
     Raises ConfigError: none of these, or more servers than processes.
     """
@@ -356,6 +358,6 @@ def load_scorer(
     decoding: Decoding,
     precision: Literal["fp32", "bf16"],
 ) -> hf.HFEngine:
-    """transformers on ``model``, which scores under any schedule, and samples by ``decoding``."""
+    """The transformers engine on ``model``: it scores under any schedule and samples as ``decoding`` says."""
     autocast = torch.bfloat16 if precision == "bf16" else None
     return hf.HFEngine(model, decoding, hf.eos_ids(model, tokenizer), autocast=autocast)

@@ -1,4 +1,4 @@
-"""From an engine's rollouts to the mismatch of its actor, and to a schedule that holds it.
+"""Measures the mismatch of an engine's actor on its rollouts, and finds a schedule that keeps p5 above a target.
 
 Shapes: T response tokens, n entries of the actor's top-n list.
 """
@@ -37,15 +37,15 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 log = logging.getLogger(__name__)
 
-PILOT = 24  # fewest responses that a round samples
+PILOT = 24  # the fewest responses that a round samples
 SHORTEST_LISTS, LONGEST_LISTS, LENGTHEN = 20, 1280, 4
-"""Tokens in the actor's lists where no length is given: the first length, the longest, and the factor by which lists
-grow while they leave open whether the target is met."""
-CEILING_RESPONSES = 64  # at most, sampled densely where nothing else gives the ceiling; never more than are measured
+"""Lengths of the actor's lists of tokens where none is given: the first, the longest, and the factor by which lists
+grow as long as they leave open whether the target is met."""
+CEILING_RESPONSES = 64  # the most sampled densely where nothing else gives the ceiling; never more than are measured
 
 
 class TokenAcceptance(NamedTuple):
-    """Bounds on each response token's acceptance rate, float64 ``[T]``, and where it belongs, int64 ``[T]``."""
+    """Bounds on each response token's acceptance rate, float64 ``[T]``, and its position, int64 ``[T]``."""
 
     lower: np.ndarray
     upper: np.ndarray
@@ -60,9 +60,9 @@ def token_acceptance(
 ) -> TokenAcceptance:
     """Acceptance of one response, given the policy's log-probs ``[T, n]`` of the rollout's top-n tokens.
 
-    The actor's are those it sampled with, unless given (after teacher forcing under another schedule). A
-    token's position is what the schedule looked at when it was sampled: the tokens cached by then, up to
-    the end of their last page. So a report's bins are the schedule's.
+    The actor's log-probs are those it sampled with, unless others are given (from teacher forcing under another
+    schedule). A token's position is the length that the schedule used when the token was sampled: the tokens cached
+    by then, up to the end of their last page. So the bins of a report are those of the schedule.
     """
     actor = rollout.top_logprobs if actor_top_logprobs is None else actor_top_logprobs
     bounds = acceptance_bounds(rollout.top_ids, actor, policy_top_logprobs)
@@ -71,7 +71,7 @@ def token_acceptance(
 
 
 def flatten(responses: Sequence[TokenAcceptance]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """All tokens end to end: lower bound, upper bound, position and response number, each ``[T]``."""
+    """All responses' tokens end to end: lower bound, upper bound, position and response number, each ``[T]``."""
     lower, upper, position = (np.concatenate(x) for x in zip(*responses, strict=True))
     return lower, upper, position, np.repeat(np.arange(len(responses)), [len(r.lower) for r in responses])
 
@@ -82,13 +82,15 @@ def pool(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int = 0) -
 
 
 def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) -> str | None:
-    """A sentence on the bin where the actor's lists leave it most open whether p5 reaches ``tau``; None if none does.
+    """A sentence on a bin where the actor's lists leave open whether p5 reaches ``tau``; None if there is none.
+
+    Of several such bins it is about the one with the lowest p5.
 
     Args:
-        bins: of a report.
-        tau: the p5 that is asked for.
+        bins: the bins of a report.
+        tau: the required p5.
         top_n: length of the lists.
-        option: the setting that makes them longer.
+        option: the setting that makes the lists longer.
     """
     still = [b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound]
     if not still:
@@ -102,8 +104,8 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
 
 
 def lengthened(sampling: Sampling, bins: Sequence[BinMismatch], p5: float) -> Sampling | None:
-    """The same sampling with longer lists of tokens; None if the present lists tell in every one of ``bins`` whether p5
-    reaches ``p5``, or are already of the greatest length."""
+    """The same sampling with longer lists of tokens; None if the present lists show for all ``bins`` whether the tail
+    reaches ``p5``, or if they already have the greatest length."""
     top_n = min(sampling.top_n * LENGTHEN, LONGEST_LISTS)
     if top_n <= sampling.top_n or not left_open(bins, Tau(p5, relative=False), sampling.top_n, "--top-n"):
         return None
@@ -123,7 +125,7 @@ def measure(
     """Sample with the engine's actor under ``schedule`` and compare with the dense model, token by token.
 
     Args:
-        engine, scorer: of the same weights; may be one object, as ``HFEngine`` is both.
+        engine, scorer: both with the same weights; may be one object, as ``HFEngine`` is both.
         prompts: token ids.
         sampling: how responses are sampled; its lists of ``top_n`` tokens bound the acceptance rate.
         schedule: what the actor may read.
@@ -136,9 +138,9 @@ def measure(
 def measure_ceiling(
     engine: Engine, scorer: Scorer, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> Ceiling:
-    """What dense rollouts of the same engine, scorer and lists score at these lengths, in the bins of ``schedule``.
+    """The p5 of dense rollouts with the same engine, scorer and lists, in the length bins of ``schedule``.
 
-    Arguments as in ``measure``; ``CEILING_RESPONSES`` of the prompts are sampled, spread over them.
+    Arguments as in ``measure``; at most ``CEILING_RESPONSES`` prompts, spread evenly over all, are sampled.
     """
     chosen = np.linspace(0, len(prompts) - 1, min(CEILING_RESPONSES, len(prompts))).round().astype(int)
     dense = schedule.replace(top_k=(ALL_PAGES,))
@@ -152,7 +154,7 @@ def measure_ceiling(
 def _sample(
     engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, schedule: SparsitySchedule
 ) -> list[Rollout]:
-    """Rollouts under ``schedule``; the engine sleeps before and after, so that the scorer fits on its device."""
+    """Rollouts under ``schedule``; the engine is awake only meanwhile, so that the scorer fits on its device."""
     engine.wake()
     engine.set_schedule(schedule)
     rollouts = engine.generate(prompts, sampling)
@@ -177,28 +179,28 @@ def calibrate_engine(
     lengthen: bool = False,
     listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> Calibration:
-    """``sparrow.calibrate.calibrate`` on the model of an engine and a scorer, on trajectories sampled once.
+    """``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories sampled once a round.
 
-    The actor writes other tokens than the dense model, and they are harder for it. So each of the ``on_policy`` rounds
-    samples under the schedule found so far and searches again from there; only the last round takes all prompts, those
-    before it a tenth. Of the schedule sampled under, the rollouts hold what a pass would compute.
+    The actor writes other tokens than the dense model, and these are harder for it. So each of the
+    ``on_policy`` rounds samples under the schedule found so far and searches again from there; the last round takes all
+    prompts, earlier ones a tenth. The schedule sampled under needs no pass: the rollouts hold what it would compute.
 
     Args:
         engine, scorer, prompts, sampling, folder: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
-        layout: gives page size, bins and dense layers. Sampled under first, but if it is dense and rounds follow, the
-            largest of ``budgets`` is, at a fraction of the time.
+        layout: gives page size, bins and dense layers. The first round samples under it; but if it is dense and more
+            rounds follow, the first samples under the largest of ``budgets``, at a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         lengthen: whether responses are sampled again with longer lists where those of dense rollouts are too short.
-        listener: told of every pass as it begins, and about how many seconds are left: NaN while nobody can know.
+        listener: called at the start of every pass with its name and about how many seconds are left, NaN if unknown.
 
     Raises ConfigError: rounds on policy without a pass to refine what they start from; or no budget holds the target in
     any length bin, or the lists of ``sampling.top_n`` tokens are too short to show that one does.
     """
     if on_policy and not refine:
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
-    slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds a response has taken
+    slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds per response
     fewest, tau = min(budgets), Tau(target, relative)
     ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
 
@@ -210,7 +212,7 @@ def calibrate_engine(
         listener(phase, sum(n * slowest[k] for k, n in ahead.items()))
         began = time.monotonic()
         yield
-        # What an earlier call has left on disk takes no time, and says nothing about what is ahead.
+        # Results that an earlier call left on disk take no time, and say nothing about the time of new ones.
         slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
@@ -263,8 +265,8 @@ def calibrate_engine(
 
 
 def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: bool) -> str | None:
-    """A sentence on the lengths where no budget can be shown to hold ``tau``, because not even dense rollouts, whose
-    tail is ``dense``, would; None if there are none."""
+    """A sentence on lengths where no budget can be shown to hold ``tau``, because not even dense rollouts, with the
+    tail ``dense``, hold it; None if there are none."""
     if tau.relative:
         bins = (
             replace(b, ceiling=b.lower_bound, ceiling_low=b.interval_low, ceiling_high=b.interval_high) for b in dense
@@ -288,15 +290,15 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
 class Trajectories:
     """Rollouts sampled once, to be scored under many schedules by teacher-forced passes.
 
-    What scores is not what samples, and a threshold is one for the sampler. So its noise, which is known at every token
-    of the schedule that was sampled under, is added to the log-probs of all schedules, the dense one's included.
+    The scorer's numerics differ from the sampler's, and p5 has to hold for the sampler. So the sampler's noise, known
+    at every token under the schedule that was sampled under, is added to the log-probs of all schedules, also dense.
 
-    Everything is kept in ``folder``, so an interrupted calibration goes on where it stopped.
+    Everything is kept in ``folder``, so an interrupted calibration continues where it stopped.
 
     Args:
-        engine, scorer: of the same weights.
-        prompts, sampling: what is sampled.
-        folder: where rollouts and scores go; those it already holds of the same prompts and sampling are used again.
+        engine, scorer: both with the same weights.
+        prompts, sampling: what is sampled, and how.
+        folder: where rollouts and scores are kept; those already there for the same prompts and sampling are reused.
         behaviour: the schedule to sample under; dense by default.
     """
 
@@ -313,7 +315,7 @@ class Trajectories:
         folder.mkdir(parents=True, exist_ok=True)
         self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
         prompts = [list(map(int, prompt)) for prompt in prompts]
-        sampled = {name: value for name, value in asdict(sampling).items() if name != "watch"}  # what changes no token
+        sampled = {name: value for name, value in asdict(sampling).items() if name != "watch"}  # it changes no token
         self._name = _digest(prompts, sampled, behaviour.to_dict() | {"provenance": None})
         path = folder / f"rollouts-{self._name}.npz"
         if not path.exists():
@@ -324,7 +326,7 @@ class Trajectories:
         self._noise = scored and [engine_noise(r.top_logprobs, q) for r, q in zip(self.rollouts, scored, strict=True)]
 
     def acceptance(self, schedule: SparsitySchedule | None = None) -> list[TokenAcceptance]:
-        """Acceptance between the dense model and its actor under ``schedule``; by default, as it was sampled."""
+        """Acceptance between the dense model and its actor under ``schedule``; by default, the one sampled under."""
         sparse: list[Any] = self._top_logprobs(schedule) if schedule else [None] * len(self.rollouts)
         if schedule and self._noise:
             sparse = [with_noise(q, noise) for q, noise in zip(sparse, self._noise, strict=True)]
@@ -332,7 +334,7 @@ class Trajectories:
         return [token_acceptance(rollout, p, schedule or self._behaviour, q) for rollout, p, q in rows]
 
     def ceiling(self) -> list[TokenAcceptance]:
-        """Acceptance of dense rollouts, less than 1 by what the lists leave out and by the sampler's noise."""
+        """Acceptance of dense rollouts; below 1 because of what the lists leave out and of the sampler's noise."""
         sampled = self._dense
         if self._noise:
             sampled = [with_noise(p, noise) for p, noise in zip(self._dense, self._noise, strict=True)]

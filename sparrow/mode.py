@@ -1,4 +1,4 @@
-"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and what each of them needs to know."""
+"""How responses are decoded: ``dense``, ``lossless``, ``lossy`` or ``auto``, and the settings of each mode."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sparrow.schedule import SparsitySchedule
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step verifies, samples are the
 dense policy's. ``lossy``: decode steps read what a schedule says, samples are the sparse actor's. ``auto``: lossless up
-to a length and lossy from there on, which training moves (``sparrow.dial``)."""
+to a length, which training moves, and lossy beyond it (``sparrow.dial``)."""
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
-"""What drafts read unless told otherwise: 64 pages of 16 tokens in every layer, at any length."""
+"""What drafts read by default: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_TOKENS = 12
-"""The most tokens drafted at a time: what gives most at long context and 95 % acceptance."""
+"""The most tokens drafted at a time; the default is the fastest at long context and 95 % acceptance."""
 METER_EVERY = 16
-"""Cycles between two that measure another schedule: one sparse step in that many cycles costs about half a percent."""
+"""One in this many cycles measures another schedule; one sparse step in that many cycles costs about half a percent."""
 
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
@@ -54,13 +54,13 @@ class Decoding:
 
     @classmethod
     def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, meter_schedule: Any = None, **options: Any) -> Decoding:
-        """Lossless with these drafts; schedules as ``SparsitySchedule.load`` takes them."""
+        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes them."""
         metered = None if meter_schedule is None else _schedule(meter_schedule)
         return cls("lossless", _schedule(draft_schedule), meter_schedule=metered, **options)
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
-        """Lossy under a schedule, or dense if that reads everything."""
+        """Lossy under a schedule, or dense if the schedule reads everything."""
         loaded = _schedule(schedule)
         return cls("dense" if loaded.is_dense else "lossy", loaded)
 
@@ -69,8 +69,8 @@ class Decoding:
         """Read a setting.
 
         Args:
-            value: ``"lossless"``; or anything that names a schedule (lossy; ``"dense"`` reads everything); or a
-                mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
+            value: ``"lossless"``; or anything that names a schedule (this means lossy; ``"dense"`` reads everything);
+                or a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
                 ``draft_schedule``, ``draft_tokens``, ``adapt_draft_tokens``, ``meter_schedule`` and ``meter_every``
                 for lossless; or a schedule or ``Decoding`` itself.
 
@@ -127,7 +127,7 @@ class Decoding:
         return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
-        """The same mode under another schedule; between dense and lossy the schedule decides."""
+        """The same mode under another schedule; the schedule decides between dense and lossy."""
         return replace(self, schedule=schedule) if self.mode in ("lossless", "auto") else Decoding.lossy(schedule)
 
 

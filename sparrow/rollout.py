@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from sparrow.errors import PromptError
 
 Watch = Callable[[int, int], None]
-"""Told of the tokens and of the finished responses so far, while sampling goes on."""
+"""Called during sampling with the numbers of tokens and of finished responses so far."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Sampling:
     temperature: float = 1.0
     top_n: int = 20  # length of the recorded lists of most likely tokens; 0 records none
     seed: int = 0  # makes the samples reproducible on the same engine and hardware
-    # one for each prompt, so that its samples do not depend on what is sampled beside it; derived from ``seed`` and the
-    # prompt's place if left out
+    # one for each prompt, so that its samples do not depend on which others are sampled in the same call; by default
+    # derived from ``seed`` and the prompt's index
     seeds: Sequence[int] | None = None
-    # only the ``top_k`` likeliest tokens, and of them the fewest that hold ``top_p`` of the mass, are sampled from, by
-    # actor and policy alike; for evaluation: truncation changes the support that corrections need
+    # actor and policy alike sample only from the ``top_k`` likeliest tokens, and of them from the fewest that hold
+    # ``top_p`` of the mass; for evaluation: truncation changes the support that corrections need
     top_k: int | None = None
     top_p: float = 1.0
-    watch: Watch = field(default=lambda tokens, finished: None, compare=False)  # an engine may tell it nothing
+    watch: Watch = field(default=lambda tokens, finished: None, compare=False)  # an engine need not call it
 
     def request_seeds(self, count: int) -> list[int]:
         """A seed for each of ``count`` prompts."""
@@ -48,7 +48,7 @@ class Sampling:
         return self.top_k is not None or self.top_p < 1
 
     def check(self, prompts: Sequence[Sequence[int]], context: int) -> None:
-        """Refuse prompts that leave no room for a response in a context of so many tokens.
+        """Refuse empty prompts and those that leave no room for a response in a context of ``context`` tokens.
 
         Raises PromptError: the first such prompt.
         """
@@ -65,25 +65,25 @@ class Sampling:
 
 
 def derived_seed(*entropy: int) -> int:
-    """A seed of 63 bits for each tuple of numbers."""
+    """A 63-bit seed derived from a tuple of numbers."""
     return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1)
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What of a response was verified, where an engine stops verifying on the way.
+    """The verified part of a response, for an engine that stops verifying partway.
 
-    Its first ``tokens`` tokens are samples of the dense policy. Those after them are the sparse actor's, over a cache
-    that holds what sparse steps wrote: no later token of the response could be exact again.
+    The first ``tokens`` tokens are samples of the dense policy. The later ones are samples of the sparse actor over a
+    cache that holds what sparse steps wrote, so no later token of the response could be exact again.
     """
 
     tokens: int
-    acceptance: NDArray[np.float32]  # [tokens], the chance that each one's draft was kept; nan where none was looked at
+    acceptance: NDArray[np.float32]  # [tokens], the chance that each token's draft is kept; nan where none was verified
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response and what the actor thought of it."""
+    """One sampled response with the actor's log-probs."""
 
     prompt_ids: Sequence[int]  # token ids of the prompt
     response_ids: NDArray[np.int64]  # [T], the end-of-sequence token included if it was sampled
@@ -91,7 +91,7 @@ class Rollout:
     top_ids: NDArray[np.int32]  # [T, n], the actor's most likely tokens, best first
     top_logprobs: NDArray[np.float32]  # [T, n], their log-probs
     finish_reason: Literal["stop", "length"]  # ``"stop"`` at an end-of-sequence token, ``"length"`` at the limit
-    verification: Verification | None = None  # of ``mode=auto``; otherwise all tokens are alike, as the mode says
+    verification: Verification | None = None  # only with ``mode=auto``; in other modes all tokens are sampled alike
 
     def __len__(self) -> int:
         return len(self.response_ids)
@@ -99,7 +99,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probs of a rollout's tokens under some model and schedule, at a temperature."""
+    """Log-probs of a rollout's tokens under one model and schedule, at one temperature."""
 
     logprobs: NDArray[np.float32]  # [T], of the response tokens
     top_logprobs: NDArray[np.float32]  # [T, n], of the rollout's ``top_ids``
@@ -107,5 +107,5 @@ class Scores:
 
 
 def split(flat: NDArray[Any], lengths: Sequence[int]) -> list[NDArray[Any]]:
-    """What is laid end to end, ``[sum of lengths, ...]``, as one array for each response."""
+    """Split an array of all responses end to end, ``[sum of lengths, ...]``, into one array for each response."""
     return np.split(flat, np.cumsum(lengths)[:-1])

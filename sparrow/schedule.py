@@ -1,7 +1,7 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
-A schedule is a table from length bin to ``top_k``, the number of pages kept by score next to the
-always-kept sink and recent pages. Lengths are in tokens and count everything in the KV cache, the
+A schedule is a table from length bin to ``top_k``, the number of pages kept by score in addition to the
+sink and recent pages, which are always kept. Lengths are in tokens and count everything in the KV cache, the
 current token included. Source: Sparrow, arXiv 2606.08446, sections 2 and 4.
 """
 
@@ -26,25 +26,25 @@ ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSO
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
-"""What a schedule says of pages whatever their number: the fields of ``attention.PageLayout``."""
+"""The fields of a schedule that describe pages, apart from their number: those of ``attention.PageLayout``."""
 
 
 @dataclass(frozen=True)
 class SparsitySchedule:
-    """Top-k pages by sequence length, and the page layout they refer to.
+    """Top-k pages by sequence length, and the page layout that they refer to.
 
     Raises ConfigError: an empty or shrinking table, or a field out of range.
     """
 
-    top_k: tuple[int, ...]  # pages kept by score in each length bin; the last entry holds for every longer length
+    top_k: tuple[int, ...]  # pages kept by score in each length bin; the last entry also holds for all longer lengths
     # width of a length bin in tokens; a length belongs to bin ``ceil(length / page_size) * page_size // bin_tokens``,
-    # which for 16 and 2,000 are exactly the published edges (a full page decides, not a token)
+    # which for 16 and 2,000 gives exactly the published edges (lengths are rounded up to whole pages)
     bin_tokens: int = 2000
     page_size: int = 16  # tokens in a page
     sink_pages: int = 1  # pages always kept at the start of the sequence
-    recent_pages: int = 2  # pages always kept at its end, the partly filled one included
+    recent_pages: int = 2  # pages always kept at its end, including the partly filled one
     dense_layers: tuple[int, ...] = (0, 1)  # layers that always attend to everything
-    landmark_dtype: LandmarkDtype = "auto"  # pages' mean keys are stored in the cache's dtype, or in 8 bits
+    landmark_dtype: LandmarkDtype = "auto"  # pages' mean keys are stored in the cache's dtype or in 8 bits
     # where the table comes from (preset name, or model, data and intervals of a calibration)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -75,16 +75,16 @@ class SparsitySchedule:
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Top-k pages at ``length`` tokens (any shape), without the sink and recent pages."""
+        """Top-k pages at ``length`` tokens (any shape), not counting the sink and recent pages."""
         bins = self.page_end(length) // self.bin_tokens
         return np.asarray(self.top_k, dtype=np.int64)[np.minimum(bins, len(self.top_k) - 1)]
 
     def page_end(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Tokens up to the end of the page being written at ``length``: what decides the length's bin."""
+        """Tokens up to the end of the page being written at ``length``; they decide the length's bin."""
         return -(-np.asarray(length, dtype=np.int64) // self.page_size) * self.page_size
 
     def tokens_read(self, length: ArrayLike) -> NDArray[np.int64]:
-        """Cached tokens a sparse layer reads at ``length``: its KV budget, or all of them where that is fewer."""
+        """Cached tokens that a sparse layer reads at ``length``: its KV budget, or all of them if they are fewer."""
         kept = self.pages(length) + self.sink_pages + self.recent_pages
         return np.minimum(np.asarray(length, dtype=np.int64), kept * self.page_size)
 
@@ -100,7 +100,7 @@ class SparsitySchedule:
 
     @property
     def dense_up_to(self) -> float:
-        """The tokens up to which decoding reads everything, in whole length bins; infinity if it always does."""
+        """The length in tokens up to which decoding reads everything, in whole length bins; infinity if always."""
         last = len(self.top_k) - 1
         for i, k in enumerate(self.top_k):
             held = (k + self.sink_pages + self.recent_pages) * self.page_size
@@ -109,7 +109,7 @@ class SparsitySchedule:
         return math.inf
 
     def check_model(self, num_layers: int) -> None:
-        """Refuse a model this schedule was not made for.
+        """Refuse a model that this schedule was not made for.
 
         Raises ConfigError: a dense layer beyond the model's ``num_layers``.
         """
@@ -218,7 +218,7 @@ class SparsitySchedule:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object; the standard library would keep the last of equal keys without a word."""
+    """A JSON object without duplicate keys, of which the standard library would silently keep the last."""
     plain = dict(pairs)
     if len(plain) < len(pairs):
         keys = [key for key, _ in pairs]

@@ -1,6 +1,6 @@
-"""Settings are frozen dataclasses; pydantic checks every field's type, strictly, and the range it is annotated with.
+"""Settings are frozen dataclasses; pydantic strictly checks every field's type and annotated range.
 
-Imports no torch, so ``--help`` is instant.
+This module imports no torch, so ``--help`` is instant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparrow.errors import ConfigError
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Positive = Annotated[Finite, Field(gt=0)]
 NotNegative = Annotated[Finite, Field(ge=0)]
-Share = Annotated[Finite, Field(gt=0, le=1)]  # a part of the whole, never none of it
+Share = Annotated[Finite, Field(gt=0, le=1)]  # a part of the whole, more than nothing
 Probability = Annotated[Finite, Field(gt=0, lt=1)]  # neither never nor always
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
@@ -47,13 +47,13 @@ def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:
-    """Refuse a field for a reason that another field gives. Raises ConfigError: it does not hold."""
+    """Refuse a field's value because of another field. Raises ConfigError: ``holds`` is false."""
     if not holds:
         raise _refused(settings, name, f"must be {expected}")
 
 
 def choose(settings: Settings, name: str, other: str, default: Any) -> None:
-    """Of two settings that exclude each other, give ``name`` its default where neither is set.
+    """Of two mutually exclusive settings, give ``name`` its default if neither is set.
 
     Raises ConfigError: both are set.
     """
@@ -63,7 +63,7 @@ def choose(settings: Settings, name: str, other: str, default: Any) -> None:
 
 
 def _refused(settings: Settings, name: str, reason: str) -> ConfigError:
-    """By its name on the command line."""
+    """An error that names the setting as on the command line."""
     section, is_section, _ = type(settings).__name__.rpartition("Config")
     setting = f"{section.lower()}.{name}" if is_section and section != "Train" else name
     return ConfigError(f"{setting} is {getattr(settings, name)!r}, but {reason}; change {setting}.")

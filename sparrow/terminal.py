@@ -1,4 +1,4 @@
-"""What the command line shows: progress, bars on a terminal and lines elsewhere, and tables."""
+"""What the command line shows: tables, and progress as bars on a terminal and as lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from sparrow.mismatch import MismatchReport
     from sparrow.mismatch.tau import Span, Tau
 
-NARROW = 60  # columns below which a bar and its times would leave no room for what they are about
-QUIET_S = 30.0  # a step that takes longer is logged by its phases
+NARROW = 60  # columns below which a bar and its times would leave no room for their description
+QUIET_S = 30.0  # when a step takes longer, its phases are logged too
 
 
 class _Shown:
-    """Progress on stderr, in a ``with`` block: a bar on a terminal, else lines, each written out at once."""
+    """Progress on stderr, in a ``with`` block: a bar on a terminal, else lines, each flushed at once."""
 
     def __init__(self, total: int | None, shown: bool, *, counts: bool) -> None:
         self._console = Console(stderr=True)
@@ -41,8 +41,7 @@ class _Shown:
             if wide:
                 columns += [progress.BarColumn(bar_width=None), progress.TimeElapsedColumn()]
                 columns += [progress.TimeRemainingColumn()] if counts else []
-            # The note stands on a line of its own where it would not fit beside the bar.
-            # What is only under way leaves nothing behind.
+            # A bar without counts only shows what is going on, and is erased at the end.
             self._bar = progress.Progress(*columns, console=self._console, expand=wide, transient=not counts)
             self._task = self._bar.add_task("starting", total=total)
 
@@ -56,7 +55,7 @@ class _Shown:
             self._bar.stop()
 
     def _line(self, text: str) -> None:
-        """Above the bar, or on a line of its own."""
+        """Print a line, above the bar if there is one."""
         if not self._shown:
             return
         if self._bar:
@@ -83,7 +82,7 @@ class Status(_Shown):
 
 
 class Progress(_Shown):
-    """Progress of training, told of events as ``trainer.Listener``: a line for each step, and a bar on a terminal."""
+    """Progress of training, a ``trainer.Listener``: a line for each step, and a bar on a terminal."""
 
     def __init__(self, steps: int, shown: bool = True) -> None:
         super().__init__(steps, shown, counts=True)
@@ -106,11 +105,11 @@ class Progress(_Shown):
 
 
 def phase_line(progress: dict[str, Any]) -> str:
-    """How far a phase of a step is, short enough for a narrow terminal."""
+    """How far a phase of a step has got, short enough for a narrow terminal."""
     phase, done, of = progress["phase"], progress["done"], progress["of"]
-    if "tokens" in progress:  # of responses that are being sampled
+    if "tokens" in progress:  # while responses are sampled
         return f"{phase} {done}/{of}, {brief(progress['tokens'])} tokens"
-    if phase == "verify":  # which tells no more
+    if phase == "verify":  # this phase does not report how many are done
         return f"verify {of} responses"
     return f"{phase} {done + 1}/{of}"
 
@@ -124,9 +123,9 @@ def brief(count: int) -> str:
 
 
 def step_line(metrics: dict[str, Any]) -> str:
-    """A step in a few numbers: reward, tail of acceptance, response length, speed, share of the cache read."""
+    """A step in a few numbers: reward, tail of acceptance, response length, speed, share of the KV cache read."""
     bins, seconds, response = metrics["mismatch"]["bins"], metrics["seconds"], metrics["response"]
-    # Bins that hardly any response reaches jump about.
+    # Bins that few responses reach are left out: their p5 is noisy.
     tail = min(b["lower_bound"] for b in bins if 2 * b["n_sequences"] >= bins[0]["n_sequences"])
     speed = response["tokens"] / max(seconds["rollout"], 1e-9)
     return (
@@ -136,7 +135,7 @@ def step_line(metrics: dict[str, Any]) -> str:
 
 
 class CalibrationProgress(_Shown):
-    """Progress of a calibration, told of each pass and of the seconds left as it begins."""
+    """Progress of a calibration, called at the start of each pass with its name and the seconds left."""
 
     def __init__(self) -> None:
         super().__init__(None, True, counts=False)
@@ -151,7 +150,7 @@ class CalibrationProgress(_Shown):
 
 
 def say(text: str) -> None:
-    """One line, or several, as they are: a path that is broken in two cannot be copied."""
+    """Print lines without wrapping them: a path that is broken in two cannot be copied."""
     Console().print(escape(text), soft_wrap=True)
 
 
@@ -176,16 +175,16 @@ def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
 def _print_columns(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(title=title, box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False, show_edge=False)
     for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=heading == headings[0])  # what a row is about stays whole
+        table.add_column(heading, justify="right", no_wrap=heading == headings[0])  # first cells stay on one line
     for row in rows:
         table.add_row(*row)
     Console().print(table)
 
 
 def print_records(headings: Sequence[str], records: Sequence[Sequence[str]]) -> None:
-    """A table, or one of names and values for each record where the terminal is too narrow for that.
+    """Print one table or, on a terminal too narrow for it, a table of names and values for each record.
 
-    Where it is no terminal the table is as wide as it must be.
+    Away from a terminal, the table is as wide as it needs to be.
     """
     console = Console()
     width = 3 * len(headings) + sum(max(map(len, column)) for column in zip(headings, *records, strict=True))
@@ -202,7 +201,7 @@ def print_records(headings: Sequence[str], records: Sequence[Sequence[str]]) -> 
 
 
 def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> None:
-    """What ``sparrow measure`` found."""
+    """Print the results of ``sparrow measure``."""
     _print_columns(
         f"acceptance rate of the sparse actor, {report.n_sequences} responses, {report.n_tokens} tokens",
         ("length", "tokens", "responses", "mean", "p5", "95 % interval", "at most", str(tau)),
@@ -225,7 +224,7 @@ def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> No
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
-    """Of each bin its start and end, p5 and its ceiling, both with their intervals; and what follows from them."""
+    """Print p5, its ceiling and the relative p5 by bin; ``bins`` has start, end, p5 and ceiling of each."""
     from sparrow.mismatch import relative_span
 
     def columns(span: Span) -> tuple[str, str]:
@@ -242,7 +241,7 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
 
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
-    """How lossless drafts fared; ``counts`` as ``Counters.to_dict`` has it."""
+    """Print the acceptance of lossless drafts; ``counts`` is the ``drafts`` part of ``Counters.to_dict``."""
     for title, measured in (
         (f"drafts by exact acceptance, {counts['drafted']} drafted", counts),
         ("meter_schedule by exact acceptance", counts.get("metered")),
@@ -263,8 +262,8 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
 
 
 def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]) -> None:
-    """Modes beside each other: how far a token's log-prob was from the dense policy's on average, and counts, as
-    ``Counters.to_dict`` has them."""
+    """Print the modes side by side. Each row is the mode, the mean distance of a token's log-prob from the dense
+    policy's, and counts in the form of ``Counters.to_dict``."""
 
     def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:
         read, drafts = f"{counts['kv']['read_fraction']:.0%}", counts.get("drafts")
@@ -285,7 +284,7 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
 
 
 def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
-    """What ``sparrow calibrate`` found."""
+    """Print the results of ``sparrow calibrate``."""
     _print_columns(
         f"cheapest schedule with {target.statistic} >= {target.value:g}",
         ("length", "top-k pages", "p5", "95 % interval", "tokens", "responses", ""),

@@ -2,7 +2,7 @@
 
     python recipes/paper/predicted.py --out benchmarks/results/paper_runs.json
 
-Lengths are assumed, log-normal: a median of 14,000 tokens for math and 6,000 for code, cut where the recipe cuts.
+Lengths are assumed, log-normal: a median of 14,000 tokens for math and 6,000 for code, cut at the recipe's limit.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python recipes/paper/table2.py --model Qwen/Qwen3-4B --schedule qwen3-4b-0.86 --out table2-4b.json
     python recipes/paper/table2.py --table table2-*.json
 
-Each mode has an engine of its own, on one GPU unless ``--engine`` says otherwise (the paper's figures are of four);
-the same 240 prompts, the same seeds, and a short rollout before that warms it up. Lengths are what the model writes:
-lossy responses are other ones than dense ones, so tokens per second are compared and not seconds.
+Each mode has an engine of its own, on one GPU unless ``--engine`` says otherwise (the paper's figures are of four),
+with the same 240 prompts, the same seeds, and a short rollout beforehand that warms it up. The model decides the
+lengths: lossy responses differ from dense ones, so tokens per second are compared and not seconds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The results in the paper's layout, with two columns more for lossless."""
+    """The results in the paper's layout, with two more columns for lossless."""
     lines = [
         "| Model | Dense t. (tokens/s) | Sparse t. (tokens/s) | Rollout Speedup | Lossless t. (tokens/s) | Speedup |",
         "| :--- | :---: | :---: | :---: | :---: | :---: |",

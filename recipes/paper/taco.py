@@ -28,7 +28,7 @@ from sparrow.tasks.formats import FORMATS, taco
 
 SOURCES = ("geeksforgeeks", "leetcode")
 SHORTEST = 100  # letters and digits of a text
-SOLUTIONS = 8  # of a row, tried until one passes
+SOLUTIONS = 8  # of a row, at most, tried until one passes
 
 
 def unfit(row: dict[str, Any], verify: Callable[..., float]) -> str | None:

@@ -1,5 +1,6 @@
-"""The subcommands of ``sparrow``, one module each: its options as fields, what it does as ``run``.
+"""The subcommands of ``sparrow``, one module each: options are fields, and ``run`` does the work.
 
-Options that several share are in ``sampled``; the sections of ``train`` (``--rollout.samples``) in ``train.config``.
+Options that several commands share are in ``sampled``; the sections of ``train`` (``--rollout.samples``) are in
+``train.config``.
 Heavy imports live inside functions, so that ``--help`` is instant.
 """

@@ -1,4 +1,4 @@
-"""Arguments that stand in files: a configuration in TOML, and the settings that a run recorded."""
+"""Arguments read from files: a configuration in TOML, and the settings that a run recorded."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparrow.errors import ConfigError
 
 
 def from_toml(path: Path) -> list[str]:
-    """Options as they stand on a command line. Raises ConfigError: a file that cannot be read, or is not TOML."""
+    """The file's options in command-line form. Raises ConfigError: a file that cannot be read, or is not TOML."""
     try:
         return list(_options(tomllib.loads(path.read_text(encoding="utf-8"))))
     except (tomllib.TOMLDecodeError, RecursionError) as error:
@@ -23,14 +23,14 @@ def from_toml(path: Path) -> list[str]:
 
 
 def recorded(run_dir: Path, settings: type) -> list[str]:
-    """What a run recorded of ``settings``, as it stands on a command line. Raises ConfigError: no run, or damaged."""
+    """A run's recorded ``settings`` in command-line form. Raises ConfigError: no run, or a damaged record."""
     from sparrow.run import RunConfig
 
     return list(_options(_known(RunConfig.load(run_dir).train, settings)))
 
 
 def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
-    """Nested settings as they stand on a command line."""
+    """Nested settings in command-line form."""
     for key, value in table.items():
         if isinstance(value, dict):
             yield from _options(value, f"{section}{key}.")
@@ -45,7 +45,7 @@ def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
 
 
 def _known(record: Mapping[str, Any], settings: type) -> dict[str, Any]:
-    """The recorded settings that still exist and were set; an older Sparrow may have had others."""
+    """The recorded settings that were set and still exist; an older Sparrow may have recorded others."""
     known = {}
     for setting in fields(settings):
         value = record.get(setting.name)

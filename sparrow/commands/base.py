@@ -1,4 +1,4 @@
-"""What every command is."""
+"""The base class of all commands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ class Command(Settings):
     """A subcommand of ``sparrow``: a dataclass of its options."""
 
     def run(self) -> None:
-        """Do it, and say on stdout what came of it. Raises SparrowError: why it cannot be done, in one sentence."""
+        """Run the command and print its result on stdout. Raises SparrowError: one sentence on why it cannot run."""
         raise NotImplementedError
 
     def interrupted(self) -> str:
-        """What is left after Ctrl-C, and how to go on."""
+        """The message after Ctrl-C: what is left, and how to continue."""
         return "interrupted"

@@ -71,7 +71,7 @@ class Cost(Command):
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a model that is named as users do: a folder or its ``config.json``, one of ``SHAPES``, a hub name.
+    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``, or a hub name.
 
     Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be reached.
     """

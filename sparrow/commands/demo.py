@@ -1,4 +1,4 @@
-"""``sparrow demo``: the whole loop on the bundled reasoner, and then each mode beside the others."""
+"""``sparrow demo``: the whole loop on the bundled reasoner, and then a comparison of the modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparrow.settings import Count, Seed
 REASONER = Path(str(resources.files("sparrow") / "reasoner"))
 SCHEDULE = REASONER / "demo_schedule.json"
 DRAFT_TOKENS = 4  # before each verification, in lossless mode
-COMPARED = 8  # problems that are sampled in each mode in the end
+COMPARED = 8  # problems sampled in each mode after training
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Demo(Command):
         return self.training().interrupted()
 
     def training(self) -> Train:
-        """What the demo is as a ``sparrow train``."""
+        """The ``sparrow train`` command that the demo runs."""
         how = {
             "dense": [],
             "lossy": ["--schedule", str(SCHEDULE)],
@@ -55,7 +55,7 @@ class Demo(Command):
         return tyro.cli(Train, args=[*arguments, "--model", "reasoner", "--run-dir", self.run_dir])
 
     def compare(self) -> None:
-        """Sample held-out problems with the trained model in each mode, and print what comes of it."""
+        """Sample held-out problems with the trained model in each mode, and print the results."""
         from sparrow.engines.hf import HFEngine, eos_ids
         from sparrow.loading import HELD_OUT, load_model, load_task_spec
         from sparrow.rollout import Sampling

@@ -1,4 +1,4 @@
-"""``sparrow train --dry-run MACHINE``: what can be known of a run before anything is loaded."""
+"""``sparrow train --dry-run MACHINE``: what can be known about a run before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from sparrow.commands.train import Train
     from sparrow.cost import ModelShape
 
-PROMPT = 256  # tokens, which are not counted here
-TYPICAL = 0.43  # the median response over the cut-off, unless told: 14,000 of 32,768
+PROMPT = 256  # assumed tokens per prompt; a dry run tokenizes none
+TYPICAL = 0.43  # default of the median response over the cut-off: 14,000 of 32,768
 Rows = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Target(Settings):
-    """The machine that a dry run is for, and what it cannot know."""
+    """The machine that a dry run is for, and figures that it cannot know."""
 
     gpu: Literal["a100", "h100", "h200", "b200"]
     gpus: Count = 1
@@ -33,9 +33,9 @@ class Target(Settings):
 
 
 def dry_run(command: Train) -> None:
-    """Print what was found; nothing is loaded but data, and nothing is written.
+    """Print what was found; only data is loaded, and nothing is written.
 
-    Raises ConfigError: every problem that the run would meet, a sentence each.
+    Raises ConfigError: every problem that the run would meet, one sentence each.
     """
     from sparrow.cluster import Cluster
     from sparrow.commands.cost import find_shape
@@ -100,7 +100,7 @@ def dry_run(command: Train) -> None:
 
 
 def _check_launch(command: Train, cluster: Cluster) -> None:
-    """Raises ConfigError: machines or an engine that this trainer does not run on."""
+    """Raises ConfigError: machines that this trainer does not run on, or an engine or precision without predictions."""
     if cluster.gpus > cluster.host:
         raise ConfigError(
             f"{cluster.gpus} GPUs are several machines, and this trainer runs on the {cluster.host} of one; take verl "

@@ -51,7 +51,7 @@ class FromPrompts(Sampled):
             raise ConfigError("say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME")
 
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, Scorer, list[list[int]]]:
-        """An engine that samples as the command says, transformers to score, and the prompts as token ids."""
+        """An engine that samples as the command says, a transformers scorer, and the prompts as token ids."""
         from sparrow import loading
         from sparrow.terminal import status
 

@@ -67,10 +67,10 @@ class Train(TrainConfig, Command):
         decoding = self.rollout.decoding(self.schedule)
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
         files.check_folder(self.run_dir)
-        # Schedulers, and launchers whose other process died, end a run this way: as good a reason to save as Ctrl-C.
+        # Schedulers end a run with SIGTERM, as do launchers of which another process died; save then as after Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
-        # Every process takes its shards from weights it has loaded itself; transformers would leave all but one's
-        # empty.
+        # Every process takes its shards from weights that it loaded itself; otherwise transformers would leave the
+        # weights empty in all processes but one.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
         with status(f"loading {self.model}", main_process) as shown:
@@ -91,7 +91,7 @@ class Train(TrainConfig, Command):
                 Trainer(*start, self._dial(model, decoding), benchmarks).train()
             finally:
                 engine.close()
-        if PartialState().distributed_type is not DistributedType.NO:  # else the group, if any, is somebody else's
+        if PartialState().distributed_type is not DistributedType.NO:  # else a group, if any, is not ours
             PartialState().destroy_process_group()
         if main_process:
             print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
@@ -101,8 +101,8 @@ class Train(TrainConfig, Command):
         from sparrow.loading import load_engine
         from sparrow.train.ranks import asked_to_shard
 
-        # A distilled actor has weights of its own, a LoRA's are merged for it, and sharded ones need all processes;
-        # otherwise they are shared.
+        # The actor needs its own copy of the weights if it is distilled, if a LoRA is merged for it, or if the policy's
+        # are sharded, since those need all processes; otherwise the two share weights.
         own = self.distill.enabled or self.lora.r or asked_to_shard()
         actor = copy.deepcopy(model) if own and self.engine == "hf" else model
         return load_engine(self.engine, self.model, actor, tokenizer, decoding, self.optimizer.precision)

@@ -1,4 +1,4 @@
-"""What samples and what scores. The trainer knows engines only through this file and ``sparrow.rollout``."""
+"""Protocols: engines sample, scorers score. The trainer knows them only through this file and ``sparrow.rollout``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparrow.schedule import SparsitySchedule
 class Counters:
     """What an engine has done since it was started or ``counters`` was last called.
 
-    All from ``drafted`` on are of lossless decoding; a cycle is one verification of one sequence.
+    The fields from ``drafted`` on are about lossless decoding only; a cycle is one verification of one sequence.
     """
 
     tokens_read: int  # cached tokens read by decode steps, summed over sequences and layers; drafts count too
@@ -26,9 +26,9 @@ class Counters:
     drafted: int = 0  # tokens drafted
     accepted: int = 0  # drafts that verification kept, whether or not the response had ended before them
     cycles: int = 0
-    # of every draft that verification looked at: those up to the first rejected one of a cycle
+    # acceptance of every draft that verification looked at: those up to the first rejected one of a cycle
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
-    # the same of what ``meter_schedule`` would have sampled in place of first drafts, on a sample of cycles
+    # acceptance of what ``meter_schedule`` would have sampled in place of first drafts, on a sample of cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
 
     def __add__(self, other: Counters) -> Counters:
@@ -36,12 +36,12 @@ class Counters:
 
     @property
     def read_fraction(self) -> float:
-        """What was read of what a dense actor would have read; 0 before the first step."""
+        """Tokens read, as a share of what a dense actor would have read; 0 before the first step."""
         return self.tokens_read / max(self.tokens_held, 1)
 
     @property
     def tokens_per_cycle(self) -> float:
-        """Accepted drafts and one token more; 0 before the first cycle. The ends of responses cut the last ones."""
+        """Accepted drafts and one token more; 0 before the first cycle. The end of a response cuts its last cycle."""
         return (self.accepted + self.cycles) / max(self.cycles, 1)
 
     @property
@@ -90,7 +90,7 @@ class Engine(Protocol):
         """Decode under another schedule from the next ``generate`` on."""
 
     def counters(self) -> Counters:
-        """What was read since the last call."""
+        """What the engine has done since the last call."""
 
     def sleep(self) -> None:
         """Give up the accelerator's memory until ``wake``; does nothing where the engine has none of its own."""
@@ -110,15 +110,15 @@ class PartVerifier(Protocol):
     """An engine in ``mode=auto``. Implementation: ``hf.HFEngine``."""
 
     def verify_up_to(self, length: float) -> None:
-        """From the next ``generate`` on, verify what is sampled where ``page_end`` of the tokens cached, the prompt's
-        included, is below ``length``, and nothing from there on; ``Rollout.verification`` tells.
+        """From the next ``generate`` on, verify the tokens that are sampled while ``page_end`` of the number of cached
+        tokens, the prompt's included, is below ``length``, and none after them. ``Rollout.verification`` says how many.
 
         Raises ConfigError: the engine was started in another mode.
         """
 
 
 class Scorer(Protocol):
-    """Scores what was sampled, under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot."""
+    """Scores what was sampled, under any schedule. Implementation: ``hf.HFEngine``; vLLM cannot do this."""
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
         """Teacher-forced log-probs of the rollouts under ``schedule`` (``dense()`` for the policy)."""

@@ -25,7 +25,7 @@ class Responses:
         self.acceptance = torch.full((B, T), torch.nan)
         self.length = torch.zeros(B, dtype=torch.long)
         self.stopped = torch.zeros(B, dtype=torch.bool)
-        self.verified: Tensor | None = None  # int64 [B], where verification ends on the way: after so many tokens
+        self.verified: Tensor | None = None  # int64 [B], how many leading tokens are verified; None outside mode auto
 
     def open(self, limit_B: Tensor) -> Tensor:
         """The responses that have neither ended nor reached their limit."""
@@ -36,7 +36,7 @@ class Responses:
         return int((self.stopped | (self.length == self.tokens.shape[1])).sum())
 
     def append(self, rows: Tensor, cycle: Cycle, limit_B: Tensor) -> Tensor:
-        """Add a cycle's tokens to the responses ``rows``, up to their ends; the indices in it of those that go on."""
+        """Add a cycle's tokens to the responses ``rows``, up to their ends; returns the indices into it that go on."""
         n = self.top_logprobs.shape[2]
         tokens, count = cycle.tokens.cpu(), cycle.count.cpu()
         position = torch.arange(tokens.shape[1])

@@ -1,13 +1,13 @@
 """What the adapters log beside ``sparrow.mismatch.mismatch_metrics``, under the same names in every trainer.
 
-All of it since the last log; the second part in lossless mode only:
+All values cover the time since the last log; ``sparrow/drafts/*`` is there in lossless mode only:
 
 sparrow/tokens_read              share of the cached tokens that decode steps have read; above 1 if drafts do not pay
 sparrow/drafts/accepted          share of the drafted tokens that verification kept
 sparrow/drafts/tokens_per_cycle  tokens that one verification of a sequence gave: accepted drafts and one more
 sparrow/drafts/acceptance        mean acceptance of the drafts that verification looked at, exact
 sparrow/drafts/p5                its 5th percentile
-sparrow/drafts/p5/START-END      that of one length bin
+sparrow/drafts/p5/START-END      the p5 of one length bin
 """
 
 from sparrow.engines.base import Counters

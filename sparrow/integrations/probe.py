@@ -1,12 +1,12 @@
-"""Acceptance of a sparse actor that is served by somebody else's vLLM, over its OpenAI-compatible HTTP alone.
+"""Measures the acceptance of a sparse actor in somebody else's vLLM, over its OpenAI-compatible HTTP alone.
 
-For trainers that ask vLLM for the sampled tokens' log-probs only, but leave its server reachable. Responses are sampled
-under the server's schedule with the actor's top-n lists; then prompt and response go back as one prompt, which vLLM
-prefills densely, without its prefix cache because it is asked for the prompt's log-probs: the policy's top-n lists, of
-the same weights in the same precision. From two lists follow bounds on the acceptance rate (``acceptance_bounds``).
-vLLM knows a prompt's log-probs at temperature 1 only, so that is the temperature.
+This is for trainers that ask vLLM for the sampled tokens' log-probs only, but leave its server reachable. Responses are
+sampled under the server's schedule with the actor's top-n lists. Then prompt and response go back as one prompt, whose
+log-probs are asked for, so vLLM prefills it densely and without its prefix cache: this gives the policy's top-n lists,
+with the same weights in the same precision. The two lists give bounds on the acceptance rate (``acceptance_bounds``).
+vLLM gives a prompt's log-probs at temperature 1 only, so responses are sampled at that temperature.
 
-``Probe`` is the same as scalars for any trainer's logger, with what the servers' own counters tell.
+``Probe`` gives the same as scalars for any trainer's logger, together with the servers' own counters.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -32,25 +32,25 @@ from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 64
 DRAFTS = ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
-"""vLLM's own counters: drafted, accepted, and verifications that had drafts."""
+"""vLLM's own counters: drafted tokens, accepted tokens, and verifications that had drafts."""
 
 
 class Probe:
-    """What vLLM servers that decode with Sparrow say of it, as scalars under stable names, for any trainer's logger.
+    """Measurements of vLLM servers that decode with Sparrow, as scalars under stable names, for any trainer's logger.
 
         probe = Probe(["http://10.0.0.1:8000"])
         logger.log(probe.counted(), step)  # at every step: costs a request or two
         logger.log(probe.measured(prompts, max_new_tokens=16384), step)  # now and then: as long as a rollout, or two
 
-    The names are those of ``sparrow.integrations.metrics``. Servers started with ``VLLM_SERVER_DEV_MODE=1`` tell all of
-    it. Others keep Sparrow's counters and the ceiling to themselves: give the schedule, and of drafts there is what
-    vLLM counts for Prometheus, tokens, and nothing if it was started with ``--disable-log-stats``.
+    The names are those of ``sparrow.integrations.metrics``. Servers started with ``VLLM_SERVER_DEV_MODE=1`` report all
+    of them. Others report neither Sparrow's counters nor the ceiling, and need ``schedule``; of drafts they report only
+    the tokens that vLLM counts for Prometheus, and not even those if started with ``--disable-log-stats``.
 
     Args:
-        urls: of servers of the same weights, all started alike.
-        schedule: what they decode under, or draft under, where they cannot be asked.
+        urls: addresses of servers that have the same weights and were all started alike.
+        schedule: what they decode or draft under; used only if they cannot be asked.
 
-    Raises ConfigError: no server, one that decodes densely, or one that cannot be asked and no schedule.
+    Raises ConfigError: a server does not answer or decodes densely, or it cannot be asked and ``schedule`` is missing.
     """
 
     report: MismatchReport | None = None  # what was measured last
@@ -74,9 +74,9 @@ class Probe:
             self.schedule, self.mode = schedule, "unknown"
 
     def counted(self) -> dict[str, float]:
-        """What the servers' decode steps did since the last call: share of tokens read, and in lossless mode drafts.
+        """What decode steps did since the last call: the share of tokens read and, in lossless mode, the drafts.
 
-        Servers that can be asked count from the last time anybody asked.
+        Servers that can be asked count since the last time that anybody asked them.
         """
         if not self._is_open:
             before, self._drafts = self._drafts, self._counted_by_vllm()
@@ -90,11 +90,11 @@ class Probe:
         return counter_metrics(total(parts))
 
     def measured(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20) -> dict[str, float]:
-        """p5 of acceptance on one response to each prompt, by length, and beside it what dense rollouts score.
+        """p5 of acceptance on one response to each prompt, by length, beside the ceiling: the p5 of dense rollouts.
 
-        Call it while nothing else runs on the servers. The first call samples twice, densely too, for the ceiling, if
-        they let the schedule be changed; in lossless mode, where samples are dense, p5 is its own ceiling. What is read
-        for this is left out of what ``counted`` tells next where servers can be asked.
+        Call it while nothing else runs on the servers. If they let the schedule be changed, the first call also samples
+        densely, for the ceiling; in lossless mode, where samples are dense, p5 is its own ceiling. Where servers can be
+        asked, the next ``counted`` leaves out what was read for the measurement.
         """
         if self.mode == "lossy" and not self._ceiling:
             self._set(SparsitySchedule.dense(dense_layers=self.schedule.dense_layers))
@@ -139,13 +139,13 @@ def probe(
     """Sample one response per prompt (token ids), spread over the servers, and bound every token's acceptance.
 
     Args:
-        urls: of vLLM servers of the same weights, such as ``http://10.0.0.1:8000``.
+        urls: addresses of vLLM servers that have the same weights, such as ``http://10.0.0.1:8000``.
         prompts: token ids.
         schedule: what the servers decode under; it places the tokens in its bins.
         max_new_tokens: responses are cut here.
         top_n: length of both lists; vLLM allows 20 unless told otherwise.
 
-    Raises ConfigError: a server that does not answer, or not with what was asked for.
+    Raises ConfigError: a server does not answer, or refuses what it is asked for.
     """
     served = {url: _request(f"{url}/v1/models")["data"][0]["id"] for url in dict.fromkeys(urls)}
 
@@ -171,7 +171,7 @@ def probe(
 
 
 def _lists(positions: Sequence[dict[int, float]], top_n: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probs ``[T, n]``, best first; the token itself is left out where it is not among the n best."""
+    """Ids and log-probs ``[T, n]``, best first; the token at that position is left out if not among the n best."""
     best = [sorted(entries.items(), key=lambda item: -item[1])[:top_n] for entries in positions]
     pairs = np.array(best, dtype=np.float64)
     return pairs[..., 0].astype(np.int64), pairs[..., 1]

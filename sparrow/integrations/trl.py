@@ -3,8 +3,8 @@
     trainer = SparseGRPOTrainer(model, reward_funcs, args=GRPOConfig(use_vllm=True, ...), train_dataset=dataset,
                                 schedule="qwen3-4b-0.86")  # or "lossless"
 
-Written for TRL 1.16. Nothing of TRL is replaced but the trainer's ``vllm_generation``, by one that hands every call on;
-the methods overridden, ``compute_loss`` and ``log``, are those that transformers offers for it.
+Written for TRL 1.16. The only part of TRL that is replaced is the trainer's ``vllm_generation``, by a wrapper that
+passes every call on; the overridden methods, ``compute_loss`` and ``log``, are those that transformers offers for it.
 
 Shapes: T response tokens, n entries of the actor's top-n list, V vocabulary.
 """
@@ -42,21 +42,22 @@ CHUNK_TOKENS = 1024  # response tokens whose log-softmax over the vocabulary is 
 
 
 class SparseGRPOTrainer(Trainer):
-    """``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor from the policy.
+    """A ``GRPOTrainer`` whose vLLM decodes sparsely, and which logs how far that takes the actor from the policy.
 
     In colocate mode the schedule reaches vLLM through the environment; a server must have been started with one.
-    In lossless mode samples are the dense policy's: what is measured is how far vLLM's numbers are from the trainer's,
-    the most that any schedule could score, and the acceptance of drafts is logged beside it.
+    In lossless mode samples are the dense policy's. What is measured then is how close vLLM's numbers are to the
+    trainer's, which is the most that any schedule could score; the acceptance of drafts is logged beside it.
     Every ``measure_every`` optimizer steps vLLM is asked for top-n lists, and some of the responses, at least one per
-    process, get another dense forward pass, from which follow bounds on every token's acceptance rate. Logged are
-    ``sparrow/*`` as ``sparrow.integrations.metrics`` names them, pooled over processes, and on every log the share of
-    cached tokens that was read and what became of drafts. The last measurement is kept as ``report``, for a controller
-    that calls ``set_schedule``. Before the first batch its prompts are sampled densely, for the ceiling of p5.
+    process, get another dense forward pass, which gives bounds on every token's acceptance rate. They are logged as
+    ``sparrow/*``, named as in ``sparrow.integrations.metrics`` and pooled over processes. Every log also has the share
+    of cached tokens that was read and the metrics of drafts. The last measurement is kept as ``report``, for a
+    controller that calls ``set_schedule``. Before the first batch, its prompts are sampled densely, for the ceiling of
+    p5.
 
     Args:
         args, kwargs: see ``trl.GRPOTrainer``; ``use_vllm`` must be set.
         schedule: what the actor may read, or how to decode, as ``Decoding.load`` takes it: a schedule, ``"lossless"``,
-            or a mapping with its settings; by default what vLLM was started with.
+            or a mapping with its settings. The default is what vLLM was started with.
         measure_every: optimizer steps from one measurement to the next, the first step included.
         sequences: responses measured per process and measurement, spread over the batch.
         top_n: length of the actor's lists.
@@ -114,7 +115,7 @@ class SparseGRPOTrainer(Trainer):
         self.schedule = schedule
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """See ``transformers.Trainer``. The first call after a rollout finds the policy that the actor came from."""
+        """See ``transformers.Trainer``. At the first call after a rollout, ``model`` still has the actor's weights."""
         generation = self.vllm_generation
         for recorded, measured in ((generation.recorded, self._measured), (generation.dense, self._of_dense)):
             for rollout in recorded:
@@ -139,7 +140,7 @@ class SparseGRPOTrainer(Trainer):
         super().log(logs, *args, **kwargs)
 
     def _counted(self) -> dict[str, float]:
-        """What vLLM's workers did since the last call, as shares: every process tells of its own or of the server's."""
+        """What vLLM's workers did since the last call, as shares; each process adds its own workers or the server's."""
         counts = self._rpc("sparrow_counters")
         acceptance = self._rpc("sparrow_acceptance") if self._is_lossless else None
         return counter_metrics(total(gather_object([tally(self._described, counts, acceptance)])))
@@ -150,7 +151,7 @@ class SparseGRPOTrainer(Trainer):
 
     @contextmanager
     def _densely(self) -> Iterator[bool]:
-        """vLLM decodes densely inside; not if its responses are dense anyway, or dense ones were sampled before."""
+        """Inside, vLLM decodes densely, unless its responses are dense anyway or dense ones were sampled before."""
         schedule = self.schedule
         if self._reads_all or self._ceiling or self._of_dense:
             yield False
@@ -160,13 +161,13 @@ class SparseGRPOTrainer(Trainer):
             yield True
         finally:
             self.set_schedule(schedule)
-            self._counted()  # what the ceiling took is nobody's rollout
+            self._counted()  # forget what was read for the ceiling, which is no rollout
 
     def _is_measured(self) -> bool:
         return self.model.training and self.state.global_step % self.measure_every == 0
 
     def _rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the vLLM workers: this process's own, or on every process the server's answer."""
+        """Call a method of the vLLM workers: this process's own, or the server's, whose answer every process gets."""
         if self.vllm_mode == "colocate":
             return self.vllm_generation.llm.collective_rpc(method, args=args)
         results = []
@@ -184,7 +185,7 @@ class SparseGRPOTrainer(Trainer):
 
 
 class Recording:
-    """TRL's ``VLLMGeneration``, asking for the actor's top-n lists where they are wanted, and keeping some.
+    """A wrapper of TRL's ``VLLMGeneration`` that asks for the actor's top-n lists when wanted, and keeps some.
 
     TRL itself is given what it asked for: the sampled token's log-prob alone.
     """
@@ -198,7 +199,7 @@ class Recording:
         densely: Callable[[], AbstractContextManager[bool]],
     ) -> None:
         self.recorded: list[Rollout] = []
-        self.dense: list[Rollout] = []  # the same prompts' responses, had they been sampled densely
+        self.dense: list[Rollout] = []  # responses to the same prompts, sampled densely
         self._densely = densely
         self._generation, self._top_n, self._sequences, self._wanted = generation, top_n, sequences, wanted
 
@@ -248,8 +249,8 @@ def rollout(
     top_n: int,
     max_tokens: int,
 ) -> Rollout:
-    """One of TRL's responses; its lists are sorted, best first, and have n + 1 entries if the sampled token is not
-    among the n most likely."""
+    """A ``Rollout`` of one of TRL's responses, whose lists are sorted, best first, and have n + 1 entries if the
+    sampled token is not among the n most likely."""
     return Rollout(
         prompt_ids=prompt,
         response_ids=np.asarray(response, np.int64),

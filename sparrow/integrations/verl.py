@@ -4,17 +4,17 @@
         trainer.v1.trainer_mode=sparrow ...
 
 Written for verl 0.9.1, whose registry of trainers this extends. verl asks vLLM for the sampled tokens' log-probs only,
-so what is logged of every step is what these can tell (``sparrow.mismatch.sampled``):
+so every step logs what these alone can show (``sparrow.mismatch.sampled``):
 
 sparrow/sampled/acceptance_mean    mean acceptance
-sparrow/sampled/p5_floor           the least floor under the 5th percentile of acceptance of any length bin
-sparrow/sampled/p5_floor/START-END that of one bin; /low and /high are its 95 % interval, resampled by sequence, where
-                                   at least two sequences reach the bin
+sparrow/sampled/p5_floor           the lowest of the length bins' floors under the 5th percentile of acceptance
+sparrow/sampled/p5_floor/START-END the floor of one bin; /low and /high are its 95 % interval, resampled by sequence,
+                                   where at least two sequences reach the bin
 
-p5 itself takes responses of its own, sampled with top-20 lists over the HTTP of verl's vLLM servers (``probe``) once
-the step's weights are there: every ``+trainer.v1.sparrow.probe_every`` steps ``+trainer.v1.sparrow.sequences`` of them
-(32 by default; without the first none), logged as ``sparrow.integrations.metrics`` names them. Before the first of
-them as many responses are sampled densely, for the ceiling of p5.
+p5 itself is measured by a probe: responses of its own, sampled with top-20 lists over HTTP from verl's vLLM servers
+(``probe``) once they have the step's weights. There is a probe of ``+trainer.v1.sparrow.sequences`` responses (32 by
+default) every ``+trainer.v1.sparrow.probe_every`` steps (none if that is unset); the metrics are named as in
+``sparrow.integrations.metrics``. Before the first probe, as many responses are sampled densely, for the ceiling of p5.
 
 Shapes: B responses, T tokens.
 """
@@ -51,14 +51,15 @@ FIELDS = ["prompts", "response_mask", "rollout_log_probs", "old_log_probs"]
 
 @register_trainer("sparrow")
 class SparsePPOTrainer(Trainer):
-    """``PPOTrainerSync`` whose replicas decode under a schedule; the metrics are in the module's docstring.
+    """A ``PPOTrainerSync`` whose replicas decode under a schedule; the module's docstring lists its metrics.
 
     The last probe is kept as ``report``, for a controller that calls ``set_schedule``.
 
     The schedule is the one given to vLLM: ``actor_rollout_ref.rollout.engine_kwargs.vllm.additional_config.sparrow``,
     or ``SPARROW_SCHEDULE`` in the environment of verl's workers and of its driver.
 
-    Raises ConfigError: no schedule, vLLM decodes densely, or verl is configured not to compute what is compared.
+    Raises ConfigError: there is no schedule, vLLM decodes densely, or verl is configured not to compute the log-probs
+    that are compared.
     """
 
     schedule: SparsitySchedule
@@ -70,7 +71,7 @@ class SparsePPOTrainer(Trainer):
         self._probe_every, self._sequences = options.get("probe_every", 0), options.get("sequences", 32)
         self._prompts: list[list[int]] = []
         self._ceiling = Ceiling()
-        config.trainer.v1.trainer_mode = "sync"  # what this is to the rest of verl, which goes by that name
+        config.trainer.v1.trainer_mode = "sync"  # the rest of verl goes by this name, and this is a sync trainer
         super().__init__(config)
 
     def on_init_end(self) -> None:
@@ -99,7 +100,7 @@ class SparsePPOTrainer(Trainer):
         return pool(probe(urls, self._prompts, self.schedule, response_tokens), self.schedule.bin_tokens)
 
     def _measure_ceiling(self) -> None:
-        """A probe of the replicas while they decode densely."""
+        """Probe the replicas while they decode densely."""
         replicas = self.llm_server_manager.get_replicas()
         push_schedule(replicas, self.schedule.replace(top_k=(ALL_PAGES,)))
         try:
@@ -108,7 +109,7 @@ class SparsePPOTrainer(Trainer):
             push_schedule(replicas, self.schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Have every replica decode under other page counts from now on; call it while they are awake and idle.
+        """Make every replica decode under other page counts from now on; call it while they are awake and idle.
 
         Raises ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
         """
@@ -116,7 +117,7 @@ class SparsePPOTrainer(Trainer):
         self.schedule = schedule
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        # Here, as in verl's own subclasses: before a rejection of tokens (rollout_rs) would hide them from the tail.
+        # Measured here, as in verl's own subclasses, before a rejection of tokens (rollout_rs) hides them.
         batch = super()._compute_old_log_prob(batch, metrics)
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS)
         rows = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
@@ -128,9 +129,10 @@ class SparsePPOTrainer(Trainer):
 
 
 def requested(config: Mapping[str, Any]) -> Decoding:
-    """What verl's configuration or the environment has vLLM do.
+    """How vLLM is to decode, by verl's configuration or else by the environment.
 
-    Raises ConfigError: there is none, or the policy's or the actor's log-probs will not be there to compare.
+    Raises ConfigError: neither has a schedule, the policy's or the actor's log-probs will not be there to compare, or a
+    probe is asked for at a temperature other than 1.
     """
     rollout = config["actor_rollout_ref"]["rollout"]
     if not rollout["calculate_log_probs"]:
@@ -157,13 +159,13 @@ def requested(config: Mapping[str, Any]) -> Decoding:
 
 
 def push_schedule(replicas: Sequence[Any], schedule: SparsitySchedule) -> None:
-    """Set the schedule of verl's vLLM replicas and drop their prefix caches, which other budgets shaped.
+    """Set the schedule of verl's vLLM replicas and drop their prefix caches, computed under other budgets.
 
     Raises ConfigError: a replica decodes densely, or was started with another page layout or other dense layers.
     """
     arguments: dict[str, Any] = {"method": "sparrow_set_schedule", "args": (schedule.to_json(),)}
     try:
-        # vLLM's workers, on whatever machine, hear from the first server of their replica.
+        # vLLM's workers, on whatever machine, are called through the first server of their replica.
         ray.get([replica.servers[0].collective_rpc.remote(**arguments) for replica in replicas])
         ray.get([replica.servers[0].clear_kv_cache.remote() for replica in replicas])
     except ray.exceptions.RayError as error:
@@ -178,9 +180,10 @@ def sampled_metrics(
     actor_B: Sequence[Tensor],
     policy_B: Sequence[Tensor],
 ) -> dict[str, float]:
-    """What to log of responses ``[T]``, given their prompts, which tokens were sampled, and both sides' log-probs.
+    """Metrics of responses ``[T]``, given their prompts, which tokens were sampled, and both sides' log-probs.
 
-    A token's position is what the schedule looked at when it was sampled; see ``sparrow.measure.token_acceptance``.
+    A token's position is the length that the schedule was looked up at when the token was sampled; see
+    ``sparrow.measure.token_acceptance``.
     """
     sampled, position, sequence = [], [], []
     for i, (prompt, mask, q, p) in enumerate(zip(prompts_B, mask_B, actor_B, policy_B, strict=True)):

@@ -4,7 +4,7 @@ alpha_t = sum_v min(p_t(v), q_t(v)) = 1 - total variation distance, with p the d
 the same prefix and at the same sampling temperature. It is the chance that speculative sampling would keep the actor's
 token (Leviathan et al., arXiv 2211.17192; Sparrow, arXiv 2606.08446, section 3).
 
-Shapes: T tokens (any leading shape will do), V vocabulary, n entries in the actor's list, m entries in the policy's.
+Shapes: T tokens (or any leading shape), V vocabulary, n entries in the actor's list, m entries in the policy's.
 """
 
 from typing import NamedTuple
@@ -14,8 +14,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from sparrow.mismatch.tail import FloatArray, IntArray
 
-# How far a probability, or the mass of a list, may exceed 1 before it cannot be rounding: bfloat16 log-probs of a
-# broad distribution still sum to 1 within this.
+# How far a probability, or the mass of a list, may exceed 1 and still be explained by rounding: the probabilities of a
+# broad distribution with bfloat16 log-probs sum to 1 within this.
 ROUNDING = 5e-3
 
 
@@ -53,19 +53,19 @@ def acceptance_bounds(
 ) -> AcceptanceBounds:
     """Bound the acceptance rate when only the most probable tokens are known (Sparrow, arXiv 2606.08446, section 3).
 
-    Where a token's probability is known on both sides, min(p, q) is exact; of the rest no more can be shared than the
-    smaller of the two left-over masses.
+    Where a token's probability is known on both sides, min(p, q) is exact. All other tokens together can add at most
+    the smaller of the two left-over masses.
 
     Args:
         actor_ids: vocabulary ids of the actor's n most probable tokens, integer [..., n], in any order.
         actor_logprobs: their natural log-probs under the actor, [..., n]. -inf marks padding (fewer than n tokens in
             the vocabulary): such an entry's id and policy log-prob are ignored.
         policy_logprobs: natural log-probs under the policy, [..., n] at `actor_ids`, or [..., m] at `policy_ids`.
-        policy_ids: ids of an independent list of the policy's, integer [..., m]; -inf in `policy_logprobs` marks
-            padding. What is known on both sides is then the intersection of the lists.
+        policy_ids: ids of a separate list for the policy, integer [..., m]; -inf in `policy_logprobs` marks padding.
+            The tokens known on both sides are then the intersection of the lists.
 
-    The bounds, float64 [...], meet where the lists cover the vocabulary. Resolution is that of the log-probs given:
-    about 1e-6 for float32.
+    The bounds, float64 [...], are equal where the lists cover the vocabulary. Their resolution is that of the given
+    log-probs: about 1e-6 for float32.
 
     Raises ValueError: shapes do not match; ids are not integers, negative or repeated within a row; a log-prob is NaN
     or positive beyond rounding; or a row's probabilities sum to more than 1.
@@ -89,7 +89,7 @@ def acceptance_bounds(
 
 
 def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArray, IntArray, NDArray[np.bool_]]:
-    """Probabilities, ids and the mask of true entries of one top-n list, all [..., n]; padding has probability 0."""
+    """Probabilities, ids and mask of true entries of one top-n list, all [..., n]; padding has probability 0."""
     ids = np.asarray(ids)
     if not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"The {side}'s ids have dtype {ids.dtype}; pass integer vocabulary ids.")
@@ -99,7 +99,7 @@ def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArr
     listed = np.asarray(logprobs) > -np.inf
     if np.any(ids < 0, where=listed):
         raise ValueError(f"The {side}'s ids hold {ids[listed].min()}; ids start at 0, and -inf log-probs mark padding.")
-    # Padding gets negative ids of its own, so that whatever id it came with never counts as a repetition.
+    # Padding gets distinct negative ids, so that the ids it came with never count as repeated.
     ordered = np.sort(np.where(listed, ids, -1 - np.arange(ids.shape[-1])), axis=-1)
     repeated = ordered[..., 1:] == ordered[..., :-1]
     if repeated.any():
@@ -108,7 +108,7 @@ def _read_list(side: str, ids: ArrayLike, logprobs: ArrayLike) -> tuple[FloatArr
 
 
 def _probabilities(side: str, logprobs: ArrayLike, where: NDArray[np.bool_] | None = None) -> FloatArray:
-    """exp(logprobs), 0 outside `where`; refuses what cannot be the log-probs of part of one distribution."""
+    """exp(logprobs), 0 outside `where`; refuses values that cannot be log-probs of part of one distribution."""
     values = np.asarray(logprobs, np.float64)
     if where is not None and values.shape != where.shape:
         raise ValueError(

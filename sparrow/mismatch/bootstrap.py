@@ -1,12 +1,12 @@
 """Confidence intervals for statistics of tokens, resampled by sequence, and the mismatch report built from them.
 
-Tokens of one sequence are alike, so resampling tokens one by one would claim far too much certainty. The cluster
-bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8) draws whole sequences with
-replacement. A drawn sample is here never built: it is a weight per sequence, the number of times it was drawn, and a
-statistic takes the weights of all resamples at once.
+Tokens of one sequence are alike, so resampling tokens one by one would give intervals that are far too narrow. The
+cluster bootstrap (Davison and Hinkley, "Bootstrap Methods and their Application", 1997, section 3.8) draws whole
+sequences with replacement. A resample is never built: it is represented by a weight per sequence, the number of times
+the sequence was drawn, and a statistic takes the weights of all resamples at once.
 
 Percentiles interpolate linearly between order statistics, as numpy's do, on the sample in which each token occurs as
-often as its sequence.
+often as its sequence was drawn.
 
 Shapes: T tokens, B sequences, R resamples.
 """
@@ -72,14 +72,14 @@ class BinMismatch:
     interval_low: float
     interval_high: float
     upper_bound: float  # the same percentile of the upper bound on acceptance
-    # the percentile of dense rollouts at these lengths (lower bound) and its interval, see ``ceiling.Ceiling``; nan
-    # where it was not measured
+    # the percentile of the lower bound for dense rollouts at these lengths and its interval, see ``ceiling.Ceiling``;
+    # nan where it was not measured
     ceiling: float = nan
     ceiling_low: float = nan
     ceiling_high: float = nan
 
     def verdict(self, tau: float) -> Literal["holds", "below", "undecided"]:
-        """Whether the tail holds ``tau`` for all that is known: its interval, and the upper bound on acceptance."""
+        """Whether the tail holds ``tau``, judged by its interval and by the upper bound on acceptance."""
         if isnan(self.interval_low):
             return "undecided"  # a single sequence decides nothing
         if min(self.lower_bound, self.interval_low) >= tau:
@@ -97,18 +97,18 @@ class Histogram:
 
 @dataclass(frozen=True)
 class MismatchReport:
-    """Mismatch of one set of rollouts. All but `upper_bound` and `p1_upper` describes the lower bound on acceptance."""
+    """Mismatch of one set of rollouts. All but `upper_bound` and `p1_upper` describe the lower bound on acceptance."""
 
     n_tokens: int
     n_sequences: int
     bin_tokens: int
     percentile: float
     mean: float
-    p1: float  # the 1st percentile over all tokens, and that of the upper bound
-    p1_upper: float
+    p1: float  # the 1st percentile over all tokens
+    p1_upper: float  # that of the upper bound
     bins: tuple[BinMismatch, ...]
     histogram: Histogram  # of acceptance, 50 equal bins
-    log_histogram: Histogram  # of 1 - acceptance, half a decade a bin, and one bin for all below 1e-6
+    log_histogram: Histogram  # of 1 - acceptance, half a decade per bin, and one bin for everything below 1e-6
     beta_tail: BetaTail | None  # None when too few tokens are below 0.999
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class MismatchReport:
 
 
 def weighted_mean(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """Mean over tokens of each resample, float64 [R]; a Statistic."""
+    """Mean over the tokens of each resample, float64 [R]; a Statistic."""
     n_sequences = weights_RB.shape[1]
     sums = np.bincount(sequence, values, minlength=n_sequences)
     counts = np.bincount(sequence, minlength=n_sequences)
@@ -129,10 +129,10 @@ def weighted_percentile(
 ) -> FloatArray:
     """Exact percentile of each resample, float64 [R]; with `percentile` bound, a Statistic.
 
-    Equals np.percentile of the values repeated as often as their sequence's weight, a whole number. The values are
-    sorted once. A resample's order statistic is found in two steps: the block of sorted tokens that it falls in, by the
-    weights of the sequences times the tokens each has in a block, then the token within the block. Memory:
-    O(T + R (B + sqrt T)).
+    Equals np.percentile of the values, each repeated as often as its sequence's weight (a whole number) says. The
+    values are sorted once. An order statistic of a resample is then found in two steps: first the block of sorted
+    tokens that holds it, from the sequences' weights times their token counts per block, then the token within that
+    block. Memory: O(T + R (B + sqrt T)).
 
     Raises ValueError: the percentile is out of range, or a resample holds no token.
     """
@@ -143,7 +143,7 @@ def weighted_percentile(
     # Blocks of at least B tokens keep the table of counts no larger than the tokens themselves.
     block_tokens = max(isqrt(n_tokens), n_sequences)
     n_blocks = max(ceil(n_tokens / block_tokens), 1)
-    nobody = n_sequences  # owner of the tokens that fill the last block, of weight 0
+    nobody = n_sequences  # owner of the tokens that pad the last block; its weight is 0
     owner = np.append(owner, np.full(n_blocks * block_tokens - n_tokens, nobody))
     owner_blocks = owner.reshape(n_blocks, block_tokens)
     cells = owner_blocks + np.arange(n_blocks)[:, None] * (n_sequences + 1)
@@ -248,7 +248,7 @@ def mismatch_report(
     percentile: float = 5,
     seed: int | np.random.Generator = 0,
 ) -> MismatchReport:
-    """Everything worth knowing about the mismatch of one set of rollouts (Sparrow, arXiv 2606.08446, section 3).
+    """The statistics of the mismatch of one set of rollouts (Sparrow, arXiv 2606.08446, section 3).
 
     Args:
         lower, upper: bounds on the acceptance rate of each token, [T], T >= 1; pass the same array twice if exact.
@@ -294,7 +294,7 @@ def _histogram(values: FloatArray, edges: FloatArray) -> Histogram:
 
 
 def plain(value: Any) -> Any:
-    """`value` in the types of strict JSON; nan becomes None."""
+    """`value` converted to strict JSON types; nan becomes None."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,8 +1,8 @@
-"""What dense rollouts score: the ceiling of p5.
+"""The p5 of dense rollouts: the ceiling of p5.
 
-Sampler and trainer are different programs, with rounding of their own, and lists of likely tokens leave something out:
-so even an actor that reads everything is not always accepted. A p5 says something about how sparsely the actor reads
-only beside the p5 of dense rollouts of the same engines, lists and lengths.
+Sampler and trainer are different programs that round differently, and lists of likely tokens leave something out. So
+even an actor that reads everything has acceptance below 1. A p5 shows the effect of sparsity only when compared with
+the p5 of dense rollouts of the same engines, lists and lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
 """
@@ -20,19 +20,19 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.bootstrap import BinMismatch, MismatchReport
 from sparrow.mismatch.tail import FloatArray
 
-ENOUGH = 8  # responses that a bin's ceiling should come from
-RESOLVED = 1e-6  # a left-over mass below this is float32's rounding
-LEAST = -100.0  # log-probs of tokens that cannot be; padding among them
+ENOUGH = 8  # the fewest responses that a bin's ceiling should come from
+RESOLVED = 1e-6  # a left-over mass below this is float32 rounding
+LEAST = -100.0  # the log-prob given to impossible tokens, including padding
 
 
 class Ceiling:
-    """The tail of dense rollouts by length, as it was last measured."""
+    """The tail of dense rollouts by length, as last measured."""
 
     def __init__(self) -> None:
-        self._bins: dict[tuple[int, int], dict[str, float]] = {}  # by the lengths they begin and end with
+        self._bins: dict[tuple[int, int], dict[str, float]] = {}  # by the lengths at which they start and end
 
     def measure(self, dense: MismatchReport, up_to: float = float("inf")) -> None:
-        """Take a report's bins that end at ``up_to`` tokens or before, up to which the actor has read everything.
+        """Take the bins of a report that end at ``up_to`` tokens or before; up to there the actor read everything.
 
         A measurement from fewer than ``ENOUGH`` responses does not replace one from more.
         """
@@ -45,9 +45,9 @@ class Ceiling:
                 }  # fmt: skip
 
     def beside(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
-        """The bins, each with the ceiling of the measured lengths nearest to its own; as they are if none are.
+        """The bins, each with the ceiling of the measured lengths nearest to its own; unchanged if nothing is measured.
 
-        Lengths that fewer than ``ENOUGH`` responses reached count only if there are no others.
+        Lengths that fewer than ``ENOUGH`` responses reached are used only if there are no others.
         """
         well = {at: stats for at, stats in self._bins.items() if stats["n_sequences"] >= ENOUGH} or self._bins
         if not well:
@@ -68,40 +68,40 @@ class Ceiling:
         return bool(self._bins)
 
     def state(self) -> list[dict[str, Any]]:
-        """For ``load``, after a detour through JSON."""
+        """The state that ``load`` takes; it may go through JSON in between."""
         return [
             {"start": start, "end": end, **{name: None if isnan(x) else x for name, x in stats.items()}}
             for (start, end), stats in self._bins.items()
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Go on from what ``state`` returned."""
+        """Continue from what ``state`` returned."""
         for row in state:
             stats = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
             self._bins[row["start"], row["end"]] = stats
 
 
 def engine_noise(sampled_Tn: ArrayLike, scored_Tn: ArrayLike) -> FloatArray:
-    """What a sampler's numerics have made of log-probs, float64 ``[T, n + 1]``; the last column is of all other tokens.
+    """How a sampler's numerics shift log-probs, float64 ``[T, n + 1]``; the last column is for all other tokens.
 
     Args:
-        sampled_Tn: natural log-probs of the listed tokens, as the sampler had them; -inf is padding.
-        scored_Tn: of the same tokens in the same contexts under the same schedule, as the scorer has them.
+        sampled_Tn: natural log-probs of the listed tokens from the sampler; -inf is padding.
+        scored_Tn: log-probs of the same tokens in the same contexts under the same schedule from the scorer.
     """
     return _with_rest(sampled_Tn) - _with_rest(scored_Tn)
 
 
 def with_noise(scored_Tn: ArrayLike, noise: FloatArray) -> FloatArray:
-    """Log-probs that were scored, under whatever schedule, as the sampler would have had them, float64 ``[T, n]``.
+    """Scored log-probs, under any schedule, turned into those that the sampler would have had, float64 ``[T, n]``.
 
-    Noise is taken to be the same under every schedule: it is of logits, so the sum over the vocabulary is 1 again.
+    Noise is assumed to be the same under every schedule. It is noise of logits, so probabilities are normalized again.
     """
     disturbed = _with_rest(scored_Tn) + noise
     return (disturbed - np.logaddexp.reduce(disturbed, axis=-1, keepdims=True))[..., :-1]
 
 
 def _with_rest(logprobs_Tn: ArrayLike) -> FloatArray:
-    """Log-probs and the logarithm of what they leave over, none below what float32 log-probs resolve."""
+    """Log-probs and the log of the left-over mass, which is at least what float32 log-probs resolve."""
     logprobs = np.maximum(np.asarray(logprobs_Tn, np.float64), LEAST)
     rest = 1 - np.exp(logprobs).sum(axis=-1, keepdims=True)
     return np.concatenate([logprobs, np.log(np.maximum(rest, RESOLVED))], axis=-1)

@@ -1,7 +1,7 @@
-"""Acceptance of drafts by length, as counts: small enough to keep on a device, and to add up over engines and steps.
+"""Acceptance of drafts by length, as counts: small enough to keep on a device and to sum over engines and steps.
 
-A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It is for a dense
-history: the actor of a lossy rollout reads what it wrote itself, and agrees a little less.
+A draft's acceptance sum_v min(p(v), q(v)) is exact, since verification has both distributions. It holds for a dense
+history: the actor of a lossy rollout reads what it wrote itself, and its acceptance is slightly lower.
 
 Shapes: T drafts, N length bins, counted from length 0.
 """
@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from sparrow.mismatch.tail import FloatArray, IntArray, check_acceptance, check_percentile
 
 BUCKETS = 1000
-"""Equal parts of [0, 1] that acceptance is counted in; the last includes 1. Percentiles are within 1 / BUCKETS."""
+"""Equal parts of [0, 1] in which acceptance is counted; the last includes 1. Percentiles are exact to 1 / BUCKETS."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,11 @@ class DraftBin:
 
 @dataclass(frozen=True, eq=False)
 class DraftAcceptance:
-    """How many drafts had which acceptance at which length."""
+    """Counts of drafts by length and acceptance."""
 
     bin_tokens: int
     counts: IntArray  # [N, BUCKETS]
-    sums: FloatArray  # [N], of the acceptance itself
+    sums: FloatArray  # [N], sums of the acceptances themselves
 
     @classmethod
     def empty(cls) -> DraftAcceptance:
@@ -95,7 +95,7 @@ class DraftAcceptance:
         return float(self.sums.sum() / self.drafts) if self.drafts else float("nan")
 
     def percentile(self, percentile: float = 5) -> float:
-        """Percentile of all drafts' acceptance, as if they were spread evenly over a bucket; nan without drafts."""
+        """Percentile of all drafts' acceptance, assuming an even spread within each bucket; nan without drafts."""
         return _percentile(self.counts.sum(0), percentile)
 
     def bins(self) -> list[DraftBin]:

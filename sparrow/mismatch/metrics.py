@@ -1,10 +1,10 @@
 """A mismatch report as scalars for trackers, under the same names wherever it is logged.
 
-sparrow/p5                     the least 5th percentile of acceptance (lower bound) of any length bin
+sparrow/p5                     the lowest 5th percentile of acceptance (lower bound) over all length bins
 sparrow/p5/START-END           that of one bin; /low and /high are its 95 % interval, resampled by sequence, where at
-                               least two sequences reach the bin; /upper is the percentile of the upper bound, and,
-                               where they were measured, /ceiling that of dense rollouts, with /ceiling/low and
-                               /ceiling/high, and /relative the relative p5 (``mismatch.tau``)
+                               least two sequences reach the bin; /upper is the percentile of the upper bound; where
+                               dense rollouts were measured, /ceiling is their p5, with /ceiling/low and
+                               /ceiling/high, and /relative is the relative p5 (``mismatch.tau``)
 sparrow/acceptance_mean        mean acceptance (lower bound)
 sparrow/sequences              responses measured
 """
@@ -16,7 +16,7 @@ from sparrow.mismatch.tau import relative
 
 
 def mismatch_metrics(report: MismatchReport) -> dict[str, float]:
-    """A report as flat scalars; what is not known (nan) is left out."""
+    """A report as flat scalars; unknown values (nan) are left out."""
     name = f"sparrow/p{report.percentile:g}"
     metrics = {
         name: min(b.lower_bound for b in report.bins),

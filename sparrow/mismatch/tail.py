@@ -1,8 +1,8 @@
 """The tail of the acceptance rate: bins of position, and a Beta distribution fitted to the tail.
 
-The mean acceptance hardly moves between a stable and a collapsing run, its 5th percentile per 2,000-token bin does
-(Sparrow, arXiv 2606.08446, section 3). Positions are 0-based indices of the token scored; whether they count from the
-start of the response or of the sequence is the caller's choice, the same throughout.
+The mean acceptance hardly differs between a stable and a collapsing run, but its 5th percentile per 2,000-token bin
+does (Sparrow, arXiv 2606.08446, section 3). Positions are 0-based indices of the scored tokens. The caller chooses
+whether they count from the start of the response or of the sequence, and must do so consistently.
 
 Shapes: T tokens.
 """
@@ -18,7 +18,7 @@ IntArray = NDArray[np.int64]
 
 DEFAULT_BIN_TOKENS = 2000
 
-# A Beta's likelihood is not finite at the ends of its range; float32 log-probs do not resolve anything finer than this.
+# A Beta's likelihood is not finite at the ends of its range; float32 log-probs resolve nothing finer than this.
 _RESOLUTION = 1e-6
 _MIN_TAIL_TOKENS = 10
 
@@ -44,11 +44,11 @@ class BetaTail:
 def beta_tail_fit(alpha: ArrayLike, cut: float = 0.999) -> BetaTail | None:
     """Fit a Beta distribution scaled to [0, cut] to the tokens with acceptance at most `cut`.
 
-    Maximum likelihood in (log a, log b), started from the moments. Values within 1e-6 of either end of the range,
-    exact zeros among them, are moved to that distance for the fit, where the likelihood is finite; the KS statistic
-    is taken on the values as they are. Published: KS below 0.04 (Sparrow, arXiv 2606.08446, section 3).
+    Maximum likelihood in (log a, log b), started from the moments. For the fit, values within 1e-6 of either end of the
+    range, including exact zeros, are moved to that distance, where the likelihood is finite; the KS statistic is
+    computed from the unchanged values. Published: KS below 0.04 (Sparrow, arXiv 2606.08446, section 3).
 
-    None where there is nothing to fit: fewer than 10 tokens in the tail, or all equal to within 1e-6.
+    Returns None if there is nothing to fit: fewer than 10 tokens in the tail, or all equal to within 1e-6.
 
     Raises ValueError: alpha or cut is out of range.
     """

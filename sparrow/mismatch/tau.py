@@ -1,16 +1,16 @@
-"""The p5 to hold, absolute or relative to the ceiling, and what of a measured p5 is the ceiling's.
+"""The p5 to hold, absolute or relative to the ceiling, and how to separate the ceiling from a measured p5.
 
-At one token the acceptance rate falls by half the mean size of what changes the logits (to first order). What the
-numerics of two programs change there is independent of what sparsity changes, so the two add like standard deviations,
-in squares and not in full: they cancel as often as not. And as rejected shares of tokens scale alike with both, so do
-percentiles. With c the ceiling, p5 of dense rollouts, the **relative p5** is what sparsity alone leaves:
+At one token, to first order, the acceptance rate falls by half the mean size of the error in the logits. The error from
+the numerics of two programs is independent of the error from sparsity. So the two add like standard deviations, in
+squares: they cancel as often as not. The rejected shares of all tokens scale with both errors in the same way, and so
+do percentiles. With c the ceiling, the p5 of dense rollouts, the **relative p5** is what sparsity alone leaves:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-It is 1 at the ceiling, and p5 itself where the ceiling is 1. Acceptances do not multiply (p5 / c), nor do losses add
-(1 - (c - p5)), unless what lowers the ceiling never cancels with sparsity's error. Short top-n lists do not: they leave
-out mass of both sides. There the relative p5 is too low, which asks for more pages and never for fewer.
-docs/calibration.md has what was measured of each of the three.
+It is 1 at the ceiling, and equals p5 where the ceiling is 1. Acceptances would multiply (p5 / c), or losses add
+(1 - (c - p5)), only if what lowers the ceiling never cancelled with sparsity's error. Short top-n lists are such a
+case: they leave out mass on both sides. With them the relative p5 is too low, which asks for more pages, never fewer.
+docs/calibration.md gives the measurements for each of the three formulas.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 from sparrow.mismatch.bootstrap import BinMismatch
 
 Span = tuple[float, float, float]
-"""An estimate and the ends of its 95 % interval; nan is what is not known."""
+"""An estimate and the ends of its 95 % interval; unknown values are nan."""
 
 
 class Tau(NamedTuple):
@@ -36,7 +36,7 @@ class Tau(NamedTuple):
 
     @classmethod
     def chosen(cls, absolute: float | None, relative: float | None) -> Tau:
-        """Of two settings the one that is not None."""
+        """The tau given by the one of two settings that is not None."""
         if relative is not None:
             return cls(relative, relative=True)
         assert absolute is not None, "settings.choose gives one of them a value"
@@ -47,7 +47,7 @@ class Tau(NamedTuple):
 
     @property
     def statistic(self) -> str:
-        """What is held."""
+        """The name of what has to reach ``value``."""
         return "relative p5" if self.relative else "p5"
 
     def scale(self, bins: Iterable[BinMismatch]) -> tuple[BinMismatch, ...]:
@@ -58,7 +58,7 @@ class Tau(NamedTuple):
         return tuple(map(relative, bins)) if self.relative else tuple(bins)
 
     def level(self, ceiling: float) -> float:
-        """The p5 that has to be measured where dense rollouts have ``ceiling``."""
+        """The measured p5 that holds tau where dense rollouts have the p5 ``ceiling``."""
         return 1 - sqrt((1 - self.value) ** 2 + (1 - ceiling) ** 2) if self.relative else self.value
 
     def verdict(self, b: BinMismatch) -> Literal["holds", "below", "undecided"]:
@@ -67,10 +67,10 @@ class Tau(NamedTuple):
         return scaled.verdict(self.value)
 
     def out_of_reach(self, bins: Iterable[BinMismatch]) -> str | None:
-        """A sentence on the lengths where not even dense rollouts hold tau, or can be shown to; None if there are none.
+        """A sentence on lengths where not even dense rollouts hold tau, or can be shown to; None if there are none.
 
-        Of a relative tau every ceiling allows more or less; but how near to the ceiling an actor is, is known no better
-        than the ceiling.
+        The relative p5 of dense rollouts is 1, which holds any relative tau; but how near an actor is to the ceiling
+        cannot be known more precisely than the ceiling itself.
         """
         best = _of_dense if self.relative else _highest
         short = [b for b in bins if best(b) < self.value]
@@ -98,9 +98,9 @@ def relative_p5(p5: float, ceiling: float) -> float:
 def relative_span(p5: Span, ceiling: Span) -> Span:
     """The relative p5 and its interval, from both intervals as if they were independent.
 
-    The interval of a difference, here of squares, is recovered from those of its two parts (Zou and Donner,
-    "Construction of confidence limits about effect measures: a general approach", Statistics in Medicine 2008). Where
-    both come from the same tokens it is too wide.
+    The interval of a difference, here of squares, is computed from those of its two parts (Zou and Donner,
+    "Construction of confidence limits about effect measures: a general approach", Statistics in Medicine 2008). It is
+    too wide where both parts come from the same tokens.
     """
     (x, x_high, x_low), (c, c_high, c_low) = (1 - np.array([p5, ceiling])) ** 2
     # A bootstrap interval need not hold its estimate.
@@ -111,7 +111,7 @@ def relative_span(p5: Span, ceiling: Span) -> Span:
 
 
 def relative(b: BinMismatch) -> BinMismatch:
-    """A bin with p5, its interval and its upper bound relative to its ceiling; nan where that was not measured."""
+    """A bin with p5, its interval and its upper bound relative to its ceiling; nan where no ceiling was measured."""
     p5, low, high = relative_span((b.lower_bound, b.interval_low, b.interval_high), _ceiling(b))
     upper = nan if isnan(b.ceiling) else relative_p5(b.upper_bound, b.ceiling)
     return replace(b, lower_bound=p5, interval_low=low, interval_high=high, upper_bound=upper)

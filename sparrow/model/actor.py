@@ -1,9 +1,9 @@
 """A Hugging Face causal language model as a sparse actor: an attention implementation named "sparrow".
 
-With it a model's decode steps are sparse under a schedule, while prefill, scoring and training stay
-dense with no switch: one query token with a cache is a decode step, anything else is not. ``generate`` knows its
-prompt, so there a last chunk of one token is prefill too; in a loop of your own, say so with ``dense_steps``. The
-``teacher_forced`` context turns a whole-sequence forward pass into what decoding would have computed.
+With it, a model's decode steps are sparse under a schedule, while prefill, scoring and training stay dense without a
+switch: one query token with a cache is a decode step, anything else is not. ``generate`` knows its prompt, so it treats
+a last chunk of one token as prefill too; in a loop of your own, use ``dense_steps`` for that. The ``teacher_forced``
+context makes a whole-sequence forward pass compute what decoding would have computed.
 
 Shapes: B sequences, T query tokens, S cached tokens, H query heads, K kv heads, D head dim.
 """
@@ -44,23 +44,23 @@ _KEPT: ContextVar[list[Any] | None] = ContextVar("kept", default=None)
 
 @dataclass
 class _TeacherForcing:
-    """Travels as a keyword argument of the forward pass, so that recomputation for gradients sees it too."""
+    """Passed as a keyword argument of the forward pass, so that recomputation for gradients sees it too."""
 
     actor: Actor
     prompt_lengths: Tensor
-    # what computes the attention, of those that ``sparrow.attention.teacher_forced`` offers
+    # which of the implementations in ``sparrow.attention.teacher_forced`` computes the attention
     implementation: attention.Implementation
-    layers: Counter[int] = field(default_factory=Counter)  # those that came by, and how often
+    layers: Counter[int] = field(default_factory=Counter)  # the layers that called the attention, and how often
     modules: list[nn.Module] = field(default_factory=list)
-    windows: routing.Windows | None = None  # while the model is tried out
-    # the last mask seen, which all layers of a pass share, with its pass's shape; and the rows in it
+    windows: routing.Windows | None = None  # set only while the model is tried out
+    # the last mask seen, which all layers of a pass share, with the shape of that pass; then the rows of that mask
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
 
     def rows(self, mask: Tensor | None, query: Tensor, key: Tensor) -> masks.Rows:
         """Where the sequences are.
 
-        Raises ConfigError: see ``masks.forced``; or prompts that are not those of these sequences.
+        Raises ConfigError: see ``masks.forced``; or the prompt lengths do not fit these sequences.
         """
         shape = (key.shape[0], query.shape[2], key.shape[2])
         if self._rows is None or self._mask is None or self._mask[0] is not mask or self._mask[1] != shape:
@@ -94,8 +94,8 @@ def sparrow_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
 
-    Raises ConfigError: a decode step of a model that was given no schedule, or a mask that pages cannot follow.
-    UnsupportedModel: attention that is more than a softmax over keys.
+    Raises ConfigError: a model without a schedule is at a decode step, or pages cannot follow the mask.
+    UnsupportedModel: the attention is more than a softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -135,7 +135,7 @@ def _forced(
     return rows.reopen(out)
 
 
-@torch.compiler.disable  # what a compiler takes for constant changes here: the count, the schedule, the phase
+@torch.compiler.disable  # a compiler would take for constant what changes here: count, schedule and phase
 def _decoded(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor | None:
@@ -158,18 +158,18 @@ def _decoded(
 
 
 AttentionInterface.register(NAME, sparrow_attention)
-AttentionMaskInterface.register(NAME, routing.sparrow_mask)  # without one padding would be attended
+AttentionMaskInterface.register(NAME, routing.sparrow_mask)  # without it, padding would be attended to
 
 
 def set_schedule(model: PreTrainedModel, schedule: SparsitySchedule) -> None:
-    """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks that it took.
+    """Make ``model`` decode under ``schedule``; the first call also routes its attention and checks that this worked.
 
-    Routing gives the model configs of its own, copies of those that it may share with another. A model that is refused
-    is left as it was.
+    Routing gives the model copies of its configs, since it may share the originals with another model. A model that is
+    refused is left as it was.
 
-    Raises UnsupportedModel: attention that cannot be routed, or is not full causal self-attention in every layer;
-    linear layers of the hybrids in ``routing.HYBRIDS`` are left as they are.
-    ConfigError: a schedule that does not match the model.
+    Raises UnsupportedModel: the attention cannot be routed, or is not full causal self-attention in every layer (the
+    linear layers of the hybrids in ``routing.HYBRIDS`` are allowed, and left as they are).
+    ConfigError: the schedule does not match the model.
     """
     _check_schedule(schedule, model)
     actor = actor_of(model)
@@ -207,14 +207,14 @@ def _wear(model: PreTrainedModel, actor: Actor) -> None:
 def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: UnsupportedModel | None) -> None:
     """Route the attention, then push a few tokens through the model's own attention and through Sparrow's.
 
-    Raises UnsupportedModel: they differ, or layers do not come by; or they look back through a window, unless that
-    refusal is ``windowed`` already.
+    Raises UnsupportedModel: the two differ; a layer does not call Sparrow's attention exactly once; or layers look back
+    through a window, unless ``windowed`` is that refusal already.
     """
     name, config = type(model).__name__, model.config.get_text_config()
     ids = torch.arange(8, device=model.device)[None] % config.vocab_size
     layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
     own, dense, covering = routing.LayerPass(), routing.LayerPass(), routing.LayerPass()
-    if config._attn_implementation == NAME:  # loaded so, or its layers are new
+    if config._attn_implementation == NAME:  # it was loaded with Sparrow's, or its layers are new
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     calls: Counter[int] = Counter()
     modules: list[nn.Module] = []
@@ -235,7 +235,7 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
             except (UnsupportedModel, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # the model's own pass over the same tokens raised nothing
-                if windowed is not None and isinstance(error, ConfigError):  # shorter than these few tokens
+                if windowed is not None and isinstance(error, ConfigError):  # the window is shorter than ``ids``
                     raise windowed from None
                 cause, _, _ = str(error).partition("; ")  # what follows is advice on inputs
                 raise UnsupportedModel(
@@ -258,7 +258,7 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
 
 
 def sparse_calls(model: PreTrainedModel) -> int:
-    """Attention calls that ``model`` has decoded sparsely since its schedule was set."""
+    """How many attention calls of ``model`` were sparse decode steps since its schedule was set."""
     actor = actor_of(model)
     return actor.sparse_calls if actor else 0
 
@@ -270,21 +270,23 @@ def teacher_forced(
     schedule: SparsitySchedule | None = None,
     implementation: attention.Implementation | None = None,
 ) -> Iterator[_TeacherForcing]:
-    """Forward passes of ``model`` inside the context compute what step-by-step sparse decoding would have.
+    """Inside the context, forward passes of ``model`` compute what step-by-step sparse decoding would have computed.
 
     Every position from ``prompt_lengths[b]`` on reads exactly the pages that a decode step there selects;
     the prompt attends densely. Gradients flow, and may be taken after the context has ended. A compiled model runs
-    uncompiled inside: a compiler would keep one context's pass for the next.
+    uncompiled inside, because a compiler would reuse one context's pass in the next.
 
     Args:
         model: a model that ``set_schedule`` was called on.
-        prompt_lengths: ``[B]`` prompt tokens of each row, padding not counted (virtual tokens of prompt tuning are).
-        schedule: another schedule than the one the model decodes under.
-        implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); unset, ``triton`` for
-            a model on a CUDA device and ``reference`` elsewhere. The context's value says which: ``.implementation``.
+        prompt_lengths: ``[B]`` prompt tokens of each row, without padding but with virtual tokens of prompt tuning.
+        schedule: used instead of the schedule that the model decodes under.
+        implementation: what computes the attention (see ``sparrow.attention.teacher_forced``); if unset,
+            ``triton`` for a model on a CUDA device and ``reference`` elsewhere. The context's value has the choice as
+            ``.implementation``.
 
-    Raises ConfigError: the model has no schedule; prompt lengths that are not one whole number for each row, or more
-    than its tokens; packed sequences and other masks that are not causal; at the end, layers that no pass came through.
+    Raises ConfigError: the model has no schedule; the prompt lengths are not one whole number for each row, or exceed
+    its tokens; sequences are packed, or a mask is not causal for another reason; at the end, if no pass went through
+    some of the layers.
     """
     actor = actor_of(model)
     if actor is None or not actor.routed:
@@ -318,7 +320,7 @@ def _forcing(
         lambda module, args, kwargs: (args, {**kwargs, "teacher_forcing": forcing}), with_kwargs=True
     )
     try:
-        with torch.compiler.set_stance("force_eager"):  # compiled code looks for no new hooks
+        with torch.compiler.set_stance("force_eager"):  # compiled code does not look for new hooks
             yield forcing
     finally:
         handle.remove()
@@ -342,9 +344,10 @@ def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
 
 
 def keep_attention() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """A ``context_fn`` for gradient checkpointing: what teacher-forced attention computes once is not computed again.
+    """A ``context_fn`` for gradient checkpointing that keeps teacher-forced attention from being computed twice.
 
-    It is the most expensive part of a sparse layer; its result and pages are little of what the layer would store.
+    Attention is the most expensive part of a sparse layer, and its result and pages are little of what the layer would
+    store.
     """
     kept: list[Any] = []
     return _sharing(kept), _sharing(kept)

@@ -1,4 +1,4 @@
-"""Generation by transformers under a schedule: what is prefill, and what would not be decoded sparsely."""
+"""Generation by transformers under a schedule: tells prefill from decoding, and refuses what would be dense."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SEVERAL = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit"
 
 @contextlib.contextmanager
 def dense_steps(model: nn.Module) -> Iterator[None]:
-    """Decode steps of ``model`` inside the context attend to everything, whatever its schedule says.
+    """Inside the context, decode steps of ``model`` attend to everything, whatever its schedule says.
 
-    A loop of your own that reads a prompt in chunks needs it: a last chunk of one token looks like a decode step.
+    A loop of your own that reads a prompt in chunks needs this: a last chunk of one token looks like a decode step.
 
     Raises ConfigError: the model has no schedule.
     """
@@ -37,7 +37,7 @@ def dense_steps(model: nn.Module) -> Iterator[None]:
 
 
 def watch_generate(model: nn.Module) -> None:
-    """Have the ``generate`` of ``model`` tell prefill from decoding, and refuse what would be dense."""
+    """Make the ``generate`` of ``model`` tell prefill from decoding, and refuse options that make decoding dense."""
     for module in model.modules():
         if isinstance(module, GenerationMixin):
             # A bound method, so that a copy of the model gets one of its own.
@@ -45,9 +45,9 @@ def watch_generate(model: nn.Module) -> None:
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The ``generate`` of a routed model: its own, once it is sure that a decode step will be one token with a cache.
+    """The ``generate`` of a routed model: calls its own, after a check that decode steps read one token with a cache.
 
-    Raises ConfigError: an option with which it would not be.
+    Raises ConfigError: an option with which they would not.
     """
     generate = type(self).generate
     actor = actor_of(self)
@@ -63,7 +63,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
-    if "logits_processor" in bound.arguments:  # perhaps by position
+    if "logits_processor" in bound.arguments:  # perhaps given by position
         bound.arguments["logits_processor"] = processors
     else:
         bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)

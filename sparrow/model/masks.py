@@ -3,7 +3,7 @@
 Tokens need not lie side by side: turns of a chat that were padded one by one leave holes, as does padding to the right
 of a prompt. Pages are counted in tokens, so holes are closed before selection and opened again after it.
 
-Shapes: B sequences, T query tokens, S cached tokens, X heads or whatever else, D head dim.
+Shapes: B sequences, T query tokens, S cached tokens, X heads or another dimension, D head dim.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Rows:
 
     start_B: Tensor  # first column, int64
     length_B: Tensor  # tokens, int64
-    # columns in the order of the row's tokens, the others after them, int64; None if they lie side by side already
+    # the columns of the row's tokens in order, then all others, int64; None if the tokens lie side by side already
     order_BS: Tensor | None = None
 
     def close(self, x_BXSD: Tensor) -> Tensor:
@@ -36,9 +36,9 @@ class Rows:
 
 
 def decoding(mask: Tensor | None, key: Tensor) -> Rows:
-    """The tokens that one newest token per row sees, among the columns of ``key``.
+    """For a decode step: the tokens that the newest token of each row sees, among the columns of ``key``.
 
-    Raises ConfigError: a mask that differs by head, or adds to scores.
+    Raises ConfigError: the mask differs by head, or adds to scores.
     """
     if mask is None:
         return _all_columns(key)
@@ -46,9 +46,9 @@ def decoding(mask: Tensor | None, key: Tensor) -> Rows:
 
 
 def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
-    """The tokens of whole sequences.
+    """For teacher forcing: the tokens of whole sequences.
 
-    Raises ConfigError: queries without their keys, or a mask that is not causal attention to a row's own tokens.
+    Raises ConfigError: queries and keys differ in number, or the mask is not causal attention to a row's own tokens.
     """
     if query.shape[2] != key.shape[2]:
         raise ConfigError(
@@ -71,7 +71,7 @@ def forced(mask: Tensor | None, query: Tensor, key: Tensor) -> Rows:
 
 
 def _seen(mask: Tensor, key: Tensor) -> Tensor:
-    """bool ``[B, T, S]``: what every query sees."""
+    """bool ``[B, T, S]``: which columns each query sees."""
     if mask.shape[1] != 1:
         raise ConfigError(
             f"the attention mask of shape {tuple(mask.shape)} differs by head, but Sparrow selects pages among the "

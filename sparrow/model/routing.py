@@ -1,6 +1,6 @@
-"""Whether a model's attention can be routed through Sparrow: what its config says, and one pass beside its own.
+"""Checks whether a model's attention can go through Sparrow: by its config, and by comparing a pass with its own.
 
-Nothing here outlasts a refusal: configs are changed as copies, which a refused model gives back.
+A refusal leaves nothing behind: only copies of configs are changed, and a refused model gets its own configs back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from sparrow.errors import UnsupportedModel
 
-# What some models hand to their attention besides queries, keys, values and a mask, and what it is to them.
+# What some models pass to their attention besides queries, keys, values and a mask, and what each argument means.
 EXTRAS = {
     "s_aux": "attention sinks",
     "sinks": "attention sinks",
@@ -28,13 +28,13 @@ EXTRAS = {
     "block_indices": "a selection of its own",
     "cache": "a paged cache",
 }
-# Largest difference between the model's own attention and Sparrow's with every page, as a share of its largest entry:
-# the same sums in another order.
+# Largest difference allowed between the model's own attention and Sparrow's with every page, as a share of the
+# former's largest entry: the two compute the same sums in different orders.
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}  # float32 may be TF32 on a GPU
 HALF_TOLERANCE = 3e-2
 
 
-# Hybrid models that are supported: gated delta nets, which need only a prompt's mask, beside full attention.
+# Supported hybrid models: beside full attention they have gated delta nets, which need only a prompt's mask.
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
@@ -52,10 +52,12 @@ def check_extras(module: nn.Module, kwargs: dict[str, Any]) -> None:
 
 
 def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
-    """Refuse by config what is not full causal self-attention in every layer, or every attention layer of a hybrid.
+    """Refuse, by its config, a model without full causal self-attention in every layer (every attention layer of a
+    hybrid).
 
-    Returns a refusal that names a remedy, to be raised if nothing else stands in the model's way: otherwise the
-    remedy would not help. Raises UnsupportedModel: the kinds of layers found, if nothing can be done about them.
+    Returns None, or a refusal that names a remedy. The caller raises it only if nothing else is wrong with the model:
+    otherwise the remedy would not help. Raises UnsupportedModel: the model is an encoder-decoder, or has layers of
+    other kinds and no change of its config would help.
     """
     config = model.config.get_text_config()
     name = type(model).__name__
@@ -84,7 +86,7 @@ def check_kind(model: PreTrainedModel) -> UnsupportedModel | None:
 
 
 def _takes(config: PreTrainedConfig, change: dict[str, Any]) -> bool:
-    """Whether such a config can have these values: some check theirs."""
+    """Whether a config of this type accepts these values: some types check them."""
     try:
         type(config).from_dict({**config.to_dict(), **change})
     except Exception:  # whatever a config's own check raises
@@ -93,7 +95,7 @@ def _takes(config: PreTrainedConfig, change: dict[str, Any]) -> bool:
 
 
 class Windows:
-    """Masks made while a model is tried out for layers that look back through a window, each with its window."""
+    """While a model is tried out: the masks made for layers that look back through a window, each with its window."""
 
     def __init__(self) -> None:
         self.made: list[tuple[Tensor, int]] = []
@@ -114,7 +116,7 @@ _WINDOWS: ContextVar[Windows | None] = ContextVar("windows", default=None)
 
 @contextlib.contextmanager
 def trying(windows: bool) -> Iterator[Windows | None]:
-    """Inside, with ``windows``, a window shows on the shortest input: its masks leave out all but two tokens."""
+    """Inside, with ``windows``, masks of a window leave out all but two tokens, so it shows on the shortest input."""
     record = Windows() if windows else None
     token = _WINDOWS.set(record)
     try:
@@ -124,7 +126,7 @@ def trying(windows: bool) -> Iterator[Windows | None]:
 
 
 def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """Mask function of the transformers mask interface: that of ``sdpa``, which attention under Sparrow needs too."""
+    """Mask function of the transformers mask interface: makes the mask of ``sdpa``, which Sparrow needs too."""
     windows, size = _WINDOWS.get(), kwargs.get("local_size")
     if windows is None or size is None:
         return sdpa_mask(*args, **kwargs)
@@ -135,7 +137,7 @@ def sparrow_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def own_configs(model: nn.Module) -> Callable[[], None]:
-    """Give ``model`` copies of its configs, which another model may share; returns what restores the old ones."""
+    """Give ``model`` copies of its configs, which another model may share; the result restores the old ones."""
     memo: dict[int, Any] = {}
     held = [
         (module, name, value)
@@ -154,7 +156,7 @@ def own_configs(model: nn.Module) -> Callable[[], None]:
 
 
 class LayerPass:
-    """Hidden states that went into every attention layer of a forward pass, and what came out."""
+    """The hidden states that went into each attention layer in a forward pass, and what came out of it."""
 
     def __init__(self) -> None:
         self.given: dict[nn.Module, Tensor] = {}
@@ -162,7 +164,7 @@ class LayerPass:
 
     @contextlib.contextmanager
     def watch(self, layers: list[nn.Module], like: LayerPass | None = None) -> Iterator[None]:
-        """Record a pass; with ``like``, every layer gets that pass's hidden states: differences don't add up."""
+        """Record a pass; with ``like``, every layer gets that pass's hidden states, so differences don't add up."""
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             hidden = args[0] if args else kwargs.get("hidden_states")
@@ -202,7 +204,7 @@ class LayerPass:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """No gradients and no dropout inside; afterwards every module trains or not as before."""
+    """Inside there are no gradients and no dropout; afterwards every module is in its former mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

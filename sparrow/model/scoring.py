@@ -59,7 +59,7 @@ class Batch:
 
 
 class TokenScores(NamedTuple):
-    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; None in place of the entropy where gradients are wanted."""
+    """float32 ``[M]``, ``[M, n]`` (or None) and ``[M]``; the entropy is None where gradients are wanted."""
 
     logprobs: Tensor
     top_logprobs: Tensor | None
@@ -69,7 +69,7 @@ class TokenScores(NamedTuple):
 class TokenScorer(nn.Module):
     """A causal language model whose forward pass returns log-probs of response tokens.
 
-    It is the module to hand to ``accelerator.prepare``, so that data-parallel wrappers see every forward.
+    It is the module to hand to ``accelerator.prepare``, so that data-parallel wrappers see every forward pass.
 
     Raises UnsupportedModel: the model does more to its logits than the output embedding (for example a soft cap).
     """
@@ -114,7 +114,7 @@ class TokenScorer(nn.Module):
     ) -> tuple[Tensor | None, ...]:
         logits = self.model.get_output_embeddings()(hidden).float()
         log_p = (logits / temperature if temperature not in (0, 1) else logits).log_softmax(-1)
-        with torch.autocast(logits.device.type, enabled=False):  # on a CPU it would take the product in bfloat16
+        with torch.autocast(logits.device.type, enabled=False):  # on a CPU, autocast would take the product in bfloat16
             entropy = None if torch.is_grad_enabled() else -torch.linalg.vecdot(log_p.exp(), log_p)
         gathered = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
         return gathered[:, 0], gathered[:, 1:], entropy
@@ -135,9 +135,9 @@ class TokenScorer(nn.Module):
 
 
 def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Indices grouped so that no group holds more than ``token_budget`` tokens once padded to its longest.
+    """Indices in groups, none of which holds more than ``token_budget`` tokens once padded to its longest sequence.
 
-    Longest first, so that memory peaks early; a sequence longer than the budget gets a group of its own.
+    The longest come first, so that memory peaks early; a sequence longer than the budget gets a group of its own.
     """
     groups: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

@@ -1,9 +1,9 @@
 """Lossless decoding in plain torch, the reference for fast engines: the sparse actor drafts, its dense policy verifies.
 
 Speculative sampling (Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318) with one model on both sides: a
-draft v is drawn from the actor's q, kept with probability min(1, p(v) / q(v)) under the policy's p, and where one is
-rejected a token is drawn from max(p - q, 0), normalised. What comes out is distributed as p, whatever q is; and the
-chance that a draft is kept, sum_v min(p(v), q(v)), is the acceptance rate that Sparrow measures.
+draft v is drawn from the actor's q and kept with probability min(1, p(v) / q(v)) under the policy's p; if it is
+rejected, a token is drawn from max(p - q, 0), normalised. The result is distributed as p, whatever q is, and the chance
+that a draft is kept, sum_v min(p(v), q(v)), is the acceptance rate that Sparrow measures.
 
 Shapes: B sequences, T query tokens, S columns of the cache, k drafts of a cycle, V vocabulary.
 """
@@ -24,20 +24,20 @@ from sparrow.model.actor import dense_steps
 
 @dataclass(frozen=True)
 class Shape:
-    """What a softmax over logits ``[..., V]`` becomes before it is sampled from, the same for actor and policy."""
+    """How a softmax over logits ``[..., V]`` is changed before it is sampled from; the same for actor and policy."""
 
-    temperature: float = 1.0  # 0 is greedy, and log-probs are then those at 1
-    top_k: int | None = None  # only so many of the likeliest tokens, and those as likely as the last of them
-    top_p: float = 1.0  # of those, the fewest that hold this share of the mass, the likeliest first
+    temperature: float = 1.0  # 0 is greedy; log-probs are then those at 1
+    top_k: int | None = None  # keep this many of the likeliest tokens, and any as likely as the last of them
+    top_p: float = 1.0  # of those, keep the fewest that hold this share of the mass, likeliest first
 
     def distribution(self, logits: Tensor) -> Tensor:
-        """Float64 probabilities of what is sampled: at temperature 0 all of it is on the likeliest token."""
+        """Float64 probabilities to sample from; at temperature 0 the likeliest token has all the mass."""
         if self.temperature == 0:
             return one_hot(logits.argmax(-1), logits.shape[-1]).double()
         return self.log_probs(logits).double().exp()
 
     def log_probs(self, logits: Tensor) -> Tensor:
-        """Float32 log-probs of what is left, -inf for the others."""
+        """Float32 log-probs of the tokens that are kept, -inf for the others."""
         scaled = logits.float() / (self.temperature or 1.0)
         if self.top_k is not None and self.top_k < scaled.shape[-1]:
             scaled = scaled.masked_fill(scaled < scaled.topk(self.top_k, dim=-1).values[..., -1:], -torch.inf)
@@ -65,14 +65,14 @@ class CachedSequences:
         return self.cache.get_seq_length() - self.start
 
     def read(self, ids_BT: Tensor, logits_to_keep: int = 0) -> Tensor:
-        """Append tokens to the cache; the logits ``[B, T, V]`` after each of them, or after the last few."""
+        """Append tokens to the cache; returns the logits ``[B, T, V]`` after each of them, or after the last few."""
         columns = torch.arange(self.cache.get_seq_length() + ids_BT.shape[1], device=ids_BT.device)
         real_BS = columns >= self.start[:, None]
         positions = columns[-ids_BT.shape[1] :] - self.start[:, None]
         out = self.model(
             input_ids=ids_BT,
             attention_mask=real_BS.long() if self.start.any() else None,
-            # A row may read drafts past the end that it was given, which nobody looks at.
+            # A row may read drafts past its own end, but nobody looks at those.
             position_ids=positions.clamp(min=0, max=self._last_position),
             past_key_values=self.cache,
             use_cache=True,
@@ -97,16 +97,16 @@ class CachedSequences:
         self.start = start
 
     def select(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep these rows only."""
         layers: list[Any] = self.cache.layers
-        for layer in layers:  # transformers selects in layers with keys, and reorders what has a state only
+        for layer in layers:  # transformers selects rows in layers with keys, and reorders layers with only a state
             (layer.batch_select_indices if hasattr(layer, "keys") else layer.reorder_cache)(rows)
         self.start = self.start[rows]
 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What one draft-verify cycle has come to. A row's entries beyond its ``count`` mean nothing."""
+    """The result of one draft-verify cycle. A row's entries beyond its ``count`` mean nothing."""
 
     tokens: Tensor  # int64 [B, k + 1], the accepted drafts and one token more
     count: Tensor  # int64 [B], tokens of each row: accepted drafts + 1
@@ -118,15 +118,15 @@ class Cycle:
 
 @torch.no_grad()
 def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
-    """Draft and verify once; then ``sequences`` hold the policy's keys and values of all tokens but the last.
+    """Draft and verify once; afterwards ``sequences`` hold the policy's keys and values of all tokens but the last.
 
     Args:
         sequences: of a model that ``set_schedule`` was called on; drafts read what that schedule says.
         newest: int64 ``[B]``, the token of each row that is not cached yet.
         drafts: int64 ``[B]``, how many tokens each row drafts, 0 included.
         shape: of the distributions that drafts and samples are drawn from.
-        uniform: float64 ``[3, B, k + 1]`` in [0, 1): by place in the cycle, numbers to draw drafts with, to accept
-            them with, and to draw the last token with.
+        uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each place in the cycle, the numbers that draw drafts, accept
+            them, and draw the last token.
     """
     ids, logits = [newest], []
     for i in range(int(drafts.max())):
@@ -146,7 +146,8 @@ def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, shape:
 def verify(
     p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Rejection sampling: tokens ``[B, k + 1]``, how many of them are accepted drafts ``[B]``, acceptance ``[B, k]``.
+    """Rejection sampling; returns tokens ``[B, k + 1]``, how many of them are accepted drafts ``[B]``, and acceptance
+    ``[B, k]``.
 
     See ``Cycle``; the policy's distributions are float64 ``[B, k + 1, V]``, the actor's ``[B, k, V]``.
     """
@@ -170,13 +171,13 @@ def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """What replaces a rejected draft is drawn from max(p - q, 0), not normalised here; p where rounding leaves none."""
+    """The mass to replace a rejected draft from: max(p - q, 0), not normalised here; p where rounding leaves none."""
     rest = (p - q).clamp(min=0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
 
 def draw(mass: Tensor, uniform: Tensor) -> Tensor:
-    """A token of each row ``[B]`` with chances in proportion to ``mass`` ``[B, V]``, by the inverse of the distribution
-    function at ``uniform`` ``[B]``."""
+    """Draw a token for each row, ``[B]``, with probability in proportion to ``mass`` ``[B, V]``: the inverse of the
+    distribution function at ``uniform`` ``[B]``."""
     below = mass.cumsum(-1)
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0]

@@ -1,6 +1,6 @@
 """What the attention layers of one model share: the schedule, and whether they are routed.
 
-It travels on the modules themselves, so that a copy of a model has its own.
+This state is stored on the modules themselves, so that a copy of a model has its own.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from transformers import PreTrainedConfig
 from sparrow.attention import PageLayout
 from sparrow.schedule import SparsitySchedule
 
-NAME = "sparrow"  # of the attention implementation, and of the attribute
+NAME = "sparrow"  # name of the attention implementation, and of the modules' attribute that holds their ``Actor``
 
 
 def attention_layers(config: PreTrainedConfig) -> set[int]:
-    """Indices of the layers that have a KV cache: all, or in a hybrid model those of full attention."""
+    """Indices of the layers that have a KV cache: all layers, or in a hybrid model those with full attention."""
     kinds = getattr(config, "layer_types", None)
     return {i for i in range(config.num_hidden_layers) if not kinds or kinds[i] != "linear_attention"}
 
@@ -44,11 +44,11 @@ class Actor:
     """What all attention layers of one model share."""
 
     schedule: SparsitySchedule
-    config: PreTrainedConfig  # of the model's text part; says which attention its layers call
+    config: PreTrainedConfig  # of the text part of the model; says which attention its layers call
     layout: PageLayout = field(init=False)
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
-    dense: bool = False  # decode steps attend to everything just now
+    dense: bool = False  # whether decode steps attend to everything at present
 
     def __post_init__(self) -> None:
         self.layout = PageLayout(**self.schedule.page_layout)

@@ -1,12 +1,12 @@
 """The run directory: its files and their contents, written so that a kill loses nothing, and read back.
 
 config.json             ``RunConfig``
-lock                    held by the process that trains; says which it is
-metrics.jsonl           an object per step, with at least the keys ``RECORDED``; docs/run-directory.md lists all
+lock                    held by the process that trains; names that process
+metrics.jsonl           an object per step, with at least the keys ``RECORDED``; docs/run-directory.md lists all keys
 evaluations.jsonl       an object per evaluation: the step, and scores by benchmark
 rollouts.jsonl          a ``LoggedResponse`` per line
-checkpoints/step-N/     everything needed to go on after step N; in ``state.json`` a ``TrainerState``
-exports/step-N/         the model after step N and its tokenizer; exports/best leads to the best
+checkpoints/step-N/     everything needed to go on after step N; ``state.json`` is a ``TrainerState``
+exports/step-N/         the model after step N and its tokenizer; exports/best links to the best
 model/, adapter/        the trained model and its tokenizer, and the actor's LoRA, once the run has ended
 """
 
@@ -30,19 +30,19 @@ from sparrow.schedule import SparsitySchedule
 
 CONFIG, METRICS, ROLLOUTS, STATE, LOCK = "config.json", "metrics.jsonl", "rollouts.jsonl", "state.json", "lock"
 EVALUATIONS = "evaluations.jsonl"
-RECORDED = {"step", "reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # of every step
+RECORDED = {"step", "reward", "response", "mismatch", "correction", "kv", "seconds", "schedule"}  # keys of every step
 
 Row = Mapping[str, Any]
-Kind = Literal["checkpoints", "exports"]  # what a run directory keeps a few of, in folders of this name
+Kind = Literal["checkpoints", "exports"]  # a run directory keeps a few of each, in a folder of this name
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What ``config.json`` says of a run."""
+    """What ``config.json`` says about a run."""
 
     train: Row  # the resolved settings
     schedule: SparsitySchedule  # what the run was last started with
-    # every resumption with other settings: the "step" it went on from, and what "changed", name -> [before, then]
+    # one per resumption with other settings: the "step" it went on from, and what "changed", name -> [before, after]
     resumed: Sequence[Row] = ()
 
     def save(self, run_dir: Path) -> None:
@@ -51,7 +51,7 @@ class RunConfig:
 
     @classmethod
     def load(cls, run_dir: Path) -> RunConfig:
-        """Raises ConfigError: not a run directory, or a damaged file."""
+        """Raises ConfigError: it is not a run directory, or the file is damaged."""
         path = run_dir / CONFIG
         if not path.is_file():
             raise ConfigError(f"{run_dir} holds no {CONFIG}, so it is no run directory; give the run_dir of a run")
@@ -63,7 +63,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class LoggedResponse:
-    """One of the few responses of a step that are kept, token by token."""
+    """One of the few responses of a step that are logged, token by token."""
 
     step: int
     problem: str  # its id
@@ -72,20 +72,20 @@ class LoggedResponse:
     acceptance: Sequence[float | None]  # lower bound on the acceptance rate of each token
     reward: float
     finish_reason: str
-    answer: str | None = None  # what was expected, where it is text
+    answer: str | None = None  # the expected answer, where it is text
 
     @classmethod
     def from_row(cls, row: Row, where: str) -> LoggedResponse:
         """Raises ConfigError: a field is missing."""
         names = [field.name for field in fields(cls)]
-        if missing := [name for name in names if name not in row and name != "answer"]:  # older runs have none
+        if missing := [name for name in names if name not in row and name != "answer"]:  # older runs did not record it
             raise ConfigError(f"{where} has no {missing[0]!r}; restore the line from a copy or remove it")
         return cls(**{name: row[name] for name in names if name in row})
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What a checkpoint holds beside weights, optimiser and random states."""
+    """What a checkpoint holds besides weights, optimiser and random states."""
 
     step: int  # finished steps
     cursor: int  # index of the next problem
@@ -105,7 +105,7 @@ class TrainerState:
 class RunDir:
     """One run's files.
 
-    Raises ConfigError: a directory that already holds a run, unless ``resume``; or nothing to resume.
+    Raises ConfigError: the directory already holds a run (without ``resume``), or has no checkpoint (with it).
     """
 
     def __init__(self, path: str | Path, resume: bool) -> None:
@@ -124,9 +124,9 @@ class RunDir:
             raise ConfigError(f"{self.path} has no checkpoint to resume from; start it without --resume")
 
     def lock(self) -> None:
-        """Keep other runs out of the directory until ``release``, or until this process ends in whatever way.
+        """Keep other runs out of the directory until ``release``, or until this process ends in any way.
 
-        Raises ConfigError: another run is in it, or was since this object was made.
+        Raises ConfigError: another run is using the directory, or has used it since this object was made.
         """
         if self._lock is not None:
             return
@@ -160,7 +160,7 @@ class RunDir:
             self._lock = None
 
     def append_step(self, metrics: Row, responses: Sequence[LoggedResponse]) -> None:
-        """Log a step: its line of ``metrics.jsonl`` and those of ``rollouts.jsonl``; on disk before this returns.
+        """Log a step: its line of ``metrics.jsonl`` and its lines of ``rollouts.jsonl``; on disk before this returns.
 
         Raises CheckpointError: they could not be written.
         """
@@ -173,7 +173,7 @@ class RunDir:
         self._append(EVALUATIONS, [row])
 
     def evaluations(self) -> list[Row]:
-        """All that were logged. Raises ConfigError: a damaged file."""
+        """All logged evaluations. Raises ConfigError: the file is damaged."""
         return [row for row, _ in read_rows(self.path / EVALUATIONS)]
 
     def _append(self, name: str, rows: Sequence[Row]) -> None:
@@ -186,22 +186,22 @@ class RunDir:
             raise CheckpointError(f"could not write to {self.path / name} ({error}); {self._remedy()}") from error
 
     def truncate(self, step: int) -> None:
-        """Drop what was logged after ``step``, a half-written last line included, and later exports."""
+        """Drop what was logged after ``step``, including a half-written last line, and delete later exports."""
         self.remove("exports", [later for later in self.steps("exports") if later > step])
         for name in (METRICS, EVALUATIONS, ROLLOUTS):
             path = self.path / name
             if path.exists():
-                # What is damaged, and may not even be text, counts as logged later.
+                # A damaged line, which may not even be text, counts as logged after ``step``.
                 kept = [line for line in path.read_bytes().splitlines() if _step_of(line) <= step]
                 write_text(path, "".join(line.decode() + "\n" for line in kept))
 
     def last_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint."""
+        """Step and folder of the newest complete checkpoint; None if there is none."""
         steps = self.steps("checkpoints")
         return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps of all that is complete, rising."""
+        """The steps of all complete checkpoints or exports, rising."""
         return sorted(int(path.name[5:]) for path in (self.path / kind).glob("step-*"))
 
     def remove(self, kind: Kind, steps: Iterable[int]) -> None:
@@ -209,7 +209,7 @@ class RunDir:
             shutil.rmtree(self._folder(kind, step), ignore_errors=True)
 
     def begin(self, kind: Kind, step: int) -> Path:
-        """An empty folder for what belongs to ``step``; ``finish`` gives it its name once it is filled."""
+        """An empty folder for the files of ``step``; ``finish`` gives the folder its final name once it is filled."""
         partial = self._partial(kind, step)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -226,7 +226,7 @@ class RunDir:
         os.replace(partial, target)
 
     def mark_best(self, step: int | None) -> None:
-        """Let ``exports/best`` lead to the export of ``step``, and nowhere without one."""
+        """Link ``exports/best`` to the export of ``step``, or remove the link if there is no such export."""
         link, fresh = self.path / "exports" / "best", self.path / "exports" / "partial-best"
         if step is None or not self._folder("exports", step).is_dir():
             link.unlink(missing_ok=True)
@@ -237,9 +237,9 @@ class RunDir:
 
     @contextlib.contextmanager
     def write_errors(self, kind: Kind, step: int) -> Iterator[None]:
-        """Around the writing of a checkpoint or an export.
+        """A context for writing a checkpoint or an export.
 
-        Raises CheckpointError: an OSError happened; earlier checkpoints are untouched.
+        Raises CheckpointError: an OSError was raised inside; earlier checkpoints are untouched.
         """
         try:
             yield
@@ -261,11 +261,11 @@ class RunDir:
 
 
 def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
-    """The objects of a file of JSON lines, each with a step; and where each stands, for messages.
+    """The objects in a file of JSON lines, each of which names a step, and each one's place in the file, for messages.
 
-    A last line that is being written, or was cut off by a kill, is left out.
+    A last line that is still being written, or was cut off by a kill, is left out.
 
-    Raises ConfigError: a line that is damaged, or names no step.
+    Raises ConfigError: a line is damaged, or names no step.
     """
     if not path.is_file():
         return
@@ -284,7 +284,7 @@ def read_rows(path: Path) -> Iterator[tuple[Row, str]]:
 
 
 def parse(text: bytes, where: str) -> Row:
-    """A JSON object. Raises ConfigError: anything else."""
+    """The JSON object in ``text``. Raises ConfigError: it is anything else."""
     try:
         content = json.loads(text)
     except ValueError as error:

@@ -1,10 +1,10 @@
-"""A run directory, read back from its files while the run goes on or after it ended.
+"""Reads a run directory back from its files, while the run goes on or after it has ended.
 
-A run that is being written may end in half a line; that line is left out. Numbers that a step recorded as null, or
+A file that is being written may end in half a line; that line is left out. Numbers that a step recorded as null, or
 did not record, are nan.
 
-Shapes: S steps, E evaluations, N length bins, counted from length 0 (a bin that no response of a step reached is nan
-there).
+Shapes: S steps, E evaluations, N length bins, counted from length 0 (at a step, a bin that no response reached is
+nan).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class RunLog:
     run_dir: Path  # where it was read from
     train: Row  # the resolved options of the command line, from ``config.json``
     metrics: tuple[Row, ...]  # one row per finished step, at least one
-    schedules: tuple[SparsitySchedule, ...]  # what the rollouts of each step were decoded under, [S]
+    schedules: tuple[SparsitySchedule, ...]  # [S], the schedule that the rollouts of each step were decoded under
     evaluations: tuple[Row, ...] = ()  # one row per evaluation
 
     @classmethod
     def load(cls, run_dir: str | Path) -> RunLog:
         """Read a run directory.
 
-        Raises ConfigError: not a run directory, a run without a finished step, or a damaged file.
+        Raises ConfigError: it is not a run directory, no step is finished, or a file is damaged.
         """
         path = Path(run_dir)
         config = RunConfig.load(path)
@@ -62,22 +62,22 @@ class RunLog:
                 raise ConfigError(f"step {row['step']} of {path / METRICS} lacks {min(missing)!r}; restore the line")
         start = config.schedule
         tables = (SparsitySchedule.from_dict({**start.to_dict(), **row["schedule"]}) for row in metrics)
-        # A table that did not move keeps the name it started with.
+        # A table that did not move keeps the provenance, and so the name, of the start schedule.
         schedules = tuple(start if table == start else table.replace(provenance={}) for table in tables)
         evaluations = tuple(row for row, _ in read_rows(path / EVALUATIONS))
         return cls(path, config.train, metrics, schedules, evaluations)
 
     def responses(self, steps: Collection[int]) -> list[LoggedResponse]:
-        """The responses that were logged of these steps; those of all may be many gigabytes.
+        """The logged responses of these steps; those of all steps may be many gigabytes.
 
-        Raises ConfigError: a damaged file.
+        Raises ConfigError: the file is damaged.
         """
         rows = read_rows(self.run_dir / ROLLOUTS)
         return [LoggedResponse.from_row(row, where) for row, where in rows if row["step"] in steps]
 
     @property
     def tau(self) -> Tau:
-        """The 5th percentile of acceptance that the run was to hold."""
+        """The 5th percentile of acceptance that the run had to hold."""
         return Tau.chosen(self.train["tau"], self.train.get("relative_tau"))
 
     @property
@@ -101,7 +101,7 @@ class RunLog:
         return np.array([row["step"] for row in self.evaluations], dtype=np.int64)
 
     def benchmarks(self) -> list[str]:
-        """What it was evaluated on."""
+        """The benchmarks that the policy was evaluated on."""
         return list(dict.fromkeys(name for row in self.evaluations for name in row["eval"]))
 
     def scores(self, benchmark: str, *keys: str) -> FloatArray:
@@ -110,16 +110,16 @@ class RunLog:
         return np.array([_number(value) for value in values], dtype=float)
 
     def sources(self) -> list[str]:
-        """The datasets or tasks whose rewards are recorded apart."""
+        """The datasets or tasks whose rewards are recorded separately."""
         return list(dict.fromkeys(name for row in self.metrics for name in _get(row, ("reward", "sources")) or ()))
 
     def first_and_last(self, values: FloatArray) -> tuple[float, float, int]:
-        """Means over the first and over the last few of ``values`` [S], and how many: a quarter of them, 1 to 10."""
+        """Means over the first and over the last n of ``values`` [S], and n: a quarter of them, between 1 and 10."""
         count = max(1, min(10, len(values) // 4))
         return nan_mean(values[:count]), nan_mean(values[-count:]), count
 
     def bins(self, index: int = -1) -> tuple[BinMismatch, ...]:
-        """Mismatch by length bin at one step, by rising length; ``index`` into the recorded steps."""
+        """Mismatch by length bin, by rising length, at the recorded step with this ``index``."""
         rows = self.metrics[index]["mismatch"]["bins"]
         names = [field.name for field in fields(BinMismatch)]
         return tuple(BinMismatch(**{name: _number(row[name]) for name in names if name in row}) for row in rows)
@@ -127,7 +127,7 @@ class RunLog:
     def ceiling(self) -> FloatArray:
         """p5 of dense rollouts by length bin and the ends of its interval, at the last step, float64 [N, 3].
 
-        It is what this pair of engines has at best, the noise floor; nan where it was not measured.
+        It is the best p5 that this pair of engines can have, the noise floor; nan where it was not measured.
         """
         rows = self.metrics[-1]["mismatch"]["bins"]
         ceiling_N3 = np.full((max((row["bin"] + 1 for row in rows), default=0), 3), nan)
@@ -172,7 +172,7 @@ class RunLog:
         return float(self.series("kv", "tokens_read").sum()) / held if held else nan
 
     def drafting(self) -> Drafting | None:
-        """What lossless decoding drafted over the whole run; None if no step was decoded so."""
+        """What lossless decoding drafted over the whole run; None if no step was decoded in that way."""
         drafted, accepted, cycles = (nan_sum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles"))
         if not cycles:
             return None

@@ -18,11 +18,11 @@ class Problem:
     prompt: str  # text given to the model
     # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
     verify: Callable[[str], float]
-    # the answer that a response states, right or wrong, None if it states none; may be left out
+    # gives the answer that a response states, right or wrong, or None if it states none; may be left out
     extract: Callable[[str], str | None] | None = None
-    source: str = ""  # the task or dataset it comes from, by which rewards are reported
+    source: str = ""  # the task or dataset that it comes from; rewards are reported by source
     solution: str | None = None  # a reference response where one is known
-    answer: str | None = None  # what is expected, for people to read; ``verify`` decides
+    answer: str | None = None  # the expected answer, for people to read; ``verify`` decides
 
 
 class Task(Protocol):
@@ -35,7 +35,7 @@ class Task(Protocol):
 def draw(task: Task, index: int, seed: int) -> Problem:
     """Problem ``index`` of the stream ``seed``.
 
-    Raises TaskError: the task raised, or gave something else.
+    Raises TaskError: the task raised an error, or returned something else.
     """
     try:
         problem = task.problem(index, seed)
@@ -59,9 +59,9 @@ class Mixture:
     """Problems of several tasks in fixed proportions.
 
     Of every ``sum(weights)`` problems, ``weights[i]`` are the next ones of ``tasks[i]``, in an order that depends on
-    the seed only. So datasets go through their epochs as they would alone.
+    the seed only. Each dataset therefore goes through its epochs as it would alone.
 
-    Raises ConfigError: weights that are not whole numbers of at least 1, one for each task.
+    Raises ConfigError: the weights are not whole numbers of at least 1, one for each task.
     """
 
     tasks: Sequence[Task]
@@ -106,9 +106,9 @@ def load_task(name: str, **options: Any) -> Task:
 
 
 def make_task(name: str, factory: Callable[..., Task], options: Mapping[str, Any]) -> Task:
-    """What ``factory(**options)`` gives.
+    """The task that ``factory(**options)`` makes.
 
-    Raises ConfigError: options that it does not take. TaskError: it raised, or gave no task.
+    Raises ConfigError: it does not take these options. TaskError: it raised an error, or did not return a task.
     """
     try:
         task = factory(**options)

@@ -52,12 +52,12 @@ class DatasetTask:
         template: the prompt, with ``{question}`` where the question goes; the format's by default.
         render: prompt -> text for the tokenizer, e.g. a chat template.
         max_length: drop rows whose rendered prompt has more characters than this.
-        tokens: drop rows whose rendered prompt has none, or more than ``max_tokens``, by this count.
+        tokens: counts tokens; with ``max_tokens``, rows whose rendered prompt has none or more than that are dropped.
         source: where the rows come from, for error messages.
 
-    Rows that repeat an earlier question, up to spaces and case, are dropped; how many rows were is logged.
+    Rows that repeat an earlier question, up to spaces and case, are dropped; the number of dropped rows is logged.
 
-    Raises ConfigError: a row without a question or an answer, no row left, or no verifier for this kind.
+    Raises ConfigError: a row has no question or no answer, no row is left, or there is no verifier for this kind.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class DatasetTask:
             return "too long"
         if max_tokens is None:
             return None
-        # A token stands for a byte at least, so most prompts need not be counted.
+        # A token stands for at least one byte, so the tokens of most prompts need not be counted.
         if prompt.strip() and len(prompt.encode(errors="replace")) <= max_tokens:
             return None
         count = tokens(prompt)
@@ -240,7 +240,7 @@ def load_dataset_task(
     Args:
         name: a registered format; ``qa`` reads any file with a question (or problem, prompt) and an answer.
         verifiers: verifier by kind, e.g. ``{"math": verify_math}``.
-        path: a local file to read in place of the hub.
+        path: a local file to read instead of the hub.
         split: a split of the hub's dataset; the format's usual one by default.
         options: passed to ``DatasetTask``: extractors, template, render, max_length, tokens, max_tokens.
 

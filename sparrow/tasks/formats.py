@@ -1,6 +1,6 @@
-r"""What a row of each public dataset looks like, and where it is found.
+r"""What the rows of each public dataset look like, and where the dataset is found.
 
-A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier its answers are for:
+A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier that its answers are for:
 
 - ``math``: the answer is text;
 - ``code``: the answer is a mapping with tests, as ``sparrow.rewards.code`` describes them.
@@ -29,7 +29,7 @@ IMPORTS = "".join(
     for name in ("string", "re", "collections", "heapq", "bisect", "copy", "math", "random", "itertools", "functools",
                  "operator", "typing", "builtins")
 )  # fmt: skip
-"""What the sites of call-based problems have imported: solutions name ``List`` or ``deque`` as if it were built in."""
+"""What the sites of call-based problems import: solutions use ``List`` or ``deque`` as if they were built in."""
 
 _BUILTIN_DEFINED = re.compile(rf"^def ({'|'.join(name for name in dir(builtins) if name.islower())})\(", re.MULTILINE)
 _DAPO_HEAD = re.compile(r"\ASolve the following math problem step by step\..*?\n\n", re.DOTALL)
@@ -38,7 +38,7 @@ _DAPO_TAIL = re.compile(r'\n\nRemember to put your answer on its own line after 
 
 @dataclass(frozen=True)
 class Question:
-    """A row, read."""
+    """The question that a row holds."""
 
     text: str  # the question as it is put to the model
     # what the verifier compares with: text for mathematics, tests for code; None if only the solution has it
@@ -51,22 +51,22 @@ class Format:
     """How to find and read a dataset."""
 
     hub: str | None  # name on the Hugging Face hub, None for local files only
-    # row -> question, or None for a row that the dataset is known to hold and nobody can use; raises KeyError or
-    # ValueError for a row that lacks something
+    # row -> question, or None for an unusable row that the dataset is known to hold; raises KeyError or ValueError for
+    # a row that lacks something
     read: Callable[[Row], Question | None]
     kind: str = "math"  # the verifier its answers are for, ``math`` or ``code``
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
     config: str | None = None  # the hub's configuration name
-    split: str = "train"  # the split usually meant
+    split: str = "train"  # the split that is usually meant
     # patterns of the hub repository's files, for a repository that cannot be loaded by name; ``{split}`` stands for the
     # split
     files: tuple[str, ...] = ()
 
 
 def text_of(row: Row, *names: str) -> str:
-    """The first of these fields that the row has, as text, whatever its capitals.
+    """The text of the first of these fields that the row has and that is not empty; case in its names is ignored.
 
-    Raises KeyError: it has none of them, or only empty ones.
+    Raises KeyError: the row has none of them, or only empty ones.
     """
     fields = {key.lower(): value for key, value in row.items()}
     for name in names:
@@ -77,7 +77,7 @@ def text_of(row: Row, *names: str) -> str:
 
 
 def question_answer(row: Row) -> Question:
-    r"""A question and its final answer in two fields; a solution that states it, in ``\boxed{...}``, serves as well.
+    r"""A question and its final answer in two fields; without one, a solution with it in ``\boxed{...}`` will do.
 
     The format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most others.
     """
@@ -104,7 +104,7 @@ def gsm8k(row: Row) -> Question:
 
 
 def dapo_math(row: Row) -> Question:
-    """DAPO-Math-17k: a chat message that wraps the problem in instructions of its own, which are taken off."""
+    """DAPO-Math-17k: a chat message that wraps the problem in instructions of its own, which are removed."""
     messages = row.get("prompt")
     if not messages or not (content := messages[0].get("content")):
         raise KeyError("prompt")
@@ -148,7 +148,7 @@ def _lines(value: Any) -> str:
 
 
 class _TextUnpickler(pickle.Unpickler):
-    """Reads a pickled string and nothing that would run code."""
+    """Reads a pickled string, but nothing that would run code."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"its private tests name the Python object {module}.{name}; only text is expected")
@@ -187,7 +187,7 @@ def humaneval(row: Row) -> Question:
     prompt, entry_point = row.get("prompt"), text_of(row, "entry_point")
     if not prompt:
         raise KeyError("prompt")
-    # What the prompt defines, imports and helpers, is there for the program and for the tests.
+    # The program and the tests can both use what the prompt defines: imports and helpers.
     answer = {"prelude": prompt, "setup": prompt, "test": text_of(row, "test"), "entry_point": entry_point}
     body = row.get("canonical_solution")
     solution = f"```python\n{prompt}{body}\n```" if body else None
@@ -202,7 +202,7 @@ def mbpp(row: Row) -> Question:
         raise KeyError("test_list")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
     answer = {"setup": setup, "test": row.get("test") or "\n".join(assertions)}
-    # Row 126 asks for a function ``sum``, which its test could not tell from Python's.
+    # Row 126 asks for a function ``sum``, which its test could not distinguish from Python's own.
     match = _BUILTIN_DEFINED.search(row.get("code") or "")
     if match:
         answer["entry_point"] = match[1]

@@ -1,4 +1,4 @@
-"""Trace a straight-line program: each line needs values written at positions that only the content tells.
+"""Trace a straight-line program: each line needs values from positions that only the content reveals.
 
 The prompt is a program over single digits; the response goes through its lines in order, quotes the
 operands' values and writes the result, about ten tokens a line::
@@ -14,9 +14,9 @@ Every value is used exactly once, so the program is an expression tree in random
 value anywhere makes the answer wrong. Arithmetic is modulo 10.
 
 Two kinds of token need the distant past. Quoted values must be found: reading too little makes them wrong.
-The linking words are free, but each of the two places for them has its habits, a word being drawn as often
-as it was used there before (a Polya urn): reading less makes their distribution drift by degrees and does
-no harm. Natural text has both.
+The linking words are free, but each of the two places for them has its habits: a word is drawn in proportion
+to how often it was used there before (a Polya urn). Reading less makes their distribution drift gradually
+and does no harm. Natural text has both kinds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sparrow.tasks.vocabulary import LINKS, NAMES, answered
 
 @dataclass(frozen=True)
 class Trace(Settings):
-    """Random programs of ``lines`` lines, a quarter as many values waiting to be used at any time.
+    """Random programs of ``lines`` lines, with up to a quarter as many values waiting to be used at any time.
 
     Raises ConfigError: fewer than 2 lines, or a slip outside [0, 1).
     """

@@ -1,4 +1,4 @@
-"""Responses judged by their problems' verifiers, several at a time; errors name their place in the verifier."""
+"""Judges responses by their problems' verifiers, several at a time; errors name their place in the verifier."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
 
-TIME_LIMIT = 300.0  # seconds without any verdict after which a verifier is taken to hang
+TIME_LIMIT = 300.0  # after this many seconds without any verdict, a verifier is taken to hang
 VERIFYING = 64
-"""Responses verified at a time. Verifiers that need processors wait for their own pools, so one bad program holds up
-itself only."""
+"""Responses verified at a time. Verifiers that need processors wait for their own pools, so a bad program holds up
+only itself."""
 
 
 def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: float = TIME_LIMIT) -> list[float]:
     """The reward of each response, given its problem.
 
-    The limit is on the time between two verdicts, not on one, since a verifier may wait for processors.
+    The limit is on the time between two verdicts, not on the time of one, since a verifier may wait for processors.
 
-    Raises RewardError: a verifier raised, returned something that is not a finite number, or hangs.
+    Raises RewardError: a verifier raised an error, returned something that is not a finite number, or hangs.
     """
     pending: queue.SimpleQueue[int] = queue.SimpleQueue()
     verdicts: queue.SimpleQueue[tuple[int, float | Exception]] = queue.SimpleQueue()
@@ -54,7 +54,7 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
             waiting -= 1
             if isinstance(verdict, Exception):
                 failed[i] = verdict
-                waiting -= _emptied(pending)  # those begun are awaited, to report the first
+                waiting -= _emptied(pending)  # wait for those already begun, to raise the first error
             else:
                 rewards[i] = verdict
     except queue.Empty:
@@ -72,7 +72,7 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
 
 
 def _emptied(pending: queue.SimpleQueue[int]) -> int:
-    """How many were left in the queue, which is empty now."""
+    """Empty the queue; returns how many entries were left in it."""
     count = 0
     while True:
         try:

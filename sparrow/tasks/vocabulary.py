@@ -23,7 +23,7 @@ LINKS = ("also", "hence", "here", "next", "now", "then", "thus", "well")
 """Words between the parts of a line; none is a name."""
 
 PAD, BOS, EOS, UNK = SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-# No task says map, ask, walk or -> any more; the bundled checkpoint has them in its vocabulary.
+# No task uses map, ask or walk any more, but the bundled checkpoint has them in its vocabulary.
 _PLAIN = ("\n", ":", ",", "program", "trace", "map", "ask", "walk", "answer")
 _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 
@@ -31,7 +31,7 @@ _SPACED = (*"0123456789", "+", "-", "->", *LINKS, *NAMES)
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The word-level tokenizer of the synthetic task, in Hugging Face format.
 
-    It adds no special tokens of its own. Any text the task produces survives encoding and decoding
+    It adds no special tokens of its own. Any text that the task produces survives encoding and decoding
     unchanged; a word outside the vocabulary becomes ``<unk>``.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers

@@ -1,4 +1,4 @@
-"""One step's experience: problems drawn, responses sampled and verified, groups that teach nothing replaced."""
+"""Collects one step's experience: draws problems, samples and judges responses, replaces groups that teach nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from sparrow.train.reward import reward_parts
 
 @dataclass(frozen=True)
 class Collector:
-    """Samples the steps of a run; every process gets all of a step."""
+    """Collects the experience of a run's steps; every process gets all of a step's experience."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -32,13 +32,13 @@ class Collector:
     ranks: Ranks
 
     def collect(self, cursor: int) -> Experience:
-        """The experience of one step, of problems from ``cursor`` on.
+        """The experience of one step, on the problems from index ``cursor`` on.
 
-        Groups whose rewards are all equal have no advantage; for ``resample`` rounds they are replaced by groups of
-        further problems (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
+        Groups whose rewards are all equal have no advantage; in up to ``resample`` rounds they are replaced by groups
+        of further problems (dynamic sampling: DAPO, arXiv 2503.14476, section 3.2).
 
-        Raises RewardError: a verifier that failed. TaskError: a task that gave no problem. ConfigError: a prompt that
-        the engine cannot take.
+        Raises RewardError: a verifier failed. TaskError: the task gave no problem. ConfigError: the engine cannot take
+        a prompt.
         """
         rollout = self.config.rollout
         groups = drawn = self._sample(range(cursor, cursor + rollout.prompts))
@@ -55,7 +55,7 @@ class Collector:
         return Experience.join(groups, drawn, cursor)
 
     def sample(self, count: int) -> list[Rollout]:
-        """``count`` responses to the problems of the first step, not verified, with seeds that no step uses."""
+        """``count`` responses to the problems of the first step, not judged, sampled with seeds that no step uses."""
         config, rollout = self.config, self.config.rollout
         problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
         prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
@@ -79,8 +79,8 @@ class Collector:
             raise ConfigError(f"problem {problems[error.index].id!r} {error.reason}") from error
 
     def _sample(self, indices: range) -> list[Group]:
-        """Groups of the problems with these indices. The responses to one prompt, which are often alike in length,
-        are spread over the processes."""
+        """The groups of the problems with these indices. The responses to one prompt are spread over the processes,
+        because they are often of similar length."""
         config, rollout = self.config, self.config.rollout
         n, limit = rollout.samples, rollout.max_new_tokens
         problems = [draw(self.task, i, config.seed) for i in indices]
@@ -89,7 +89,7 @@ class Collector:
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
             if not rows:
                 return []
-            # A seed belongs to its response, wherever and beside whatever it is sampled.
+            # A response's seed does not depend on the process that samples it, nor on the rest of the batch.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             sampling = Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds)
             row_problems = [problems[row // n] for row in rows]

@@ -98,7 +98,7 @@ class DecodingOptions(Settings):
     def decoding(self, schedule: str | None) -> Decoding:
         """The decoding that these options and ``--schedule`` ask for; None or ``dense`` means no schedule.
 
-        Raises ConfigError: they contradict each other, or a schedule cannot be read.
+        Raises ConfigError: the options contradict each other, or a schedule cannot be read.
         """
         chosen = None if schedule == "dense" else schedule
         start = re.fullmatch(r"auto(?::(.+))?", chosen or "")

@@ -3,17 +3,17 @@
 Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
 Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask of response tokens
-and the settings. `compute_correction` checks what it is given, and makes of the parts a `Correction`: what to multiply
-the token losses with. It carries no gradient (the stop-gradient of the objective in Sparrow, arXiv 2606.08446).
+and the settings. `compute_correction` checks its arguments and turns the parts into a `Correction`, whose weights
+multiply the token losses. It carries no gradient (the stop-gradient of the objective in Sparrow, arXiv 2606.08446).
 Arithmetic is float64 and in log space, so the product of 32K ratios neither overflows nor loses its digits.
 
-Kept tokens and the loss: masked-out tokens have weight 0, so the loss may keep dividing by all response tokens. That
-is what IcePop, Sparse-RL and M2PO write, and it leaves each remaining token's share of the gradient unchanged.
+Kept tokens and the loss: masked-out tokens have weight 0, so the loss may keep dividing by all response tokens, as
+IcePop, Sparse-RL and M2PO define it. That leaves each remaining token's share of the gradient unchanged.
 
 Metrics, over response tokens (r = p/q raw, w the weight, 0 where masked out) and over sequences with a response:
   ess_token                  (sum w)^2 / (N sum w^2): effective sample size, as a share of the N tokens
   ess_sequence               the same for each sequence's mean weight
-  ess_sequence_ratio         the same for each sequence's product of r, before any correction: 1 if q = p, falling
+  ess_sequence_ratio         the same for each sequence's product of r, before any correction: 1 if q = p; it falls
                              towards 1 / sequences as a single sequence outweighs the others
   clipped_fraction           tokens whose weight was cut to the cap
   masked_fraction            tokens not kept
@@ -77,7 +77,7 @@ def _effective_sample_size(log_w: Tensor) -> Tensor:
 
 
 Parts = tuple[Tensor, Tensor, Tensor | None]
-"""[B, T] each: weights, which count only where kept; the tokens kept; where a weight was cut to the cap."""
+"""Three of [B, T]: weights, which count only where kept; the tokens kept; whether a weight was cut to the cap."""
 
 
 def _truncated(log_weight_BT: Tensor, mask_BT: Tensor, cap: float) -> Parts:
@@ -109,7 +109,7 @@ def sequence_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) ->
 
 
 def geometric_tis(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """As `sequence_tis`, but of the geometric mean of the sequence's ratios, which stays near 1 at any length.
+    """Like `sequence_tis`, but with the geometric mean of the sequence's ratios, which stays near 1 at any length.
 
     GSPO, arXiv 2507.18071, section 4.1.
     """
@@ -127,7 +127,7 @@ def icepop(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts
 
 def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
     """Sequences with any ratio xi = p/q below reject_below are dropped: the actor wrote what the policy never would.
-    In the others, tokens outside the band are masked out, and the rest weigh xi, which is then no more than its end.
+    In the others, tokens outside the band are masked out, and the rest have weight xi, at most the band's upper end.
 
     Sparse-RL, arXiv 2601.10079: sparsity-aware rejection sampling and importance-based reweighting.
     """
@@ -137,10 +137,10 @@ def sparse_rl(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Pa
 
 
 def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
-    """Masks out the tokens with the largest (log p/q)^2, as few as bring its mean over the kept ones to m2_bound or
-    below; kept tokens weigh p/q. The bound holds the batch's average, so a lone extreme weight may stay.
+    """Masks out the tokens with the largest (log p/q)^2, no more than needed to bring its mean over the kept ones to
+    m2_bound or below; kept tokens have weight p/q. The bound is on the batch's mean, so one extreme weight may stay.
 
-    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is that of a stale policy.
+    M2PO, arXiv 2510.01161, equation of M2 and its mask, tau_M2 = 0.04; there the ratio is to a stale policy.
     """
     m2, order = log_r_BT[mask_BT].square().sort(stable=True)
     mean_of_smallest = m2.cumsum(0) / torch.arange(1, len(m2) + 1, device=m2.device)  # never falls: m2 is sorted
@@ -152,8 +152,8 @@ def m2po(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig) -> Parts:
 
 
 def obrs(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tensor, uniform_BT: Tensor) -> Parts:
-    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda q)), weight
-    min(Z max(lambda, p/q), cap) if accepted, where Z = sum_v min(q, p / lambda) is the position's acceptance rate.
+    """Optimal budgeted rejection sampling: accept a token with probability a = min(1, p / (lambda q)); its
+    weight is then min(Z max(lambda, p/q), cap), where Z = sum_v min(q, p / lambda) is the position's acceptance rate.
 
     z_BT [B, T] is Z; at lambda = 1 it is the acceptance rate that sparrow.mismatch measures. uniform_BT [B, T] are
     draws from [0, 1), one per token, which make the result a function of its arguments.
@@ -193,12 +193,12 @@ def compute_correction(
     z_BT: Tensor | None = None,
     uniform_BT: Tensor | None = None,
 ) -> Correction:
-    """The correction that the config names. z_BT and uniform_BT are read by `obrs` alone, which needs both.
+    """The correction that the config names. Only `obrs` reads z_BT and uniform_BT, and it needs both.
 
     Args:
         log_p_BT: log-probs of the sampled tokens under p as it was at rollout time.
-        log_q_BT: log-probs of the same tokens under q as it sampled them, at the same temperature and over the full
-            softmax.
+        log_q_BT: log-probs of the same tokens under q when it sampled them, at the same temperature and over the
+            full softmax.
         mask_BT: bool, true on response tokens; padding may hold anything.
 
     Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is not finite.

@@ -1,4 +1,4 @@
-"""What a step measures for the dial, and what the run log records of it; the rule itself is ``sparrow.dial``."""
+"""What a step measures for the dial, and what the run log records of it; the rule itself is in ``sparrow.dial``."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from sparrow.schedule import SparsitySchedule
 
 
 def verified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
-    """The tokens of each response that were verified; without sparsity, only engine and trainer differ there."""
+    """The verified tokens of each response; sparsity does not affect these, only engine and trainer differ there."""
     return [
         TokenAcceptance(*(x[: _verified(r)] for x in bounds)) for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
 
 def unverified(rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance]) -> list[TokenAcceptance]:
-    """The tokens of each response that were not."""
+    """The unverified tokens of each response."""
     return [
         TokenAcceptance(*(x[_verified(r) :] for x in bounds)) for r, bounds in zip(rollouts, acceptances, strict=True)
     ]
 
 
 def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-    """Exact acceptance of the drafts that verification looked at, at the lengths by which the schedule chose pages."""
+    """Exact acceptance of the drafts that were verified, at the lengths by which the schedule chose their pages."""
     drafts = []
     for r in rollouts:
         alpha = r.verification.acceptance if r.verification else np.zeros(0, np.float32)
@@ -40,7 +40,7 @@ def drafted(rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[Tok
 
 
 def tail(responses: Sequence[TokenAcceptance], bin_tokens: int, seed: int) -> tuple[BinMismatch, ...]:
-    """By length bin; nothing if there are no tokens."""
+    """The tail by length bin; empty if there are no tokens."""
     nonempty = [r for r in responses if r.lower.size]
     return pool(nonempty, bin_tokens, seed).bins if nonempty else ()
 
@@ -49,13 +49,14 @@ def turn(
     dial: Dial, rollouts: Sequence[Rollout], acceptances: Sequence[TokenAcceptance], schedule: SparsitySchedule,
     ceiling: Ceiling, seed: int,
 ) -> dict[str, Any]:  # fmt: skip
-    """Turn the dial by what a step has shown; for the log: where verification ended, and each length's mode and why.
+    """Turn the dial by what a step has measured; returns what to log: the length up to which responses were verified,
+    and the mode of each length bin with the reason.
 
     Args:
-        rollouts, acceptances: of the step, over all processes.
+        rollouts, acceptances: those of the step, over all processes.
         schedule: what drafts and unverified steps read.
-        ceiling: what dense rollouts score.
-        seed: of the intervals.
+        ceiling: the p5 of dense rollouts.
+        seed: seeds the bootstrap of the intervals.
     """
     width, up_to = schedule.bin_tokens, dial.verified_up_to
     own = unverified(rollouts, acceptances)

@@ -1,8 +1,8 @@
 """DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446, section 7.
 
 The dense policy theta trains as always and never sees phi. After its update, theta is frozen and phi is
-trained on the same trajectories: the *actual schedule's* sparse forward pass, teacher-forced, towards the
-dense log-probs that were computed anyway. The engine gets theta + delta(phi), merged out of place.
+trained on the same trajectories, by a teacher-forced sparse forward pass under the *actual schedule*, towards
+the dense log-probs that were computed anyway. The engine gets theta + delta(phi), merged out of place.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
 """
@@ -41,18 +41,19 @@ from sparrow.train.losses import Normalizers, check_finite, merge_metrics, polic
 from sparrow.train.ranks import Ranks
 from sparrow.train.schedules import MIN_SEQUENCES
 
-BASE = "sparrow_base"  # metadata of a saved adapter: weights of its base
+BASE = "sparrow_base"  # key in a saved adapter's metadata: a sample of its base's weights
 
 
 class Adapter:
-    """phi, injected into a model but switched off except inside ``active()``.
+    """phi, a LoRA that is injected into a model but switched off except inside ``active()``.
 
     Args:
         model: the policy; its forward pass stays what it was, bit for bit.
         config: the adapter's shape.
         schedule: what the actor decodes under.
 
-    Raises ConfigError: a schedule with nothing to distil, layers that do not exist, or an adapter of another model.
+    Raises ConfigError: the schedule is dense, so there is nothing to distil; layers do not exist; or the adapter to
+    start from cannot be read or is that of another model.
     """
 
     def __init__(self, model: PreTrainedModel, config: DistillConfig, schedule: SparsitySchedule) -> None:
@@ -70,7 +71,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """The model is the actor: phi is active and the only thing that trains."""
+        """A context in which the model is the actor: phi is active and the only thing that trains."""
         self._train_policy(False)
         self._enable(True)
         try:
@@ -81,7 +82,7 @@ class Adapter:
 
     @contextlib.contextmanager
     def everything_trains(self) -> Iterator[None]:
-        """theta and phi alike count as trainable, as reading an optimiser's sharded state requires."""
+        """A context in which theta and phi are both trainable, as reading an optimiser's sharded state requires."""
         self._enable(True)
         try:
             yield
@@ -106,7 +107,7 @@ class Adapter:
         return {f"base_model.model.{name}": p for name, p in get_peft_model_state_dict(self.model).items()}
 
     def save(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base it began on."""
+        """Write ``adapter_weights`` as a standard PEFT adapter, with a sample of the base that the run began with."""
         folder.mkdir(parents=True, exist_ok=True)
         contiguous = {name: weight.contiguous() for name, weight in weights.items()}
         metadata = {"format": "pt", BASE: json.dumps(self._base.tolist())}
@@ -136,9 +137,9 @@ class Adapter:
         set_peft_model_state_dict(self.model, weights)
 
     def _sample(self) -> Tensor:
-        """Some weights of the layers below the adapter, by which it recognises its base, float32.
+        """Some base weights of the layers with the adapter, float32; a saved adapter recognises its base by them.
 
-        Training turns them by a few degrees; those of an unrelated model are at right angles.
+        Training turns this vector by a few degrees; that of an unrelated model is at a right angle to it.
         """
         weights = [cast(Tensor, m.get_base_layer().weight).detach().flatten() for m in layers(self.model)]
         return torch.cat([w[:: max(1, len(w) // 16)][:16].float().cpu() for w in weights])
@@ -166,8 +167,8 @@ def _saved_base(folder: Path) -> Tensor | None:
 def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
     """KL(policy || actor) per token, ``[M]``, over n listed tokens and one bucket for the rest.
 
-    Takes log-probs ``[M, n]`` of the same tokens under both. A lower bound on the KL over the vocabulary,
-    exact when the list covers it; differentiable in ``actor_top``.
+    The arguments are log-probs ``[M, n]`` of the same tokens under both. The result is a lower bound on the KL over
+    the vocabulary, exact when the list covers it, and is differentiable in ``actor_top``.
     """
     p, q = policy_top.float().exp(), actor_top.float().exp()
     rest_p = (1 - p.sum(-1)).clamp(min=0)
@@ -196,7 +197,7 @@ class Distiller:
 
     Args:
         model: the policy.
-        config: of the whole run.
+        config: that of the whole run.
         schedule: what the actor decodes under.
 
     Raises ConfigError: see ``Adapter``.
@@ -205,7 +206,7 @@ class Distiller:
     def __init__(self, model: PreTrainedModel, config: TrainConfig, schedule: SparsitySchedule) -> None:
         self.config = config
         self._adapter = Adapter(model, config.distill, schedule)
-        self.checkpointing = {"context_fn": keep_attention}  # sparse attention is not computed again
+        self.checkpointing = {"context_fn": keep_attention}  # the backward pass does not recompute sparse attention
         self._schedule = schedule
         self.parameter_group = {
             "params": self._adapter.parameters, "lr": config.distill.learning_rate, "weight_decay": 0.0
@@ -215,7 +216,7 @@ class Distiller:
         self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
 
     def prepare(self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any) -> None:
-        """Take the model and an optimiser that has the ``parameter_group``, as the accelerator prepared them."""
+        """Take the scorer and an optimiser that has the ``parameter_group``, as the accelerator prepared them."""
         self._accelerator, self._ranks, self._scorer, self._optimizer = accelerator, ranks, scorer, optimizer
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
@@ -226,8 +227,8 @@ class Distiller:
     def update(self, experience: Experience, assessment: Assessment, advantages_B: Tensor) -> dict[str, float]:
         """One optimiser step of phi on the step's trajectories; theta is frozen meanwhile.
 
-        The loss is the clipped policy loss on the sparse log-probs, with the actor at sampling time as the
-        old policy, plus ``kl_coef`` times the mean KL(dense || sparse) of the chosen tokens.
+        The loss is the clipped policy loss on the sparse log-probs, where the old policy is the actor at
+        sampling time, plus ``kl_coef`` times the mean KL(dense || sparse) of the chosen tokens.
         """
         distill, accelerator = self.config.distill, self._accelerator
         rows = worst_responses([a.lower for a in assessment.acceptances], distill.responses)
@@ -282,7 +283,7 @@ class Distiller:
 
     @torch.no_grad()
     def tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
-        """The actor's tail on these rollouts under ``schedule``, in the bins that enough responses reach, if any."""
+        """The tail on these rollouts under ``schedule``, in the bins that enough responses reach (else in all)."""
         rollouts, budget = experience.rollouts, self.config.optimizer.token_budget
 
         def score(rows: list[int]) -> list[TokenAcceptance]:
@@ -301,7 +302,7 @@ class Distiller:
         return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
     def _sparse(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probs of the actor, teacher-forced under its schedule: of the sampled tokens and of the top-n."""
+        """Log-probs under the actor, teacher-forced with its schedule: of the sampled and of the top-n tokens."""
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         if chosen is not None:
             batch = replace(batch, chosen=chosen.to(batch.input_ids.device))

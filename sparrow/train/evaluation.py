@@ -1,4 +1,4 @@
-"""Evaluation of the dense policy while it trains, as ``sparrow eval`` would, and which of its steps was best."""
+"""Evaluates the dense policy while it trains, as ``sparrow eval`` would, and says which of its steps was best."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Benchmarks = Mapping[str, Sequence[Problem]]  # by the name they are logged unde
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples the benchmarks of a run; every process gets all scores."""
+    """Samples and scores the benchmarks of a run; every process gets all scores."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -38,11 +38,11 @@ class Evaluator:
         return every is not None and (step % every == 0 or step == self.config.steps)
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """Of each benchmark, from what the engine has now: see docs/run-directory.md.
+        """The scores of each benchmark, sampled from the weights that the engine has now; see docs/run-directory.md.
 
-        A response's seed belongs to its problem and number, as in ``sparrow eval`` with the run's seed.
+        A response's seed follows from its problem and number, as in ``sparrow eval`` with the run's seed.
 
-        Raises RewardError: a verifier that failed. ConfigError: a prompt that the engine cannot take.
+        Raises RewardError: a verifier failed. ConfigError: the engine cannot take a prompt.
         """
         return {name: self._score(problems) for name, problems in self.benchmarks.items()}
 
@@ -74,6 +74,6 @@ class Evaluator:
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:
-    """The step with the highest mean@k, the mean over benchmarks, the first of equals; None if there is none."""
+    """The step with the highest mean@k, averaged over benchmarks; the earliest of equals, None if there is none."""
     means = {row["step"]: np.mean([scores["mean"]["value"] for scores in row["eval"].values()]) for row in evaluations}
     return max(means, key=lambda step: (means[step], -step), default=None)

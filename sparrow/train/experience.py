@@ -1,4 +1,4 @@
-"""What one training step is made of: verified rollouts, and the dense policy's view of them.
+"""The data of one training step: rollouts with their rewards, and the dense policy's view of them.
 
 Shapes: B responses, T response tokens (right-padded), n top tokens.
 """
@@ -24,7 +24,7 @@ class Group:
 
     problem: Problem  # what was asked
     rollouts: list[Rollout]
-    parts: list[dict[str, float]]  # of each response's reward, by name
+    parts: list[dict[str, float]]  # per response, the parts of its reward by name
 
     @property
     def rewards(self) -> list[float]:
@@ -33,13 +33,13 @@ class Group:
 
 @dataclass
 class Experience:
-    """What one step is trained on; the rows of the fields up to ``groups`` belong together."""
+    """What one step is trained on; row i of each field up to ``groups`` is about the same response."""
 
     problems: list[Problem]  # per response
     rollouts: list[Rollout]  # per response
     rewards: np.ndarray  # float64 [B]
     groups: np.ndarray  # int64 [B], equal for responses to one prompt
-    drawn: list[Group]  # the groups that were sampled, those that were replaced included
+    drawn: list[Group]  # all groups that were sampled, including those that were replaced
     cursor: int  # index of the first problem that no process has drawn yet
 
     @classmethod
@@ -57,12 +57,12 @@ class Experience:
 
     @property
     def truncated(self) -> np.ndarray:
-        """bool ``[B]``: cut at the longest length allowed."""
+        """bool ``[B]``: whether the response was cut at the longest length allowed."""
         return np.array([r.finish_reason == "length" for r in self.rollouts])
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each prompt with its response."""
+        """Tokens of each prompt and its response together."""
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
@@ -70,7 +70,7 @@ class Experience:
 
 
 def batch_of(rollouts: Sequence[Rollout], device: torch.device, with_top: bool) -> Batch:
-    """A forward pass over ``rollouts``; with ``with_top`` it scores their top-n tokens too."""
+    """The batch of a forward pass over ``rollouts``; with ``with_top`` the pass scores their top-n tokens too."""
     top_ids = [r.top_ids for r in rollouts] if with_top else None
     return Batch.build([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], top_ids, device)
 
@@ -79,15 +79,15 @@ def batch_of(rollouts: Sequence[Rollout], device: torch.device, with_top: bool) 
 class Assessment:
     """The dense policy's view of the rollouts."""
 
-    logp_BT: Tensor  # float32 log-probs of the sampled tokens under policy and actor, zero on padding
-    logq_BT: Tensor
-    mask_BT: Tensor  # bool, response tokens
+    logp_BT: Tensor  # float32 log-probs of the sampled tokens under the policy, zero on padding
+    logq_BT: Tensor  # the same under the actor
+    mask_BT: Tensor  # bool, true on response tokens
     policy_top: list[np.ndarray]  # per response, float32 [T, n], the policy's log-probs of the rollout's top-n tokens
     acceptances: list[TokenAcceptance]  # per response, bounds on each token's acceptance rate
-    obrs_z_BT: Tensor  # what Jackpot's correction needs, ``sum_v min(q, p / lambda)`` over the actor's top-n tokens
-    ref_logp_BT: Tensor | None = None  # float32 log-probs under the reference policy, if ``beta`` wants them
+    obrs_z_BT: Tensor  # ``sum_v min(q, p / lambda)`` over the actor's top-n tokens, for Jackpot's correction
+    ref_logp_BT: Tensor | None = None  # float32 log-probs under the reference policy, if ``loss.beta`` is above 0
 
 
 def pad(rows: Sequence[np.ndarray]) -> Tensor:
-    """Rows of different length as one right-padded tensor; padding is zero or false."""
+    """Rows of different lengths as one right-padded tensor; padding is zero or false."""
     return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(np.asarray(r)) for r in rows], batch_first=True)

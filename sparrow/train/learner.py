@@ -39,15 +39,16 @@ Metrics = dict[str, Any]
 
 
 class Learner:
-    """What is trained, with its optimiser; also the actor's adapter, if there is one.
+    """The policy that is trained, its optimiser, and the actor's adapter if there is one.
 
     Args:
-        config: of the whole run.
+        config: that of the whole run.
         model: the policy, float32.
         schedule: what the actor decodes under.
-        accelerator, ranks: of this process.
+        accelerator, ranks: those of this process.
 
-    Raises ConfigError: processes that start from different weights, or nothing to distil.
+    Raises ConfigError: processes start from different weights, ``lora.r`` is set under FSDP, or there is nothing to
+    distil.
     """
 
     def __init__(
@@ -72,16 +73,16 @@ class Learner:
             self.distiller = Distiller(model, config, schedule)
         if config.optimizer.gradient_checkpointing:
             options = self.distiller.checkpointing if self.distiller else {}
-            # Older transformers know the second name only, and version 6 will know the first only.
+            # Older versions of transformers have the second name only, and version 6 will have the first only.
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
             enable({"use_reentrant": False, **options})
         ranks.check_equal(model)
         settings = {"lr": config.optimizer.learning_rate, "weight_decay": config.optimizer.weight_decay}
         groups: list[dict[str, Any]] = [{"params": [p for p in model.parameters() if p.requires_grad], **settings}]
-        if self.distiller:  # one optimiser for both: a step moves what has gradients, which theta and phi never share
+        if self.distiller:  # one optimiser for both: a step moves what has gradients, never theta and phi at once
             groups.append(self.distiller.parameter_group)
         self.scorer, self.optimizer = accelerator.prepare(TokenScorer(model), torch.optim.AdamW(groups))
-        # Data parallelism hooks itself into the wrapper's passes; passes that train nothing, or phi, bypass it.
+        # Data parallelism hooks into its wrapper's passes; passes that train nothing, or phi, bypass it.
         self.plain_scorer: TokenScorer = accelerator.unwrap_model(self.scorer)
         if self.distiller:
             self.distiller.prepare(accelerator, ranks, self.plain_scorer, self.optimizer)
@@ -92,27 +93,27 @@ class Learner:
             self.distiller.set_schedule(schedule)
 
     def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the engine samples with, by Hugging Face parameter name; every process must take part to the end."""
+        """The engine's weights, by Hugging Face parameter name; every process must take part to the end."""
         reshard(self.model)
         return whole(self.distiller.actor_weights()) if self.distiller else self.policy_weights()
 
     def policy_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The dense policy, a LoRA of its own merged; as ``actor_weights``."""
+        """The dense policy's weights, with its own LoRA merged if it has one; otherwise as ``actor_weights``."""
         reshard(self.model)
         if self.lora:
             return self.lora.weights()
         return whole(self.distiller.policy_weights().items() if self.distiller else self.model.named_parameters())
 
     def restore_settings(self) -> None:
-        """Put the run's settings in place of those that the optimiser's state brought along from a checkpoint."""
+        """Put the run's settings back in place of those that the optimiser's state has loaded from a checkpoint."""
         self.optimizer.param_groups[0]["weight_decay"] = self.config.optimizer.weight_decay
         for group in self.optimizer.param_groups[1:]:
             group["lr"] = self.config.distill.learning_rate
 
     @torch.no_grad()
     def assess(self, experience: Experience, schedule: SparsitySchedule) -> tuple[Assessment, float]:
-        """Dense log-probs of every rollout, how far the actor was from them under ``schedule``, and the mean entropy
-        of the policy's distributions in nats."""
+        """The dense log-probs of every rollout, with how far the actor was from them under ``schedule``; and the mean
+        entropy of the policy's distributions in nats."""
         rollouts, lam = experience.rollouts, self.config.correction.obrs_lambda
         logps, tops, entropies, acceptances = self._score("score", rollouts, schedule)
         z = [
@@ -131,11 +132,11 @@ class Learner:
 
     @torch.no_grad()
     def acceptances(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
-        """How far the sampler of each of ``rollouts``, under ``schedule``, was from the dense policy."""
+        """How far the sampler of each rollout was from the dense policy; ``schedule`` is the one in force."""
         return list(self._score(phase, rollouts, schedule)[-1])
 
     def _score(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> tuple[Any, Any, Any, Any]:
-        """By response: log-probs, those of the top tokens, summed entropy, acceptance."""
+        """By response: log-probs of its tokens, log-probs of the top tokens, summed entropy, acceptance."""
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
             batch = [rollouts[i] for i in rows]
@@ -152,7 +153,7 @@ class Learner:
         return logps, tops, entropies, acceptances
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
-        """By response: log-probs of its tokens under the policy of the run's start."""
+        """By response: log-probs of its tokens under the policy as it was at the start of the run."""
 
         def score(rows: list[int]) -> list[np.ndarray]:
             batch = experience.batch(rows, self.accelerator.device)
@@ -163,7 +164,7 @@ class Learner:
         return self.ranks.batched("reference", experience.lengths, self.config.optimizer.token_budget, score)
 
     def _learning_rate(self, step: int) -> float:
-        """The rate of training step ``step``; a warm-up's first rate, which would be 0, is left out."""
+        """The learning rate of training step ``step``; the first rate of a warm-up, which would be 0, is skipped."""
         optimizer = self.config.optimizer
         first = int(optimizer.warmup_steps > 0)
         name = optimizer.lr_scheduler_type
@@ -176,10 +177,11 @@ class Learner:
         return optimizer.learning_rate * scheduler.lr_lambdas[0](step + first)
 
     def update(self, experience: Experience, assessment: Assessment, step: int) -> Metrics:
-        """Correct, then take the optimiser steps of training step ``step``, from 0; then the adapter's, if there is
-        one.
+        """Compute the correction, then take the optimiser steps of training step ``step``, counted from 0, and then the
+        adapter's, if there is one.
 
-        Raises TrainingDiverged: a loss or gradient that is not finite; the weights are then what they were.
+        Raises TrainingDiverged: a loss or gradient is not finite, or a log ratio exceeds ``loss.max_log_ratio``; the
+        optimiser step in question is not taken.
         """
         config, device = self.config, self.accelerator.device
         advantages_B, advantage_metrics = compute_advantages(
@@ -200,7 +202,7 @@ class Learner:
             parts = []
             for i, (indices, counts) in enumerate(groups):
                 self.ranks.tell("update", next(begun), batch_count)
-                # Shards are reduced at once: whole gradients of all layers would not fit.
+                # With FSDP, gradients are reduced after every pass: whole gradients of all layers would not fit.
                 reduces = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):
                     scores = self.scorer(experience.batch(indices, device), config.rollout.temperature)
@@ -215,7 +217,7 @@ class Learner:
                         logp_BT, old_BT, advantages_B[indices].to(device), mask_BT, weight_BT, config.loss, normalizers,
                         None if ref_BT is None else ref_BT[indices, :longest].to(device),
                     )  # fmt: skip
-                    # Data parallelism averages gradients over processes; the normalisers already count all of them.
+                    # Data parallelism averages gradients over processes; the normalisers already count all processes.
                     self.accelerator.backward(loss * (self.ranks.count * counts))
                 if counts:
                     parts.append(metrics)
@@ -246,7 +248,7 @@ class Learner:
         )  # fmt: skip
 
     def _minibatches(self, size: int, step: int) -> list[list[int]]:
-        """Responses of each optimiser step; a shuffle spreads every prompt's group over them."""
+        """The responses of each optimiser step; a shuffle spreads every prompt's group over the optimiser steps."""
         count = self.config.optimizer.minibatches
         order = list(range(size))
         if count > 1:
@@ -256,9 +258,9 @@ class Learner:
 
 @contextlib.contextmanager
 def checkpointing(model: PreTrainedModel) -> Iterator[None]:
-    """Layers that checkpoint their activations do recompute: in transformers they do so in training mode only.
+    """A context in which layers checkpoint their activations; in transformers they do so in training mode only.
 
-    A layer in that mode cannot decode with a cache, and a whole model would switch its dropout on.
+    A layer in that mode cannot decode with a cache, and a whole model in that mode would switch its dropout on.
     """
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     before = [layer.training for layer in layers]

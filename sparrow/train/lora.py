@@ -1,4 +1,4 @@
-"""A LoRA on a model: layers that multiply by the weights an engine gets, and a policy that trains nothing else."""
+"""A LoRA on a model: layers that multiply by the weights the engine gets, and a policy that trains only its LoRA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparrow.train.config import LoraConfig
 
 
 class _TimesMerged(torch.autograd.Function):
-    """``x @ weight.T + bias``, weight being the base plus ``scale * B @ A``; with gradients of x, A and B only."""
+    """``x @ weight.T + bias``, where weight is the base plus ``scale * B @ A``; only x, A and B get gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, A: Tensor, B: Tensor, scale: float) -> Tensor:
@@ -37,10 +37,10 @@ class _TimesMerged(torch.autograd.Function):
 
 
 class MergedLinear(Linear):
-    """A linear layer with a LoRA; while that is active it multiplies once, by the merged weight that the engine gets.
+    """A linear layer with a LoRA; while the LoRA is active, it multiplies once, by the merged weight the engine gets.
 
-    PEFT's own forward pass computes and adds the LoRA's part at full width, a tenth of an update's time. It serves
-    where theta is at hand in less than float32, as shards are: there a delta below its last bit would be lost.
+    PEFT's own forward pass computes and adds the LoRA's part at full width, which takes a tenth of an update's time. It
+    is used where theta is in less than float32, as shards are: a delta below theta's last bit would be lost there.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ class MergedLinear(Linear):
 
 
 def inject(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequence[str]) -> peft.LoraConfig:
-    """Put a LoRA of ``MergedLinear`` on these linear layers, active and all that trains.
+    """Put a LoRA of ``MergedLinear`` on these linear layers; it is active, and nothing else trains.
 
-    Raises ConfigError: a name that no linear layer has.
+    Raises ConfigError: a name matches no linear layer.
     """
     head = model.get_output_embeddings()  # may be tied to the embeddings, which have no LoRA
     linear = [n for n, module in model.named_modules() if isinstance(module, torch.nn.Linear) and module is not head]
@@ -88,7 +88,7 @@ def inject(model: PreTrainedModel, rank: int, alpha: int, target_modules: Sequen
 
 
 def layers(model: PreTrainedModel) -> list[MergedLinear]:
-    """Those that have a LoRA."""
+    """The layers that have a LoRA."""
     return [module for module in model.modules() if isinstance(module, MergedLinear)]
 
 
@@ -106,7 +106,7 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 class PolicyLora:
-    """A LoRA that is always active in the policy, and all of it that trains.
+    """A LoRA that is always active in the policy, and the only part of the policy that trains.
 
     Raises ConfigError: see ``inject``.
     """
@@ -117,12 +117,12 @@ class PolicyLora:
         inject(model, config.r, config.alpha, config.target_modules)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's, merged."""
+        """The policy's weights, with the LoRA merged."""
         return merged_weights(self.model)
 
     @contextlib.contextmanager
     def taken_off(self) -> Iterator[None]:
-        """The model is what it was at the start of the run."""
+        """A context in which the model is what it was at the start of the run."""
         for layer in layers(self.model):
             layer.enable_adapters(False)
         try:

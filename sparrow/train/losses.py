@@ -52,23 +52,24 @@ def policy_loss(
 
     Per token, with rho = pi_theta / p_old: weight * -min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A): Sparrow,
     arXiv 2606.08446, training objective; the two clip widths are DAPO's, arXiv 2503.14476, section 3.1. Where
-    A < 0 the loss is at most weight * clip_ratio_c * |A|, if that is set (dual clip, arXiv 1912.09729, equation 5).
-    Each token then adds beta * KL(pi_theta || reference), estimated as in DeepSeekMath, equation 4, and not weighted,
-    as TRL has it. Summed over tokens as config.normalization says:
+    A < 0 and clip_ratio_c is set, the loss is at most weight * clip_ratio_c * |A| (dual clip, arXiv 1912.09729,
+    equation 5). Each token then adds beta * KL(pi_theta || reference), estimated as in DeepSeekMath, equation 4, and
+    not weighted, as in TRL. The token losses are summed as config.normalization says:
       grpo     sum_b (1 / length_b) sum_t / sequences            DeepSeekMath, arXiv 2402.03300, section 4.1.1
       dapo     sum_b sum_t / tokens                              DAPO, section 3.3
       dr_grpo  sum_b sum_t / (sequences * max_length)            Dr. GRPO, arXiv 2503.20783, section 3.2
 
     logp_BT, old_logp_BT [B, T]: log-probs of the sampled tokens under the trained policy and under the dense policy at
     rollout time. advantages_B [B]. weight_BT [B, T]: Correction.weight_BT. mask_BT bool [B, T]: the tokens that are
-    counted, normally all response tokens, those that the correction masked out (weight 0) included. ref_logp_BT [B, T]:
-    log-probs under the reference policy, which beta above 0 needs.
+    counted, normally all response tokens, including those that the correction masked out (weight 0). ref_logp_BT
+    [B, T]: log-probs under the reference policy, needed if beta is above 0.
 
-    Metrics, all means over normalizers.tokens, so those of micro-batches add up (`merge_metrics`), but for *_max:
-      loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is active; ratio_mean of
-      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max. With dual clip
-      clip_c_fraction, tokens at which it is active; with a reference kl, to it.
-    Raises ValueError if shapes disagree, or beta has no reference.
+    Metrics. All but loss and *_max are means over normalizers.tokens; all but *_max add up over micro-batches
+    (`merge_metrics`):
+      loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is active; ratio_mean: of
+      rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max. With dual clip also
+      clip_c_fraction: tokens at which it is active; with a reference also kl: the KL to it.
+    Raises ValueError if shapes disagree, or if a reference is given without beta above 0 or the other way round.
     """
     one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
     if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
@@ -134,8 +135,8 @@ def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def check_finite(metrics: Mapping[str, float], max_log_ratio: float) -> None:
     """Raises TrainingDiverged if a metric is not finite or log_ratio_abs_max exceeds max_log_ratio.
 
-    Call it on the metrics of `policy_loss`, with the gradient norm added, before the optimiser steps: the weights are
-    then still those of the last good step.
+    Call it on the metrics of `policy_loss`, with the gradient norm added, before the optimiser steps: the weights
+    are then still those of the last good step.
     """
     for name, value in metrics.items():
         if not math.isfinite(value):

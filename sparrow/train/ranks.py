@@ -1,6 +1,6 @@
-"""The processes of a run. Forward passes, backward passes and sampling are divided among them; knowledge is not.
+"""The processes of a run. Forward passes, backward passes and sampling are divided among them; results are shared.
 
-Rollouts, rewards and log-probs are gathered in one order, so every process knows the whole step and computes
+Rollouts, rewards and log-probs are gathered in one order, so every process has those of the whole step and computes
 statistics, corrections and decisions from the same numbers as a single process would.
 """
 
@@ -25,7 +25,7 @@ from sparrow.model.scoring import micro_batches
 
 T = TypeVar("T")
 
-PATIENCE_S = 1800  # longest wait for the slowest process of a phase
+PATIENCE_S = 1800  # longest wait for the slowest process in a phase
 
 
 class Tell(Protocol):
@@ -39,13 +39,13 @@ def quiet(phase: str, done: int, of: int, **more: int) -> None:
 
 
 class Ranks:
-    """This process among those that ``accelerate launch`` started; a run of one process has one rank.
+    """This process's place among those that ``accelerate launch`` started; a run of one process has one rank.
 
     Args:
         accelerator: says which process this is.
         tell: called with the progress of this process.
 
-    Raises ConfigError: FSDP was asked for and cannot be had.
+    Raises ConfigError: FSDP was asked for, but this run cannot use it.
     """
 
     def __init__(self, accelerator: Accelerator, tell: Tell = quiet) -> None:
@@ -56,12 +56,12 @@ class Ranks:
         if asked_to_shard() and not self.is_sharded:
             raise ConfigError("FSDP shards over several GPUs, but this run has none; launch it without --use_fsdp")
         self.seconds: dict[str, list[float]] = {}
-        """Seconds that each process has spent in each phase, without waiting for the others."""
-        # Objects travel between the hosts' memories, whatever the tensors use.
+        """Seconds that each process has spent in each phase, not counting its wait for the others at the end."""
+        # Objects are exchanged through host memory, whatever backend the tensors use.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S)) if self.count > 1 else None
 
     def check_equal(self, model: nn.Module) -> None:
-        """Make sure that all processes start from the same weights, of which each may keep a shard only.
+        """Make sure that all processes start from the same weights, even where each then keeps only a shard.
 
         Raises ConfigError: they do not.
         """
@@ -78,8 +78,8 @@ class Ranks:
         Args:
             phase: names the work in errors and in ``seconds``.
 
-        Raises SparrowError, OSError: the first that ``work`` raised in any process. ProcessLost: a process died, or was
-        not done ``PATIENCE_S`` after this one.
+        Raises SparrowError, OSError: the first, by rank, that ``work`` raised in any process. ProcessLost: a process
+        died, or had not finished ``PATIENCE_S`` seconds after this one.
         """
         began = time.perf_counter()
         if self._group is None:
@@ -107,9 +107,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def connected(self, phase: str) -> Iterator[None]:
-        """Around what the processes do together.
+        """A context for what the processes do together.
 
-        Raises ProcessLost: the connection to another process broke, or it let the others wait for too long.
+        Raises ProcessLost: the connection to another process broke, or that process kept the others waiting too long.
         """
         try:
             yield
@@ -123,7 +123,7 @@ class Ranks:
             ) from error
 
     def on_main(self, phase: str, work: Callable[[], T]) -> T:
-        """What ``work()`` returns in the main process, the only one to do it; errors as in ``gather``."""
+        """What ``work()`` returns in the main process, the only one that calls it; errors as in ``gather``."""
         return self.gather(phase, lambda: work() if self.is_main else None)[0]  # type: ignore[return-value]
 
     def spread(self, phase: str, count: int, work: Callable[[range], list[T]]) -> list[T]:
@@ -137,7 +137,7 @@ class Ranks:
     def batched(
         self, phase: str, lengths: Sequence[int], budget: int, work: Callable[[list[int]], Sequence[T]]
     ) -> list[T]:
-        """Results of ``work(rows)``, one a row, for all rows of ``lengths``, in order; see ``micro_batches``.
+        """Results of ``work(rows)``, one per row, for all rows of ``lengths``, in order; see ``micro_batches``.
 
         Errors as in ``gather``.
         """
@@ -156,7 +156,7 @@ class Ranks:
         return [by_row[i] for i in range(len(lengths))]
 
     def imbalance(self, phase: str) -> float:
-        """The slowest process's seconds in a phase over the mean of all, since the last call."""
+        """The seconds of the slowest process in a phase since the last call, divided by the mean over processes."""
         seconds = self.seconds.pop(phase)
         return max(seconds) * len(seconds) / sum(seconds)
 
@@ -164,10 +164,10 @@ class Ranks:
         self.seconds[phase] = [a + b for a, b in zip(self.seconds.get(phase, [0.0] * self.count), seconds, strict=True)]
 
     def micro_batches(self, rows: Sequence[int], lengths: Sequence[int], budget: int) -> list[tuple[list[int], bool]]:
-        """This process's part of ``rows``, grouped under a budget of padded tokens, and whether a group counts.
+        """This process's part of ``rows`` in groups, each within a budget of padded tokens, and whether a group counts.
 
-        Every process gets as many groups, because each forward and backward pass may need all of them; those with
-        less to do repeat their shortest row, which then does not count.
+        All processes get the same number of groups, because every forward and backward pass may need all processes.
+        A process with fewer groups adds ones that hold the shortest of ``rows`` and do not count.
 
         Args:
             rows: indices into ``lengths``, the same in all processes.
@@ -184,7 +184,7 @@ class Ranks:
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Indices in ``count`` parts of about as many tokens: longest first, each to the part with the fewest so far."""
+    """Indices in ``count`` parts of about equal tokens: longest first, each goes to the part with the fewest so far."""
     parts: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -219,7 +219,7 @@ def asked_to_shard() -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Have the parameters of ``model`` be the trained ones, not what its last forward pass gathered."""
+    """Make the parameters of ``model`` the trained shards again, instead of what its last forward pass gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

@@ -1,4 +1,4 @@
-"""What ``--resume`` may change: settings are compared with those that the run recorded, and the differences named."""
+"""What ``--resume`` may change: compares settings with those that the run recorded, and names the differences."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from sparrow.train.config import TrainConfig
 
 Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line -> before, now
 
-# What checkpoints hold or what they count in: another value would be ignored, or would mix two runs.
+# Checkpoints hold these, or count in their units: another value would be ignored, or would mix two runs.
 FIXED = (
     "model", "task", "dataset", "seed", "bin_tokens", "distill.enabled", "distill.rank", "distill.target_modules",
     "distill.adapter", "distill.step_down", "eval.benchmark", "eval.limit", "eval.k", "eval.temperature", "eval.top_p",
     "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
-FREE = ("run_dir", "resume")  # not settings of the run: it may have moved
+FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers")
 
 
 def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:
-    """How a run's settings and its start schedule differ from those it recorded, ``step`` steps ago.
+    """How a run's settings and start schedule differ from those it recorded; it has finished ``step`` steps.
 
-    A setting that the run did not record, as an older Sparrow had none, was at its default.
+    A setting that an older Sparrow did not have, and so did not record, counts as having had its default value.
 
-    Raises ConfigError: a setting that cannot change, or any change to a run that is finished and stays so.
+    Raises ConfigError: a changed setting that is fixed, ``steps`` below ``step``, or any change to a run that is
+    finished and stays so.
     """
     now = _flat(json.loads(json.dumps(asdict(config))))
     defaults = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
@@ -58,12 +59,12 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
 
 
 def describe(changes: Changes) -> str:
-    """All changes in a line."""
+    """All changes on one line."""
     return ", ".join(f"{name} {json.dumps(before)} -> {json.dumps(now)}" for name, (before, now) in changes.items())
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by their names on the command line."""
+    """Nested settings, flattened, by their names on the command line."""
     flat: dict[str, Any] = {}
     for name, value in settings.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}

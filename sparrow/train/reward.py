@@ -1,4 +1,4 @@
-"""What a reward is made of, as pure functions: the verifier's verdict, the form of the answer, and the length."""
+"""The parts of a reward, as pure functions: the verifier's verdict, the form of the answer, and the length."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def overlong_penalty(tokens: int, limit: int, window: int) -> float:
 def reward_parts(correct: float, stated: bool, tokens: int, limit: int, config: RewardConfig) -> dict[str, float]:
     """The parts of one response's reward, by name; the reward is their sum.
 
-    They are what the verifier said (``correct``) and, where ``config`` asks for it, what is added for having stated an
-    answer, right or wrong, and what its length in tokens takes off, ``limit`` being the longest allowed.
+    They are the verifier's verdict (``correct``) and, where ``config`` asks for it, a bonus for stating an answer,
+    right or wrong, and a penalty for its length in tokens; ``limit`` is the longest allowed.
     """
     parts = {"correct": correct}
     if config.format:
@@ -35,8 +35,8 @@ def reward_parts(correct: float, stated: bool, tokens: int, limit: int, config: 
 def reward_metrics(rewards: Sequence[tuple[str, Mapping[str, float]]]) -> dict[str, Any]:
     """Means over responses, each given by its source and the parts of its reward.
 
-    ``mean`` and ``std`` of the reward; ``parts``, where there are several, by name; ``sources``, where there are
-    several, by name.
+    ``mean`` and ``std`` of the reward; if there are several parts, ``parts`` by name; if there are several sources,
+    ``sources`` by name.
     """
     sources, parts = zip(*rewards, strict=True)
     totals = np.array([sum(p.values()) for p in parts])

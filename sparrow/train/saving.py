@@ -1,4 +1,4 @@
-"""What a run leaves on disk: checkpoints to go on from, and models in Hugging Face's format."""
+"""What a run leaves on disk: checkpoints to resume from, and models in Hugging Face's format."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def save_checkpoint(run_dir: RunDir, learner: Learner, state: TrainerState, keep
 
 
 def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
-    """Weights, optimiser and random states as ``folder`` has them, and what the trainer remembers.
+    """Restore weights, optimiser and random states from ``folder``, and return the trainer's state.
 
-    Raises CheckpointError: files that are damaged, or of a model of another size.
+    Raises CheckpointError: the files are damaged, or are those of a model of another size.
     """
     try:
         with learner.distiller.everything_trains() if learner.distiller else contextlib.nullcontext():
@@ -68,7 +68,7 @@ def load_checkpoint(folder: Path, learner: Learner) -> TrainerState:
 def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, adapter: Path) -> None:
     """Write the trained policy and the tokenizer to ``model``, and the actor's adapter, if there is one."""
     distiller, ranks = learner.distiller, learner.ranks
-    tied = learner.model.all_tied_weights_keys  # to others, which are written
+    tied = learner.model.all_tied_weights_keys  # these are left out: the weights that they are tied to are written
     parameters = dict(learner.model.named_parameters(remove_duplicate=False))
     buffers = [item for item in learner.model.state_dict().items() if item[0] not in parameters]
     adapter_weights = whole(distiller.adapter_weights().items()) if distiller else ()
@@ -87,10 +87,10 @@ def export(learner: Learner, tokenizer: PreTrainedTokenizerBase, model: Path, ad
 
 
 class Exports:
-    """The policy after every so many steps, and at its best evaluation, in ``exports/`` of the run.
+    """Saves the policy every so many steps, and at its best evaluation, in ``exports/`` of the run.
 
-    ``keep`` of the former are kept, and of the latter the best and, as a run may go back to it, the best up to the last
-    checkpoint.
+    Of the periodic exports the newest ``keep`` are kept. Of the others the best is kept, and also the best up to the
+    last checkpoint, because a run may go back to it.
     """
 
     def __init__(self, config: ExportConfig, run_dir: RunDir, ranks: Ranks) -> None:
@@ -99,7 +99,7 @@ class Exports:
     def update(
         self, learner: Learner, tokenizer: PreTrainedTokenizerBase, step: int, evaluations: Sequence[Row]
     ) -> None:
-        """Export the policy of ``step`` if that is due and not done, and delete what is not kept any more.
+        """Export the policy of ``step`` if that is due and not yet done, and delete the exports no longer kept.
 
         Raises CheckpointError: it could not be written; earlier exports are untouched.
         """

@@ -1,21 +1,22 @@
 """What moves the schedule between steps: the step-down of a distilled actor, the closed loop, and the guard.
 
 They share one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured
-under it, and what those before it proposed. A schedule that none of them moves is fixed. Any of them may be combined.
+under it, and what the movers before it proposed. A schedule that none of them moves is fixed. They can be combined.
 
-The closed loop: pages follow the measured tail, bin by bin, so that no calibration run is needed. Every step measures
-p5 of acceptance by length bin at no cost, because the dense log-probs are computed anyway. The lower limit of p5's
-interval decides, as in calibration: a bin must be sure to hold tau, and a bin with few responses has a wide interval
-and stays dearer. While a bin is dense its p5 is 1 and says nothing of the sparse actor; the bound on a step is what
-makes going down from there safe.
+In the closed loop, pages follow the measured tail, bin by bin, so that no calibration run is needed. Every step
+measures p5 of acceptance by length bin at no cost, because the dense log-probs are computed anyway. The lower limit of
+p5's interval decides, as in calibration: a bin must be sure to hold tau, and a bin with few responses has a wide
+interval and keeps more pages. While a bin is dense, its p5 is 1 and says nothing about the sparse actor; going down
+from there is safe because the change in one step is bounded.
 
-Budgets are raised in proportion to the rejected share 1 - p5 and lowered with its cube root, for it falls with the
-pages read as their power -0.7 (the published tables for p5 0.75 to 0.92, median) to -4 (the bundled reasoner near p5
-0.97): a raise must suffice where it is slow, a cut must not go too far where it is steep. A budget that left no room
-is the bin's floor from then on. So every bin settles, whatever the noise; and the loop does not take back the pages
-that come free as the policy grows surer, which would hold p5 and lose the reward (docs/stability.md).
+Budgets are raised in proportion to the rejected share 1 - p5 and lowered with its cube root. That share falls with the
+pages read, as a power of them between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4 (the bundled
+reasoner near p5 0.97): a raise must suffice where the share falls slowly, and a cut must not go too far where it is
+steep. A budget that left no room is the bin's floor from then on, so every bin settles, whatever the noise. As the
+policy grows surer, the same p5 needs fewer pages; the loop keeps the pages that come free, because giving them up would
+hold p5 but lose reward (docs/stability.md).
 
-A relative tau is held by the relative p5 (``mismatch.tau``), on which the rejected share is sparsity's alone.
+A relative tau is held by the relative p5 (``mismatch.tau``), in which the rejected share is due to sparsity alone.
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ from sparrow.mismatch import BinMismatch, MismatchReport, Tau
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import TrainConfig
 
-STEP_UP = 2.0  # pages read in a bin at most double in a step,
-STEP_DOWN = 0.75  # and lose at most a quarter
+STEP_UP = 2.0  # in one step, the pages read in a bin at most double,
+STEP_DOWN = 0.75  # or fall by at most a quarter
 ROOM = 0.9  # A bin has room while the rejected share is at most this part of what tau allows: the gap is the hysteresis
-PATIENCE = 2  # steps in a row that a bin must have room before it is lowered
+PATIENCE = 2  # consecutive steps in which a bin must have room before it is lowered
 MIN_SEQUENCES = 8
-"""A bin that fewer responses reach is never lowered, and raised only where its whole interval is below tau."""
+"""A bin that fewer responses reach is never lowered, and is raised only if its whole interval is below tau."""
 
-FALLEN = 0.5  # the guard's other sign: p1 of all tokens below this part of its highest value so far
+FALLEN = 0.5  # the guard's second sign: p1 of all tokens is below this fraction of its highest value so far
 
 
 class Control(NamedTuple):
-    """What the closed loop decided last."""
+    """The last decision of the closed loop."""
 
     schedule: SparsitySchedule  # for the next rollouts
-    room_steps: tuple[int, ...] = ()  # per length bin, the steps in a row that it had room
-    floor: tuple[int, ...] = ()  # per length bin, the top-k below which it is not lowered any more
+    room_steps: tuple[int, ...] = ()  # per length bin, the consecutive steps in which it had room
+    floor: tuple[int, ...] = ()  # per length bin, the top-k below which it is no longer lowered
 
 
 def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> Control:
     """One turn of the closed loop.
 
-    A bin is raised at once, in proportion to how much too much it rejects; one with room is lowered a third of the
-    way, after ``PATIENCE`` steps, but not to a budget that has failed, nor below one that left no room. Bins that hold
-    no more than prompts follow the first that can be judged; lengths not seen yet keep what they have. A raised bin
-    raises the longer ones with it where they would otherwise read less.
+    A bin that rejects too much is raised at once, in proportion to the excess. A bin with room is lowered a third of
+    the way, after ``PATIENCE`` steps, but not to a budget that has failed, nor below one that left no room. Bins that
+    hold nothing but prompts follow the first bin that can be judged; lengths not seen yet keep their pages. A raised
+    bin also raises the longer ones that would otherwise read less than it does.
 
     Args:
-        control: the schedule that the rollouts were sampled under, and the memory.
-        bins: their tail in the schedule's own bins, over all processes, on the scale of ``tau``.
-        tau: what they are to hold, in (0, 1).
+        control: the schedule that the rollouts were sampled under, and the loop's memory.
+        bins: the rollouts' tail in the schedule's own bins, over all processes, on the scale of ``tau``.
+        tau: what the bins have to hold, in (0, 1).
 
     Returns:
         The next schedule, in the same layout, with at least as many bins.
@@ -96,7 +97,7 @@ def next_schedule(control: Control, bins: Sequence[BinMismatch], tau: float) -> 
 
 
 def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> SparsitySchedule:
-    """The schedule with half as many pages again read in ``bins``."""
+    """The schedule with 1.5 times as many pages read in ``bins``."""
     always = schedule.sink_pages + schedule.recent_pages
     table = _extended(schedule, max(len(schedule.top_k) - 1, *(b.bin + 1 for b in bins)))
     for b in bins:
@@ -107,7 +108,7 @@ def raise_bins(schedule: SparsitySchedule, bins: Sequence[BinMismatch]) -> Spars
 def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
     """The bins that enough responses reach and whose p5 is known to be below ``threshold``.
 
-    Only the upper bound on acceptance can show that: short lists of tokens leave the lower bound low where the
+    Only the upper bound on acceptance can show that: with short lists of tokens, the lower bound is low wherever the
     distribution is flat, however close the actor is.
     """
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
@@ -117,39 +118,39 @@ class Evidence(NamedTuple):
     """What a step has measured, over all processes."""
 
     step: int  # finished steps, this one included
-    report: MismatchReport  # under the schedule in force, in that one's bins
+    report: MismatchReport  # under the schedule in force, in the bins of that schedule
     tail_under: Callable[[SparsitySchedule], Sequence[BinMismatch]]
-    """The actor's tail on these rollouts under another schedule, which takes a forward pass; in bins worth judging."""
+    """The actor's tail on these rollouts under another schedule, in bins worth judging; each call is a forward pass."""
 
 
 class Mover(Protocol):
     """Something that moves the schedule."""
 
     def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
-        """The schedule of the next rollouts; ``proposed`` itself to leave things as they are.
+        """The schedule of the next rollouts; ``proposed`` itself if this mover changes nothing.
 
         Args:
-            now: in force, and ``seen`` was measured under it.
-            proposed: what the movers before this one make of it; ``now`` if none moved it.
-            seen: of this step.
+            now: the schedule in force, under which ``seen`` was measured.
+            proposed: what the movers before this one propose; ``now`` if none moved it.
+            seen: what this step measured.
         """
 
     def state(self) -> dict[str, Any]:
-        """The memory, for ``load`` after a detour through JSON."""
+        """The memory, which ``load`` takes back after it has been through JSON."""
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``state`` returned."""
+        """Restore what ``state`` returned."""
 
 
 class StepDown:
     """Goes down a ladder of ever cheaper schedules as a distilled actor learns to hold tau under them.
 
-    One rung cheaper if its p5 on these rollouts surely holds tau in every bin, one rung back if that of the schedule in
-    force surely does not.
+    It goes to the next cheaper schedule if that one's p5 on these rollouts surely holds tau in every bin, and one rung
+    back if p5 under the schedule in force surely does not in some bin.
 
     Args:
-        ladder: from the start schedule to the cheapest.
-        every: steps between looks.
+        ladder: the schedules, from the one at the start to the cheapest.
+        every: steps between checks.
         tau: the p5 to hold.
     """
 
@@ -176,7 +177,7 @@ class StepDown:
 
 
 class ClosedLoop:
-    """Holds tau in every bin, see ``next_schedule``; a schedule that was moved already is measured first."""
+    """Holds tau in every bin, see ``next_schedule``; if another mover has just moved the schedule, it waits a step."""
 
     def __init__(self, tau: Tau) -> None:
         self._tau = tau
@@ -200,9 +201,9 @@ class ClosedLoop:
 
 
 class Guard:
-    """Watches for p5 too low in a length bin, and for p1 of all tokens fallen; see ``GuardConfig``.
+    """Watches for a p5 that is too low in a length bin, and for a fall in p1 of all tokens; see ``GuardConfig``.
 
-    It judges by what is certain, the upper bound on acceptance, and names what the actor's lists of tokens leave open.
+    It judges by the upper bound on acceptance, which is certain, and says what the actor's lists of tokens leave open.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -215,7 +216,7 @@ class Guard:
         self._reads_all = False
         self._left_open: str | None = None
         self._steps_open = 0
-        self.steps_below = 0  # steps in a row with one of the signs
+        self.steps_below = 0  # consecutive steps with one of the two signs
 
     def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
         bins = seen.report.bins
@@ -230,7 +231,7 @@ class Guard:
         self._reads_all = self._lossless or not sparse
         if not (self.alarm and self._config.action == "raise"):
             return proposed
-        # What another mover raises already is not raised twice.
+        # Bins that another mover has already raised are not raised twice.
         unraised = [b for b in sparse if _pages(proposed, b) <= _pages(now, b)]
         return _densest(raise_bins(now, unraised), proposed) if unraised else proposed
 
@@ -246,7 +247,7 @@ class Guard:
 
     @property
     def warning(self) -> str | None:
-        """What is to be said after this step, once each time a sign has been there for ``patience`` steps in a row."""
+        """The warning to give after this step; once each time a sign has been there for ``patience`` steps in a row."""
         if self.steps_below == self._config.patience:
             return self.reason
         if self._steps_open == self._config.patience:
@@ -268,7 +269,7 @@ class Guard:
 
     @property
     def remedy(self) -> str:
-        """How to go on from a checkpoint where it has stopped a run."""
+        """How to resume from the checkpoint at which the guard has stopped a run."""
         if self._reads_all:
             return "--resume goes on from it once the cause is mended"
         return "--resume --guard.action raise goes on from it with more pages"
@@ -285,8 +286,8 @@ class Movers:
 
     Args:
         config: the run's.
-        schedule: what the run starts with.
-        closed_loop: the schedule follows the measured p5.
+        schedule: the one that the run starts with.
+        closed_loop: whether the schedule follows the measured p5.
 
     Raises ConfigError: a step-down schedule that cannot be loaded.
     """
@@ -312,7 +313,7 @@ class Movers:
         return proposed
 
     def complaint(self, seen: Evidence) -> str | None:
-        """A message, given once, if anything here is to hold tau and not even dense rollouts do, or can be shown to."""
+        """A message, given once, if tau has to be held but even dense rollouts do not, or cannot be shown to."""
         if not self._asks or self._said:
             return None
         message = self._tau.out_of_reach(seen.report.bins)
@@ -320,12 +321,12 @@ class Movers:
         return message
 
     def state(self) -> dict[str, Any]:
-        """The memory of all, by name."""
+        """The memory of all movers, by name."""
         return {name: mover.state() for name, mover in self._movers.items()}
 
     def load(self, state: Mapping[str, Any], schedule: SparsitySchedule) -> None:
-        """Go on from what ``state`` returned, with ``schedule`` in force; a mover that was not on then starts anew."""
-        if "calm" in state:  # of a checkpoint from before step-downs remembered their rung
+        """Restore what ``state`` returned, with ``schedule`` in force; a mover that was off at the time starts anew."""
+        if "calm" in state:  # written before the step-down remembered its rung
             rung = self._ladder.index(schedule) if schedule in self._ladder else 0
             state = {"closed_loop": state, "guard": state, "step_down": {"rung": rung}}
         for name, mover in self._movers.items():
@@ -344,12 +345,12 @@ def _whole(schedule: SparsitySchedule, i: int) -> int:
 
 
 def _pages(schedule: SparsitySchedule, b: BinMismatch) -> int:
-    """Top-k pages in a length bin."""
+    """The top-k of a length bin."""
     return int(schedule.pages(b.end - schedule.page_size))
 
 
 def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
-    """What reads as much as either at every length; ``a`` if they differ in more than that."""
+    """A schedule that reads as much as the denser of the two at every length; ``a`` if they differ beyond top-k."""
     if a.replace(top_k=b.top_k) != b:
         return a
     count = max(len(a.top_k), len(b.top_k))
@@ -357,7 +358,7 @@ def _densest(a: SparsitySchedule, b: SparsitySchedule) -> SparsitySchedule:
 
 
 def _extended(schedule: SparsitySchedule, count: int) -> list[int]:
-    """The first ``count`` entries of the table."""
+    """The first ``count`` entries of the table, whose last entry is repeated as needed."""
     return [schedule.top_k[min(i, len(schedule.top_k) - 1)] for i in range(count)]
 
 

@@ -1,4 +1,4 @@
-"""What goes to TensorBoard, W&B and trackio: every scalar of a step, and the tail by length under stable names."""
+"""What TensorBoard, W&B and trackio get: every scalar of a step, and the tail by length under stable names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparrow.mismatch import MismatchReport, mismatch_metrics
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises ConfigError: a tracker whose package is not installed, which accelerate would leave out silently."""
+    """Raises ConfigError: the package of a tracker is not installed; accelerate would leave it out silently."""
     installed = {str(tracker) for tracker in get_available_trackers()}
     if missing := [name for name in names if name not in installed]:
         raise ConfigError(

@@ -1,7 +1,7 @@
 """The training loop: rollout -> verify -> dense log-probs -> acceptance -> correction -> update.
 
-The sparse actor q samples; the dense policy p is trained on what it sampled, with each token's p/q
-corrected for. The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv
+The sparse actor q samples; the dense policy p is trained on those samples, with a correction for each
+token's p/q. The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv
 2606.08446, sections 3 and 6.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
@@ -48,18 +48,18 @@ Listener = Callable[[str, Metrics], None]
 """Called with ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
 ``("step", metrics)`` when a step ends; also ``("eval", {})`` and ``("evaluated", scores)`` around an evaluation.
 
-Of progress, the metrics are those of this process: ``phase`` (also ``verify`` and ``distil``, parts of those above),
-``done`` of ``of`` responses or micro-batches, and for rollouts ``tokens``.
+The metrics of progress are those of this process: ``phase`` (also ``verify`` and ``distil``, which are parts of the
+phases above), ``done`` of ``of`` responses or micro-batches, and for rollouts ``tokens``.
 """
 
 
 class Trainer:
     """Trains ``model`` with rollouts from ``engine``.
 
-    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` what it decodes
-    under; with ``closed_loop`` the schedule follows the measured p5, so that it holds the config's tau. With a
-    ``dial``, for an engine in ``mode=auto``, responses are verified up to where it says. ``benchmarks`` are
-    evaluated as ``config.eval`` says.
+    ``model`` is the dense policy with float32 weights, ``engine`` the sparse actor, and ``schedule`` the one that the
+    actor decodes under; with ``closed_loop`` the schedule follows the measured p5, so that p5 holds the config's tau.
+    With a ``dial``, for an engine in ``mode=auto``, responses are verified up to the length that the dial sets.
+    ``benchmarks`` are evaluated as ``config.eval`` says.
 
     Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
     processes that start from different weights, or an engine that no dial can turn.
@@ -130,9 +130,9 @@ class Trainer:
     def train(self) -> None:
         """Run to the last step, then save the model to ``run_dir/model``.
 
-        A KeyboardInterrupt saves a checkpoint of the last finished step and is raised again.
+        A KeyboardInterrupt is raised again; a run of one process first saves a checkpoint of the last finished step.
 
-        Raises SparrowError: a verifier, loss or checkpoint that failed; finished steps can be resumed from.
+        Raises SparrowError: a verifier, loss or checkpoint failed; the run can be resumed from its last checkpoint.
         """
         try:
             self._train()
@@ -147,7 +147,7 @@ class Trainer:
             if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
                 self._measure_ceiling()
             self._sync()
-            self._evaluate()  # the start, or a step at which the run was stopped
+            self._evaluate()  # of the policy at the start, or at the step where the run was stopped
             while self.step < self.config.steps:
                 self._train_step()
                 self._evaluate()
@@ -160,7 +160,7 @@ class Trainer:
                         f"{guard.reason}; the checkpoint of step {self.step} is saved, and {guard.remedy}"
                     )
         except (KeyboardInterrupt, RewardError, TaskError, EngineError) as error:
-            # Rollouts and scores change nothing, and updates are not interrupted: the state is that of self.step.
+            # Sampling and scoring change no state, and updates are not interrupted: the state is that of self.step.
             # An interrupt may catch processes at different places, where they cannot save anything together.
             if self.step > saved_step and (self.ranks.count == 1 or not isinstance(error, KeyboardInterrupt)):
                 self._save()
@@ -168,7 +168,7 @@ class Trainer:
         if self.step > saved_step:
             self._save()
         export(self.learner, self.tokenizer, self.run_dir.path / "model", self.run_dir.path / "adapter")
-        # Not end_training: it would end the process group, which an engine in this process may still use.
+        # end_training is not called: it would end the process group, which an engine in this process may still use.
         for tracker in self.accelerator.trackers:
             tracker.finish()
 
@@ -214,7 +214,7 @@ class Trainer:
         return counters
 
     def _measure_ceiling(self) -> None:
-        """Sample densely from the policy's own weights: what p5 could be at most, whatever the schedule."""
+        """Sample densely from the policy's own weights, to measure the highest p5 that any schedule could have."""
         self.listener("ceiling", {})
         self._push(self.schedule.replace(top_k=(ALL_PAGES,)), self.learner.policy_weights)
         responses = self.config.rollout.prompts * self.config.rollout.samples
@@ -224,14 +224,14 @@ class Trainer:
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:
-        """Score the policy on the benchmarks, if that is due and not done, and export it, if that is."""
+        """Score the policy on the benchmarks, and export it, each if it is due and not yet done."""
         if not (self.config.eval.every or self.config.export.every):
             return
         rows = self.ranks.on_main("eval", self.run_dir.evaluations)
         if self._evaluator.due(self.step) and self.step not in (row["step"] for row in rows):
             self.listener("eval", {})
             begun = time.perf_counter()
-            lossless = self.config.rollout.mode == "lossless"  # such an engine samples from the policy as it is
+            lossless = self.config.rollout.mode == "lossless"  # a lossless engine gives samples of the policy anyway
             schedule = self.schedule if lossless else self.schedule.replace(top_k=(ALL_PAGES,))
             self._push(schedule, self.learner.policy_weights)
             scores = self._evaluator.scores()
@@ -259,7 +259,7 @@ class Trainer:
                     self.engine.verify_up_to(self.dial.verified_up_to)
                 self.engine.update_weights(weights)
             finally:
-                deque(weights, maxlen=0)  # the other processes wait for this one's part of what is left
+                deque(weights, maxlen=0)  # the other processes wait for this one to take part in gathering the rest
 
         self.ranks.gather("sync", push)
 
@@ -275,7 +275,7 @@ class Trainer:
                 self.ceiling.measure(pool([a for a in exact if a.lower.size], bin_tokens, seed=self.step))
         elif self.config.rollout.mode == "lossless":
             self.ceiling.measure(report)
-        elif not self.learner.distiller:  # an actor with an adapter is another model even where it reads everything
+        elif not self.learner.distiller:  # with an adapter, the actor is another model even where it reads everything
             self.ceiling.measure(report, self.schedule.dense_up_to)
         report = self.ceiling.on(report)
         tokens, ended = np.array([(len(r), r.finish_reason == "stop") for r in experience.rollouts], dtype=float).T
@@ -291,7 +291,7 @@ class Trainer:
         return report, metrics
 
     def _move_schedule(self, experience: Experience, assessment: Assessment, report: MismatchReport) -> Metrics:
-        """The schedule of the next rollouts, and what the guard has to say."""
+        """Set the schedule of the next rollouts; returns the metrics of the guard and of the dial."""
 
         def tail_under(schedule: SparsitySchedule) -> Sequence[BinMismatch]:
             assert self.learner.distiller is not None, "distill.step_down needs distill.enabled"
@@ -314,13 +314,13 @@ class Trainer:
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
     def _set_schedule(self, schedule: SparsitySchedule) -> None:
-        """Train for another schedule from now on; the engine gets it with the next weights."""
+        """Use another schedule from now on; the engine gets it with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
 
     def _log(self, metrics: Metrics, report: MismatchReport, experience: Experience, assessment: Assessment) -> None:
         self.accelerator.log(tracked(metrics, report), step=self.step)
-        # One response per prompt as far as they go, so that the token view shows different problems.
+        # The first response to each prompt, then the second ones, so that the token view shows different problems.
         per_prompt = self.config.rollout.samples
         order = sorted(range(len(experience.rollouts)), key=lambda i: (i % per_prompt, i))
         responses = [
@@ -346,10 +346,10 @@ class Trainer:
         save_checkpoint(self.run_dir, self.learner, state, self.config.keep_checkpoints)
 
     def _load(self, given: RunConfig) -> RunConfig:
-        """Go on from the last checkpoint; what to record of the settings ``given``.
+        """Load the last checkpoint; returns the configuration to record for a resumption with the settings ``given``.
 
-        Raises ConfigError: a setting differs that cannot, see ``resumed``. CheckpointError: files that are damaged, or
-        of a model of another size.
+        Raises ConfigError: a setting differs that may not, see ``resumed``. CheckpointError: the files are damaged, or
+        are those of a model of another size.
         """
         checkpoint = self.run_dir.last_checkpoint()
         assert checkpoint is not None, "RunDir refuses to resume without a checkpoint"
@@ -363,7 +363,7 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self._set_schedule(given.schedule if moved else state.schedule)
-        # Another start schedule is the first rung of a ladder again.
+        # A changed start schedule is the first rung of a new ladder, so the rung that was saved means nothing.
         memory = {name: saved for name, saved in state.steering.items() if not (moved and name == "step_down")}
         self.movers.load(memory, self.schedule)
         self.ceiling.load(state.steering.get("ceiling", ()))

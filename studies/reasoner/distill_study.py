@@ -8,11 +8,11 @@ For several seeds the same GRPO run is done with and without distillation under 
 - ``kl``: KL alone;
 - ``worst``: PPO and KL on the worst-aligned quarter of the positions;
 - ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
-- ``switch``: as ``full``, but from the more expensive schedule on; it moves to the cheap one once its p5 surely holds
-  0.86.
+- ``switch``: as ``full``, but it starts with the more expensive schedule and moves to the cheap one once p5 under
+  that one surely holds 0.86.
 
 At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
-while it trains, which raises p5 by itself, and only the difference is the adapter's. benchmarks/tables.py makes the
+while it trains, which raises p5 by itself, so only the difference is due to the adapter. benchmarks/tables.py makes the
 tables of docs/distill.md from the results.
 
     python studies/reasoner/distill_study.py --folder runs/distill --processes 18   # 2 GPUs, about five minutes
@@ -61,22 +61,22 @@ class Options:
 
     folder: Path = Path("runs/distill")  # Where the runs go; those that are finished are used as they are.
     out: Path = Path("benchmarks/results/distill.json")  # The JSON file of results.
-    # Which runs, of none, full, kl, worst, half, quarter, switch.
+    # Which runs to do, of none, full, kl, worst, half, quarter, switch.
     arms: tuple[str, ...] = ("none", "full", "kl", "worst", "half", "switch")
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each run.
     steps: int = 45  # GRPO steps at most.
-    # No training step begins later than this after the start; the last measurements are taken then.
+    # Seconds after the start beyond which no training step begins; the last measurements are taken then.
     seconds: float = 3600
     prompts: int = 32  # Prompts a step, 8 samples each.
-    learning_rate: float = 1e-3  # Of the adapter.
-    policy_learning_rate: float = 1e-4  # Of the policy.
+    learning_rate: float = 1e-3  # Learning rate of the adapter.
+    policy_learning_rate: float = 1e-4  # Learning rate of the policy.
     held_out: int = 256  # Problems to measure on.
     lines: int = 24  # Length of the programs.
     processes: int = 8  # Runs at a time; 0 only gathers results.
 
 
 class HeldOut:
-    """Measures an engine on held-out problems: reward, and by length bin p5 and the share of tokens below 0.5."""
+    """Measures an engine on held-out problems: reward, and for each length bin p5 and the share of tokens below 0.5."""
 
     def __init__(self, options: Options, policy: Any, tokenizer: Any, task: Any, seed: int) -> None:
         from sparrow.rollout import Sampling
@@ -91,7 +91,7 @@ class HeldOut:
 
         engine.set_schedule(schedule)
         rollouts = engine.generate(self._prompts, self._sampling)
-        engine.counters()  # these tokens are not training's
+        engine.counters()  # reset: these tokens are not training's
         scores = self._policy.score(rollouts, SparsitySchedule.dense(), 1.0)
         accepted = [token_acceptance(r, s.top_logprobs, schedule) for r, s in zip(rollouts, scores, strict=True)]
         mismatch = pool(accepted, 64)
@@ -148,7 +148,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
                 raise TimeoutError
 
     trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener)
-    with contextlib.suppress(TimeoutError):  # its last step is whole
+    with contextlib.suppress(TimeoutError):  # its last step is complete
         trainer.train()
     if trainer.learner.distiller:
         result["with"] = measure(engine, CHEAP)
@@ -207,7 +207,7 @@ def names(options: Options) -> list[str]:
 
 
 def write(options: Options) -> dict[str, Any]:
-    """The JSON file of what there is."""
+    """Write the JSON file of the results so far, and return them."""
     result = {
         "machine": {"device": device_name(), "python": platform.python_version()},
         "options": {**asdict(options), "folder": options.folder.name, "out": options.out.name},
@@ -228,7 +228,7 @@ def main(options: Options) -> None:
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The bins that at least half as many responses reach as any."""
+    """The bins reached by at least half as many responses as the fullest one."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
 
 

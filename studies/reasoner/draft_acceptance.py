@@ -4,7 +4,7 @@
         --out benchmarks/results/reasoner_acceptance.json
 
 Both sample responses to the same unseen problems with the transformers engine. Acceptance is over the whole vocabulary:
-of drafts as verification has it, of the lossy actor against the policy teacher-forced along what the actor wrote.
+that of drafts comes from verification, that of the lossy actor from the policy, teacher-forced along the actor's text.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Options:
     models: tuple[str, ...] = ("reasoner",)  # Names or checkpoints.
     lines: tuple[int, ...] = (24,)  # Length of each model's programs.
     pages: tuple[int, ...] = (8, 16, 24, 32)  # Top-k pages of four tokens, at every length.
-    drafts: tuple[int, ...] = (4, 8)  # Before each verification.
+    drafts: tuple[int, ...] = (4, 8)  # Drafts before each verification.
     problems: int = 128
     max_new_tokens: int = 400
 

@@ -1,17 +1,17 @@
 """An engine for many small runs: a whole decode step of a small Qwen3, sampling included, is one CUDA graph.
 
 A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a graph the step takes
-a fraction of a millisecond. Attention looks at the whole cache through a mask, which is nothing to a GPU at a few
-hundred tokens and makes all shapes fixed. Two other actors, for comparison, come with it.
+a fraction of a millisecond. Attention looks at the whole cache through a mask, which costs a GPU almost nothing at a
+few hundred tokens and makes all shapes fixed. Two other actors, for comparison, come with it.
 
 Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in SnapKV (arXiv
 2404.14469) a token's worth is the attention that the latest queries paid to it, first those at the end of the prompt;
-as in H2O (arXiv 2306.14048) it goes on being counted while decoding, here with a window that fades. Kept are as many
-tokens per kv head as the schedule would read, among them always its sink and recent pages.
+as in H2O (arXiv 2306.14048) it goes on being counted while decoding, here with a window that fades. As many tokens per
+kv head are kept as the schedule would read, always including its sink and recent pages.
 
-The dial: sequences are decoded densely up to a length and sparsely from there on. Samples of the dense model are what
-lossless decoding gives, drafts and all, so nothing needs to be drafted. What drafts would have been worth is taken from
-a teacher-forced sparse pass over some of the dense samples; its history is sparse too, which real drafts' is not.
+The dial: sequences are decoded densely up to a length and sparsely from there on. Lossless decoding gives samples of
+the dense model, so nothing needs to be drafted. The acceptance of the drafts left out is taken from a teacher-forced
+sparse pass over some of the dense samples; its history is sparse too, unlike that of real drafts.
 
 Noise: at a share of the positions the distribution is mixed with the uniform one.
 
@@ -43,7 +43,7 @@ WINDOW = 16
 """Queries over which attention is remembered for eviction."""
 TOP_N = 20
 MEASURED_EVERY = 4
-"""One response of so many is measured under the schedule while it is verified."""
+"""One response in this many is measured under the schedule while it is verified."""
 
 
 class GraphEngine(HFEngine):
@@ -51,7 +51,7 @@ class GraphEngine(HFEngine):
 
     Args:
         model, schedule, eos_ids: as for ``HFEngine``; the page layout and dense layers stay those of ``schedule``.
-        batch_size: sequences of every decode; shorter batches are filled up.
+        batch_size: sequences of every decode; smaller batches are filled up.
         max_length: cached tokens per sequence, prompt included.
         evict: evict tokens instead of selecting pages.
         noise: the share of positions that are mixed with the uniform distribution, and its weight there.
@@ -106,7 +106,7 @@ class GraphEngine(HFEngine):
         self._top_k.copy_(torch.from_numpy(pages))
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
-        """See ``Engine.generate``; with what was verified, where the engine was told how far to."""
+        """See ``Engine.generate``; rollouts say what was verified if the engine was told how far to verify."""
         rollouts = super().generate(prompts, sampling)
         if self._dense_below is None:
             return rollouts
@@ -125,7 +125,7 @@ class GraphEngine(HFEngine):
         return int(verified.sum())
 
     def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
-        """Log-probs of the top tokens by response, of a sparse pass, float32 ``[T, n]``."""
+        """Log-probs of each response's top tokens under a sparse pass, float32 ``[T, n]``."""
         columns = ([getattr(r, name) for r in rollouts] for name in ("prompt_ids", "response_ids", "top_ids"))
         batch = Batch.build(*columns, self.model.device)
         # The reference, which needs no compiler: at these lengths it is fast enough.
@@ -136,7 +136,7 @@ class GraphEngine(HFEngine):
     @torch.no_grad()
     def _decode(
         self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int], watch: Any
-    ) -> list[Rollout]:  # nobody is told how far it is: the device would be waited for
+    ) -> list[Rollout]:  # progress is not reported: that would wait for the device
         count, steps, device = len(prompts), sampling.max_new_tokens, self._keys.device
         filled = [*prompts, *[prompts[-1]] * (self.batch_size - count)]
         lengths = torch.tensor([len(p) for p in filled], device=device)
@@ -167,7 +167,7 @@ class GraphEngine(HFEngine):
                     break
         self._wait()
         tokens, logprobs, best_ids, best = (
-            x[: t + 1, :count].transpose(0, 1).clone().cpu().numpy()  # copies: the next batch takes the same place
+            x[: t + 1, :count].transpose(0, 1).clone().cpu().numpy()  # copies: the next batch overwrites the buffers
             for x in (self._tokens, self._logprobs, self._best_ids, self._best)
         )
         ended = np.isin(tokens, self._eos.cpu().numpy())
@@ -191,7 +191,7 @@ class GraphEngine(HFEngine):
         self._counters += Counters(int(read), layers * int(cached.sum()))
 
     def _wait(self) -> None:
-        """Until the device is through, without keeping a core busy that another run could use."""
+        """Wait until the device is done, without keeping a core busy that another run could use."""
         if self._keys.is_cuda:
             event = torch.cuda.Event()
             event.record()
@@ -208,14 +208,14 @@ class GraphEngine(HFEngine):
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._decode_step()
-        # What the rehearsal wrote into the cache is written over by the first steps.
+        # What the rehearsal wrote into the cache is overwritten by the first steps.
         for x, before in zip(
             (self._step, self._position, self._token, self._alive, self._worth), state, strict=True
         ):  # fmt: skip
             x.copy_(before)
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
-        """Keys and values of the prompts, densely; and for eviction what their last queries looked at."""
+        """Compute the prompts' keys and values densely; for eviction, also what their last queries attended to."""
         T = ids_BT.shape[1]
         position = torch.arange(T, device=ids_BT.device)
         hidden = self.model.model.embed_tokens(ids_BT)
@@ -233,7 +233,7 @@ class GraphEngine(HFEngine):
                 self._alive[i] = inside_BS[:, None]
 
     def _decode_step(self) -> None:
-        """One token for every row, from and into fixed places."""
+        """One token for every row, read from and written to fixed buffers."""
         B = self.batch_size
         row, position_B = torch.arange(B, device=self._keys.device), self._position
         column = torch.arange(self.max_length, device=self._keys.device)
@@ -263,7 +263,7 @@ class GraphEngine(HFEngine):
         weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
         q = (logits / self._temperature).softmax(-1)
         log_q = (torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1)).log()
-        # The inverse of the cumulative distribution; the clamp is for what rounding leaves above it.
+        # Sample by the inverse of the cumulative distribution; the clamp is for draws that rounding leaves above it.
         below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
         token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
         best = log_q.topk(TOP_N, dim=-1)
@@ -312,7 +312,7 @@ class GraphEngine(HFEngine):
         return keep.repeat_interleave(P, dim=-1)
 
     def _evicted(self, i: int, length_B: Tensor) -> Tensor:
-        """What is left of the cache, bool ``[B, K, S]``, once the least worth of what is too much has gone."""
+        """What is left of the cache, bool ``[B, K, S]``, once the tokens of least worth over the budget are evicted."""
         layout, P = self._layout, self._layout.page_size
         column, end_B1 = torch.arange(self.max_length, device=length_B.device), ((length_B + P - 1) // P * P)[:, None]
         always = (column < layout.sink_pages * P) | (column >= end_B1 - layout.recent_pages * P)

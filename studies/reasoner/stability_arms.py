@@ -34,7 +34,7 @@ class Arm:
 
 
 def arms() -> dict[str, Arm]:
-    """Every arm of the study by name; the first half is about the mismatch, the second about what is done with it."""
+    """Every arm of the study by name; the first half is about the mismatch, the second about what is done about it."""
     by_name = {"dense": Arm()}
     by_name |= {name.replace(":", ""): Arm(name) for name in SCHEDULES}
     for n in (86, 90, 92, 95, 97, 98, 99):

@@ -1,8 +1,8 @@
-"""What the runs of the stability study come to: a log in short, and statistics over runs in short.
+"""The results of the stability study's runs: shortened logs, and statistics over them.
 
-The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, the mean of the last two
-evaluations: what the run has made of the policy, whatever its actor was. A run has collapsed if that is below half of
-what the policy started with.
+The outcome of a run is the policy's accuracy on held-out, longer problems, decoded densely, as the mean of the last two
+evaluations. It tells what the run has made of the policy, whatever its actor was. A run has collapsed if its outcome is
+below half of the accuracy that the policy started with.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Run = dict[str, Any]
 STATISTICS = ("p1", "p5", "p10", "mean", "KL")
 SERIES = ("reward", "length", "entropy", "mean", "kl", "ess", "grad_norm", "read")
 BAND = 0.02 + 1e-9
-"""A bin this far from tau is near it."""
+"""A bin within this distance of tau is near it."""
 LAST = 10
 """Steps at the end over which the reward is averaged."""
 FEWEST_STEPS = 25
-"""A run that the clock has cut off counts if it came this far."""
+"""A run that the clock has cut off counts if it did this many steps."""
 RESAMPLES = 2000
 
 
 def shortened(path: Path) -> Run | None:
-    """A run's settings and series, every number with the digits it is good for; None for one cut off early."""
+    """A run's settings and series, every number to its significant digits; None for a run cut off early."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     steps = [row for row in rows if "reward" in row]
     ended = rows[-1].get("ended", "killed")
@@ -40,7 +40,7 @@ def shortened(path: Path) -> Run | None:
     run = {k: v for k, v in rows[0].items() if k != "options"}
     run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
     run["tail"] = [row["tail"] for row in steps]
-    # By bin, where it is used: p5, its lower limit, and the pages.
+    # By bin, for the runs where they are used: p5, its lower limit, and the pages.
     run["lowest_p5"] = [round(min(b[1] for b in _whole_bins(row)), 4) for row in steps]
     if run["schedule"].startswith("auto"):
         run["bins"] = [[[b[0], round(b[1], 3), b[2] and round(b[2], 3)] for b in _whole_bins(row)] for row in steps]
@@ -61,14 +61,14 @@ def shortened(path: Path) -> Run | None:
 
 
 def _whole_bins(row: Run) -> list[list[float]]:
-    """Bins, p5 and interval, that hold a tenth of the tokens of the fullest one."""
+    """Bins with p5 and its interval, those that hold at least a tenth of the fullest one's tokens."""
     tokens = {b[0]: b[1] for b in row["bins"]}
     return [b for b in row["p5_interval"] if 10 * tokens[b[0]] >= max(tokens.values())]
 
 
 def early(run: Run) -> dict[str, float]:
-    """The statistics at the first step, before any update, so turned that more is better; a stale actor's over steps
-    2 to 5, for at the first it is not stale yet."""
+    """The statistics at the first step, before any update, with signs such that more is better; for a stale actor, over
+    steps 2 to 5, because at the first it is not stale yet."""
     when = slice(1, 5) if run["actor"].startswith("stale") else slice(0, 1)
     values = [*np.mean(run["tail"][when], axis=0), np.mean(run["mean"][when]), -np.mean(run["kl"][when])]
     return dict(zip(STATISTICS, map(float, values), strict=True))
@@ -81,7 +81,7 @@ def outcome(run: Run, steps: int | None = None) -> float:
 
 
 def late_outcome(run: Run, steps: int | None = None) -> float:
-    """As ``outcome``, the mean of all evaluations in the last 20 steps."""
+    """As ``outcome``, but the mean of all evaluations in the last 20 steps."""
     end = steps or len(run["reward"])
     return float(np.mean([accuracy for step, accuracy in run["held_out"] if end - 20 < step <= end]))
 
@@ -91,29 +91,29 @@ def collapsed(run: Run) -> bool:
 
 
 def last_reward(run: Run, steps: int | None = None) -> float:
-    """Reward of the actor in the last steps, or in those up to a step."""
+    """Mean reward of the actor in the last steps of the run, or in the last ones up to ``steps``."""
     return float(np.mean(run["reward"][:steps][-LAST:]))
 
 
 def late_read(some: Sequence[Run]) -> float:
-    """Share of the KV cache that was read in the last half of the runs."""
+    """Share of the KV cache that was read in the last half of each run, as a mean over runs."""
     return float(np.mean([np.mean(run["read"][len(run["read"]) // 2 :]) for run in some]))
 
 
 def tau(run: Run) -> float:
-    """What the closed loop or the dial held; the published threshold for a run without."""
+    """The tau of the closed loop or the dial; the published one for a run with neither."""
     kind, _, rest = run["schedule"].partition(":")
     return float(f"0.{rest.split(':')[0]}") if kind in ("auto", "dial") else 0.86
 
 
 def is_page_arm(run: Run) -> bool:
-    """Only the pages read, and how the mismatch is corrected, set the run apart."""
+    """Whether only the pages read, and how the mismatch is corrected, set the run apart."""
     plain = (run["advantage"], run["normalization"], run["learning_rate"], run["samples"], run["actor"])
     return plain == ("grpo", "dapo", 5e-4, 8, "") and not run["schedule"].startswith(("auto", "dial"))
 
 
 def is_loop(run: Run) -> bool:
-    """The closed loop, left alone."""
+    """Whether the run is the closed loop with nothing else that sets its actor apart."""
     return run["schedule"].startswith("auto:") and not run["actor"]
 
 
@@ -124,7 +124,7 @@ def settled(run: Run) -> int:
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Runs by arm, in the order in which arms first come."""
+    """Runs by arm, in the order in which arms first appear."""
     groups: dict[str, list[Run]] = {}
     for run in runs:
         groups.setdefault(run["arm"], []).append(run)
@@ -145,7 +145,7 @@ def over_arms(runs: list[Run], statistic: Callable[[list[Run]], float]) -> tuple
 
 
 def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
-    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in the gap's middle."""
+    """The cut with the fewest runs on the wrong side: collapsed above, or not collapsed below; in mid-gap."""
     order = np.argsort(statistic)
     x, y = np.asarray(statistic)[order], np.asarray(bad)[order]
     wrong = np.append(0, np.cumsum(~y)) + np.append(np.cumsum(y[::-1])[::-1], 0)
@@ -167,19 +167,20 @@ def against_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[...,
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:
-    """The first step, from 0, with 9 of 10 bins within 0.02 of tau; the share of such bins, and of bins not below."""
+    """The first step, from 0, with 9 of 10 bins near tau (within 0.02); by step, the share near and not below."""
     near = np.array([np.mean([abs(b[1] - tau(run)) <= BAND for b in bins]) for bins in run["bins"]])
     holds = np.array([np.mean([b[1] >= tau(run) - BAND for b in bins]) for bins in run["bins"]])
     return next((i for i, share in enumerate(near) if share >= 0.9), None), near, holds
 
 
 def first_run_of(found: np.ndarray, patience: int = 3) -> int | None:
-    """The step, from 1, at which something has been so for ``patience`` steps; None if it never is."""
+    """The step, from 1, at which ``found`` has been true for ``patience`` steps in a row; None if it never is."""
     return next((i + 1 for i in range(patience - 1, len(found)) if found[i + 1 - patience : i + 1].all()), None)
 
 
 def signs(run: Run) -> tuple[int | None, int | None, int | None, int | None]:
-    """When the guard's two signs act, the reward halves (against the best mean of 5 steps) and the policy does."""
+    """The steps at which the guard's two signs act, the reward is below half of its best mean of 5 steps, and the
+    policy's accuracy is below half of its first."""
     p1, reward = np.array(run["tail"])[:, 0], np.array(run["reward"])
     smooth = np.array([reward[max(0, i - 4) : i + 1].mean() for i in range(len(reward))])
     half = 0.5 * run["held_out"][0][1]

@@ -32,7 +32,7 @@ from stability_arms import TARGETS, Arm, arms
 PERCENTILES = (1, 5, 10)
 HELD_OUT = 10**9
 ENOUGH = 0.65
-"""A run that the clock cuts off counts if it came this far."""
+"""A run that the clock cuts off counts if it did about this share of its steps."""
 LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
 
 
@@ -44,24 +44,24 @@ class Options:
     runs: tuple[str, ...] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each arm.
     steps: int = 40  # Steps of a run.
-    # No step begins later than this after the start, and no run that would not come far enough by then.
+    # Seconds after the start beyond which no step begins; no run begins that would not get far enough by then.
     seconds: float = 3600
-    slots: tuple[int, ...] = (12,)  # Runs at a time on each GPU; without one, on the CPU.
-    model: Path | None = None  # Checkpoint to start from; the bundled reasoner without one.
-    adapter: Path | None = None  # Adapter that the actor wears from the start, and that is distilled on.
-    learning_rate: float = 5e-4  # Of AdamW.
+    slots: tuple[int, ...] = (12,)  # Runs at a time on each GPU, or on the CPU if there is none.
+    model: Path | None = None  # Checkpoint to start from; the bundled reasoner if there is none.
+    adapter: Path | None = None  # Adapter that the actor has from the start, and that is distilled further.
+    learning_rate: float = 5e-4  # Learning rate of AdamW.
     prompts: int = 24  # Prompts a step.
     lines: int = 24  # Length of the problems trained on, in lines or steps.
     held_out_lines: int = 32  # Length of the held-out problems.
-    held_out: int = 256  # How many there are.
+    held_out: int = 256  # Number of held-out problems.
     held_out_every: int = 10  # Steps between evaluations; the start and the end are always evaluated.
     calibration: int = 128  # Responses that schedules are calibrated on.
-    # Top-k pages by length bin that arms with the dial draft under, and decode under where nothing is verified.
+    # Top-k by length bin under which arms with the dial draft, and decode where nothing is verified.
     dial: tuple[int, ...] = (13, 21, 23, 38, 48, 58, 58)
 
 
 def main(options: Options) -> None:
-    """Calibrate, then keep every slot of every GPU busy until all arms are through or the time is over."""
+    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
     deadline = time.time() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
@@ -76,7 +76,7 @@ def main(options: Options) -> None:
         first.join()
     free_gpus = [gpu for turn in range(max(options.slots)) for gpu, slots in enumerate(options.slots) if turn < slots]
     running: list[tuple[Any, int, float]] = []
-    took = 0.0  # the longest run so far; one that would not come as far as counts is not begun
+    took = 0.0  # seconds of the longest run so far; a run that would not get far enough to count is not begun
     while (jobs and time.time() + ENOUGH * took < deadline) or running:
         for process, gpu, began in [r for r in running if not r[0].is_alive()]:
             running.remove((process, gpu, began))
@@ -91,7 +91,7 @@ def main(options: Options) -> None:
 
 
 def use_gpu(index: int) -> Any:
-    """The device of this process; set before anything has looked for one."""
+    """The device of this process; to be set before anything looks for one."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
     import torch
@@ -109,12 +109,12 @@ def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
 
 
 def response(lines: int) -> int:
-    """Tokens after which a response is cut: a tenth more than so many lines take, and a little."""
+    """Tokens after which a response is cut: a tenth more than ``lines`` lines take, and a few more."""
     return 11 * lines + 16
 
 
 def longest(lines: int) -> int:
-    """Tokens of a prompt and a response at most."""
+    """The most tokens that a prompt and its response have together."""
     return 6 * lines + 16 + response(lines)
 
 
@@ -142,13 +142,13 @@ def calibrate(options: Options, out: Path) -> None:
                 engine, engine, prompts, Sampling(response(lines)), Path(folder), target=target,
                 layout=layout, budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
             ).schedule  # fmt: skip
-            # Longer than measured is what only a failing response becomes: read as much as in the last bin.
+            # Only a failing response gets longer than those measured; it reads as much as in the last bin.
             tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
     out.write_text(json.dumps(tables), encoding="utf-8")
 
 
 def run(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """One arm with one seed; what ended it is its last line."""
+    """Run one arm with one seed; the last line of its log says what ended it."""
     device = use_gpu(gpu)
     path = options.out / f"{name}.jsonl"
     try:
@@ -225,7 +225,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     tail: dict[str, Any] = {}
 
     def recorded(experience: Any, schedule: SparsitySchedule) -> Any:
-        """What the learner finds; other percentiles are noted on the way."""
+        """What the learner finds; the other percentiles are noted as well."""
         result = assess(experience, schedule)
         lower = np.concatenate([a.lower for a in result[0].acceptances])
         # As in ``token_acceptance``: the length that the schedule looked at.
@@ -286,9 +286,9 @@ def find_schedule(arm: Arm, calibrated: Path) -> Any:
 
 
 def as_if_large(schedule: Any, batch: int) -> Any:
-    """What tokens would cost Qwen3-1.7B on an H200 at as many times the length as its bins of 2,000 tokens are wider.
+    """What tokens would cost Qwen3-1.7B on an H200, with lengths scaled up as its bins of 2,000 tokens are wider.
 
-    It reads the same share of the cache, in pages of 16; the first two layers are dense.
+    It would read the same share of the cache, in pages of 16; the first two layers are dense.
     """
     from sparrow.cost import MACHINES, SHAPES
     from sparrow.dial import price

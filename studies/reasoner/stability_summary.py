@@ -1,9 +1,9 @@
-"""The stability study's figures and the tables of its page, from JSON files of runs in short.
+"""The stability study's figures and the tables of its page, from JSON files of shortened runs.
 
     python studies/reasoner/stability_summary.py
     python studies/reasoner/stability_summary.py --runs runs/stability --into study
 
-Runs from logs join those in a JSON file, in the place of a run of the same arm and seed.
+Runs from logs are added to a JSON file, where each replaces a run of the same arm and seed.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ Study = dict[str, list[Run]]
 
 @dataclass(frozen=True)
 class Options:
-    """What joins which file; without runs, only what follows from the files is written."""
+    """Which runs are added to which file; without runs, only the figures and tables are written."""
 
     runs: tuple[Path, ...] = ()  # Folders with logs of runs.
-    # The JSON file that they join: study, dial (with dense runs of its own), or deep, deep_again or dial_deep for runs
-    # on another model.
+    # The JSON file that they are added to: study, dial (with dense runs of its own), or deep, deep_again or dial_deep
+    # for runs on another model.
     into: str = "study"
 
 
@@ -181,7 +181,7 @@ def guard(runs: list[Run]) -> str:
 
 
 def loops(study: Study) -> str:
-    """The closed loop: when it is there, how well it stays, what it costs; steps from 1, the range over seeds."""
+    """The closed loop: when it gets there, how well it stays, what it costs; steps are from 1, ranges over seeds."""
     head = ["model", "arm", "seeds", "steps", "9 of 10 bins within 0.02 at step", "within 0.02 from then on"]
     head += ["at tau - 0.02 or above", "KV read settled at step", "p5 by bin, last half", "KV read, last half"]
     head += ["actor's reward minus dense", "held-out accuracy minus dense"]
@@ -216,7 +216,7 @@ def dials(study: Study) -> str:
     rows = []
     for model in ("dial", "dial_deep"):
         for some in by_arm(run for run in study[model] if run["schedule"].startswith("dial:")).values():
-            # Every step samples about as many tokens.
+            # Every step samples about the same number of tokens.
             share = [np.mean([step["unverified"] for step in run["dial"]]) for run in some]
             gain = [step["speedup"] for run in some for step in run["dial"][len(run["dial"]) // 2 :]]
             returns = sum(bool(step["failed"]) for run in some for step in run["dial"])
@@ -275,7 +275,7 @@ def draw_threshold(figure: Any, study: Study) -> None:
     groups |= {label: [run for run in runs if run["actor"].startswith(kind)] for label, kind in kinds.items()}
     for (label, some), color in zip(groups.items(), (*theme.SERIES, theme.INK), strict=True):
         for ax, name in ((left, "p5"), (right, "mean")):
-            # A logarithmic axis of what is rejected spreads out the crowded end; dense runs are at its edge.
+            # A logarithmic axis of the rejected share spreads out the crowded end; dense runs are at its edge.
             rejected = [max(1 - early(run)[name], 3e-3) for run in some]
             ax.plot(rejected, [outcome(run) for run in some], "o", ms=4, alpha=0.7, color=color, label=label)
     for ax, name in ((left, "5th percentile"), (right, "mean")):
@@ -350,7 +350,7 @@ def draw_loop(figure: Any, study: Study) -> None:
 
 
 def draw_price(figure: Any, study: Study) -> None:
-    """What the actor's reward and the policy's accuracy lack to dense, arm by arm, against what was read."""
+    """How far the actor's reward and the policy's accuracy are from dense, by arm, against what was read."""
     left, right = figure.subplots(1, 2, sharey=True)
     groups = {
         "fixed schedule": ("study", [run for run in study["study"] if run["arm"] in PAGES[:-1]]),

@@ -3,9 +3,9 @@
     python studies/text/acceptance.py CHECKPOINT --out benchmarks/results/text_acceptance.json
 
 *Lossless*: drafts of whole cycles over a dense cache (``drafts.py``), at positions spread over each text, all of them
-with the text's own tokens. *Lossy*: the same positions of the same texts, the actor's history its own from the prompt
-on (``sparrow.model.actor.teacher_forced``). Both against the dense policy there, in float32. The budget counts every
-token that a sparse layer reads, sink and recent pages included.
+with the text's own tokens. *Lossy*: the same positions of the same texts, with a history that is the actor's own from
+the prompt on (``sparrow.model.actor.teacher_forced``). Both are compared with the dense policy there, in float32. The
+budget counts every token that a sparse layer reads, sink and recent pages included.
 
 Shapes: as in ``drafts.py``; S texts in all.
 """
@@ -52,12 +52,12 @@ def acceptance(p: Tensor, q: Tensor) -> Tensor:
 
 
 def starts(texts: int, cycles: int, context: int, drafted: int) -> Tensor:
-    """First positions of cycles, an eighth of the context to its end, spread over all texts together; ``[S, R]``."""
+    """First positions of cycles, from an eighth of the context to its end, spread over all texts as one; ``[S, R]``."""
     share = (torch.arange(cycles) + (torch.arange(texts)[:, None] + 0.5) / texts) / cycles
     return context // 8 + (share * (context - drafted - context // 8)).long()
 
 
-Case = tuple[SparsitySchedule, int]  # and the steps for which a selection is used
+Case = tuple[SparsitySchedule, int]  # the schedule, and the steps for which a selection is used
 
 
 def lossless(
@@ -87,22 +87,22 @@ def lossy(
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
-    """Expected tokens of a cycle of ``k`` drafts: from consecutive drafts ``[..., W]``, and if all had their mean."""
+    """Expected tokens of a cycle of ``k`` drafts, from consecutive drafts ``[..., W]`` and as if all had their mean."""
     mean = float(alpha.mean())
     geometric = k + 1.0 if mean == 1 else (1 - mean ** (k + 1)) / (1 - mean)
     return 1 + float(alpha[..., :k].cumprod(-1).sum(-1).mean()), geometric
 
 
 TAIL_BINS = 8
-"""Equal ones of position, whose p5 is correlated with it."""
+"""Equal bins of position, whose p5 is correlated with their position."""
 
 
 def correlations(
     alpha: Floats, position: NDArray[np.int64], text: NDArray[np.int64]
 ) -> dict[str, tuple[float, float, float]]:
-    """Pearson's r of tokens' acceptance with their position, and of the p5 of bins with theirs; arguments ``[T]``.
+    """Pearson's r of tokens' acceptance with their position, and of bins' p5 with the bins' own; arguments ``[T]``.
 
-    With 95 % intervals, whole texts resampled; the bins' is left out where a text has no token in one of them.
+    With 95 % intervals from resampling whole texts; that of bins is left out if a text has no token in one of them.
     """
     edges = np.linspace(position.min(), position.max() + 1, TAIL_BINS + 1)
     inside = [(position >= low) & (position < high) for low, high in pairwise(edges)]
@@ -141,7 +141,7 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
 
 
 def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
-    """What is told of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by bins of length."""
+    """Statistics of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by bins of length."""
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 
     def of(where: NDArray[np.bool_]) -> dict[str, Any]:

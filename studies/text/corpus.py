@@ -52,7 +52,7 @@ def split(folders: Sequence[list[Path]], held_out: Sequence[str]) -> tuple[list[
 
 
 def texts(folders: Iterable[list[Path]], seen: set[int]) -> Iterator[str]:
-    """The files' contents, each headed by the end of its path; what is not UTF-8 or was ``seen`` is passed over."""
+    """The files' contents, each headed by the end of its path; those not in UTF-8 or already ``seen`` are skipped."""
     for files in folders:
         for path in files:
             try:
@@ -86,7 +86,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, texts: Iterable[str], most: int) 
 
 
 def beginning(texts: Iterable[str], characters: int) -> Iterator[str]:
-    """Texts until ``characters`` have come by."""
+    """Texts until they add up to ``characters`` characters."""
     for text in texts:
         yield text
         characters -= len(text)

@@ -1,8 +1,8 @@
 """Drafting without a serving engine: many cycles at once, each a few sparse decode steps over a cache that is dense.
 
-A cycle starts at a position before which everything is the dense policy's: it decodes the text's own next tokens one by
-one, each sparsely, each with the keys and values that it and the drafts before it in the cycle left behind, as a
-drafting actor would. Pages, landmarks, scores and selection are ``sparrow.attention.pages``'.
+A cycle starts at a position before which every key and value is the dense policy's. It decodes the text's own next
+tokens one by one, each sparsely, and each with the keys and values that it and the drafts before it in the cycle wrote,
+as a drafting actor would. Pages, landmarks, scores and selection are ``sparrow.attention.pages``'.
 
 Shapes: B texts, T tokens of each, R cycles of each text, W drafts of a cycle, H query heads, K kv heads, G = H / K, D
 head dim, P page size, N pages, V vocabulary.
@@ -39,7 +39,7 @@ class DenseCache:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, ids_BT: Tensor, layout: PageLayout) -> DenseCache:
-        """One text at a time: attention in float32 takes memory with the square of the length."""
+        """One text at a time, because attention in float32 takes memory with the square of the length."""
         texts = [model.get_decoder()(input_ids=row[None], use_cache=True).past_key_values.layers for row in ids_BT]
         layers = list(zip(*texts, strict=True))
         keys = [torch.cat([cache.keys for cache in layer]) for layer in layers]
@@ -50,11 +50,11 @@ class DenseCache:
 
 @dataclass
 class Cycles:
-    """What the attention layers of one set of cycles share; travels as a keyword argument of the forward pass.
+    """What the attention layers of one set of cycles share; passed as a keyword argument of the forward pass.
 
     Pages are selected at a cycle's first step, then again every ``reuse`` steps; tokens drafted since are always read.
 
-    Raises ValueError: cycles so long that a page begun in one would be ranked in it.
+    Raises ValueError: cycles are so long that a page begun in one would be ranked in the same one.
     """
 
     cache: DenseCache

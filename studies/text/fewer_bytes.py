@@ -3,10 +3,10 @@
     python studies/text/fewer_bytes.py CHECKPOINT --out benchmarks/results/text_bytes.json
 
 As ``acceptance.py``'s lossless rows: drafts over a dense cache of held-out text, in float32, by budget and length.
-Bytes are those of a layer's keys and values, counted in tokens: what is read of pages, and of every page's landmark
-half a token (a mean key in 16 bits), a quarter (in 8 bits), or one (Quest's minimum and maximum), averaged over
-layers and drafts; a dense layer reads every token. A landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127
-levels of its largest component's magnitude.
+Bytes are counted in tokens' worth of a layer's keys and values: the pages read, and for every page's landmark half a
+token (a mean key in 16 bits), a quarter (in 8 bits), or one (Quest's minimum and maximum), averaged over layers and
+drafts; a dense layer reads every token. A landmark in ``fp8`` is rounded to e4m3, in ``int8`` to 127 levels of its
+largest component's magnitude.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ LEARNING_RATE, WARMUP_STEPS, DECAY_FROM, LAST_RATE = 2e-3, 60, 0.3, 0.05
 
 
 def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
-    """A fresh float32 model; what writes to the residual stream starts smaller, by the square root of its writers."""
+    """A fresh float32 model; writers to the residual stream start smaller, by the square root of their number."""
     shape = SIZES[size]
     config = Qwen3Config(
         **shape, num_key_value_heads=shape["num_attention_heads"] // 2, head_dim=64, vocab_size=vocab_size,
@@ -49,7 +49,7 @@ def new_model(size: str, vocab_size: int, context: int) -> Qwen3ForCausalLM:
 
 
 def learning_rate(step: int, share: float) -> float:
-    """Warm-up by steps, then by the ``share`` of the time that is over: constant, then a line down."""
+    """Warm-up by steps, then by the ``share`` of the time that has passed: constant, then falling linearly."""
     decay = 1 - (1 - LAST_RATE) * min(1.0, max(0.0, (share - DECAY_FROM) / (1 - DECAY_FROM)))
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS) * decay
 

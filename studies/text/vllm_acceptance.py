@@ -3,11 +3,12 @@
     python studies/text/vllm_acceptance.py CHECKPOINT --out benchmarks/results/text_vllm.json
 
 Every step of the engine ends one cycle of every request, so the tokens that a request gets in a step are the drafts
-accepted and the one after them. Beside it stands what the model predicts for the same cycles, teacher-forced in float32
-along the tokens that came out (``drafts.py``). These are samples of the dense policy, so the chance that the first j
-drafts are accepted is the mean of the product of min(1, q/p) of the first j tokens, without bias; ``consecutive`` and
-``geometric`` are the estimates that ``acceptance.py`` makes, for comparison. With ``--meter-budget`` one in four cycles
-also measures another schedule, whose mean acceptance stands beside the model's at the first drafts of the same cycles.
+accepted and the one after them. They are compared with what the model predicts for the same cycles, teacher-forced in
+float32 along the tokens that came out (``drafts.py``). These are samples of the dense policy, so the chance that the
+first j drafts are accepted is the mean of the product of min(1, q/p) of the first j tokens, without bias;
+``consecutive`` and ``geometric`` are the estimates that ``acceptance.py`` makes, for comparison. With
+``--meter-budget`` one in four cycles also measures another schedule, whose mean acceptance is compared with the model's
+at the first drafts of the same cycles.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Cycle = tuple[int, int]  # position of the first draft's input, and tokens that 
 
 
 def generate(llm: Any, prompts: Sequence[list[int]], tokens: int) -> list[tuple[list[int], list[Cycle]]]:
-    """Each prompt's whole text, itself included, and its cycles but for the last, which ``tokens`` may cut short."""
+    """Each prompt with its continuation, and its cycles except the last, which ``tokens`` may cut short."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -79,7 +80,7 @@ def compare(start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Seq
     """Tokens that cycles gave, ``[S, R]``, beside what their drafts predict, ``[S, R, W]``: in all and by bins."""
     request = np.broadcast_to(np.arange(len(start))[:, None], start.shape)
     before = np.concatenate([np.ones_like(ratio[..., :1]), ratio[..., :-1].cumprod(-1)], axis=-1)
-    sampled = 1 + (before * alpha).sum(-1)  # what the last draft's token is does not matter: its mean is known
+    sampled = 1 + (before * alpha).sum(-1)  # the last draft's token does not matter: the mean over it is known
 
     def of(where: Any) -> dict[str, Any]:
         measured = sequence_bootstrap(emitted[where], request[where], weighted_mean)
@@ -106,7 +107,7 @@ def of_first(alpha: Array) -> dict[str, list[float]]:
 
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
-    """``options`` are vLLM's, for machines that need others."""
+    """``options`` are passed to vLLM, for machines that need other ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(
         args.checkpoint, dtype=torch.float32, attn_implementation=drafts.NAME
     ).to(device)
-    # A cycle counts if nothing that it could give reaches the text's end: its start decides, not what it gave.
+    # A cycle counts if it cannot reach the text's end, whatever it gives: its start decides, not what it gave.
     whole = [[cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)] for text, cycles in done]
     count = min(args.cycles, *map(len, whole))
     cycles = np.array([[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole])

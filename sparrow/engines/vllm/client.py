@@ -1,4 +1,4 @@
-"""What an engine does the same way whether its vLLM runs in this process or behind HTTP."""
+"""What every vLLM engine does in the same way, whether its vLLM runs in this process or behind HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Client(ABC):
     schedule: SparsitySchedule
 
     def connect(self, context: int) -> None:
-        """Take stock of the workers; ``context`` is the most tokens of a sequence."""
+        """Ask the workers for their schedule and mode; ``context`` is the most tokens that a sequence may have."""
         self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
@@ -38,7 +38,7 @@ class Client(ABC):
         self.counters()  # forget what vLLM's own warm-up steps read
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
-        """Raises PromptError, see ``Sampling.check``; ConfigError: a truncation that drafts would not follow."""
+        """Raises PromptError: see ``Sampling.check``. ConfigError: a truncation that drafts would not follow."""
         sampling.check(prompts, self.context)
         if sampling.truncated and self._is_lossless:
             raise ConfigError(
@@ -77,7 +77,7 @@ class Client(ABC):
         self.drop_prefixes()
 
     def drop_prefixes(self) -> None:
-        """Forget cached keys and values, which other weights computed or other budgets shaped.
+        """Drop cached prefixes, whose keys and values were computed with other weights or under other budgets.
 
         Raises SparrowError: requests are running.
         """
@@ -102,15 +102,16 @@ def tally(
     counts: Sequence[Mapping[str, int]],
     acceptance: Sequence[Mapping[str, Any]] | None = None,
 ) -> Counters:
-    """What all workers of one vLLM have done, each by ``sparrow_describe``, ``_counters`` and ``_acceptance``.
+    """What all workers of one vLLM have done, from what each returns for ``sparrow_describe`` and ``sparrow_counters``.
 
-    Without the last, which only workers in lossless mode have, only what was read of the cache.
+    ``acceptance`` is from ``sparrow_acceptance``, which only workers in lossless mode have; without it only the tokens
+    read and held and the preemptions are known.
     """
     # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
-    preemptions = counts[0].get("preemptions", 0)  # every worker is told of all; the plugin of 0.1.0 counts none
+    preemptions = counts[0].get("preemptions", 0)  # every worker counts all; the plugin of 0.1.0 counts none
     if acceptance is None:
         return Counters(read, held, preemptions)
     # Every worker takes part in every draft and sees all of its logits.
@@ -121,9 +122,9 @@ def tally(
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-    """Weights for other processes of this machine: safetensors files, in memory where there is a file system for it.
+    """Weights for other processes of this machine, as paths of safetensors files; in ``/dev/shm`` if it is writable.
 
-    A file is gone when the next is asked for.
+    A file is gone once the next one is asked for.
     """
     from safetensors.torch import save_file
 
@@ -145,7 +146,7 @@ def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
 
 
 def rollout(prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: str) -> Rollout:
-    """A rollout from ids and log-probs ``[T, 1 + n]`` of the sampled token and of the most likely ones, best first."""
+    """A rollout from ids and log-probs ``[T, 1 + n]``: the sampled token's, then those of the likeliest, best first."""
     return Rollout(
         prompt_ids=prompt,
         response_ids=np.asarray(tokens, dtype=np.int64),

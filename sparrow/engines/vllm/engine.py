@@ -25,7 +25,7 @@ from sparrow.rollout import Rollout, Sampling, Watch
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, patches, plugin
 
-WATCH_S = 1.0  # how often a rollout tells how far it is
+WATCH_S = 1.0  # seconds between two reports of a rollout's progress
 
 
 class VLLMEngine(Client):
@@ -33,8 +33,8 @@ class VLLMEngine(Client):
 
     Args:
         model: directory or Hugging Face name of a checkpoint.
-        schedule: what the actor may read, lossy, or how to decode; ``set_schedule`` can change its page counts later,
-            not its page layout.
+        schedule: what the actor may read (in lossy mode), or how to decode; ``set_schedule`` can later change its page
+            counts but not its page layout.
         options: more arguments of ``vllm.LLM``, such as ``tensor_parallel_size``, ``gpu_memory_utilization``,
             ``max_model_len``, ``max_num_seqs`` or ``enforce_eager``.
 
@@ -42,7 +42,7 @@ class VLLMEngine(Client):
     """
 
     def __init__(self, model: str, schedule: SparsitySchedule | Decoding, **options: Any) -> None:
-        # vLLM reads this when an engine is made. The scheduler has to live here for tensors to be passed as they are.
+        # vLLM reads this when an engine is made. The scheduler must run here so that tensors can be passed as they are.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         try:
             from vllm import LLM
@@ -69,7 +69,7 @@ class VLLMEngine(Client):
             enable_sleep_mode=self._has_memory,
             logprobs_mode="processed_logprobs",  # at the sampling temperature
             max_logprobs=-1,
-            # Has vLLM take its place from the launcher's environment, and leave the other processes' engines alone.
+            # Makes vLLM take its rank from the launcher's environment and leave the other processes' engines alone.
             distributed_executor_backend="external_launcher" if training_processes > 1 else None,
             skip_tokenizer_init=Path(model).is_dir() and not any(Path(model).glob("tokenizer*")),
         )
@@ -98,7 +98,7 @@ class VLLMEngine(Client):
         ]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """See ``Engine.update_weights``; without a copy through the host where the model is in this process.
+        """See ``Engine.update_weights``; where the model is in this process, weights are not copied through the host.
 
         Raises ConfigError: a name the model does not have.
         """
@@ -115,7 +115,7 @@ class VLLMEngine(Client):
 
     @contextlib.contextmanager
     def _watched(self, watch: Watch) -> Iterator[None]:
-        """Tell ``watch`` how far vLLM is, from another thread, since it is busy until all responses are finished."""
+        """Report progress to ``watch`` from another thread, since vLLM keeps this one busy until all responses end."""
         running, ended = self.llm.llm_engine.output_processor.request_states, threading.Event()
 
         def tell() -> None:
@@ -134,30 +134,30 @@ class VLLMEngine(Client):
             thread.join()
 
     def sleep(self) -> None:
-        """See ``Engine.sleep``: weights move to the host, the KV cache is dropped. Nothing to do on CPU."""
+        """See ``Engine.sleep``: weights move to the host, and the KV cache is dropped. Does nothing on a CPU."""
         if self._has_memory and not self._asleep:
             self.llm.sleep(level=1)
             self._asleep = True
 
     def wake(self) -> None:
         if self._asleep:
-            torch.cuda.empty_cache()  # what training has freed, torch still holds, and vLLM would not find it
+            torch.cuda.empty_cache()  # torch still holds what training has freed; vLLM could not use it
             self.llm.wake_up()
             self._asleep = False
 
     def close(self) -> None:
-        """See ``Engine.close``; also of an engine that sleeps."""
+        """See ``Engine.close``; a sleeping engine can be closed too."""
         self.wake()
         from vllm.platforms import current_platform
 
-        # A trainer that has ended torch's process group took vLLM's groups along, and vLLM would trip over that.
+        # A trainer that has ended torch's process group has ended vLLM's groups too, and vLLM's shutdown would fail.
         if not self._in_process or torch.distributed.is_initialized():
             self.llm.llm_engine.engine_core.shutdown()
         del self.llm
         gc.collect()
         if self._has_memory:
             torch.cuda.empty_cache()
-            # vLLM keeps one pool of graph memory for the process; without graphs it is gone, and the next engine's
+            # vLLM keeps one pool of graph memory per process. It is gone once no graph uses it, but the next engine's
             # capture would ask for it.
             platform: Any = type(current_platform)
             platform._global_graph_pool = None
@@ -165,7 +165,7 @@ class VLLMEngine(Client):
 
 @contextlib.contextmanager
 def _undone_if_refused() -> Iterator[None]:
-    """End what vLLM has set up in this process if it does not start; process groups of the trainer's stay."""
+    """If vLLM does not start, tear down what it set up in this process; the trainer's process groups stay."""
     from vllm.distributed import cleanup_dist_env_and_memory
 
     was_initialized = torch.distributed.is_initialized()
@@ -178,9 +178,9 @@ def _undone_if_refused() -> Iterator[None]:
 
 
 def check_discoverable() -> None:
-    """Make sure that vLLM's other processes load the plugin: they know it by its entry point only.
+    """Make sure that vLLM's other processes will load the plugin, which they can find only by its entry point.
 
-    Raises ConfigError: they would not.
+    Raises ConfigError: they would not load it.
     """
     allowed = os.environ.get("VLLM_PLUGINS")
     if not entry_points(group=plugin.GROUP, name=plugin.NAME) or plugin.NAME not in (allowed or plugin.NAME).split(","):

@@ -1,4 +1,4 @@
-"""``VLLMServer``: the sparse actor in a ``vllm serve`` of its own, spoken to over HTTP in token ids.
+"""``VLLMServer``: the sparse actor in a ``vllm serve`` process, reached over HTTP with token ids.
 
 Shapes: T response tokens, n entries of a top-n list.
 """
@@ -28,7 +28,7 @@ from sparrow.rollout import Rollout, Sampling, Watch
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
-CONNECTIONS = 256  # requests under way at a time; vLLM would queue more than that too
+CONNECTIONS = 256  # requests in flight at a time; vLLM itself would queue any beyond these
 ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
 CHECK_S, STALL_S = 15.0, 300.0
 """How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none."""
@@ -43,11 +43,12 @@ class VLLMServer(Client):
 
     Args:
         url: such as ``http://localhost:8000``.
-        schedule: what the actor may read, or how to decode; where page counts differ from the server's, they are set at
-            once. Whether it is lossless was settled when the server was started.
+        schedule: what the actor may read, or how to decode. If its page counts differ from the server's, the server's
+            are changed at once; whether the server is lossless was fixed when it was started.
         controls: whether this client sets schedules and weights; of several processes that share a server, one does.
 
-    Raises EngineError: no server. ConfigError: one that does not run Sparrow or cannot be controlled.
+    Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in another mode or cannot
+    be controlled.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class VLLMServer(Client):
             self.schedule = schedule
 
     def counters(self) -> Counters:
-        """See ``Engine.counters``; the client that controls the server counts for all."""
+        """See ``Engine.counters``; only the client that controls the server reports counts, for all clients."""
         return super().counters() if self._controls else Counters(0, 0)
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
@@ -168,7 +169,7 @@ class VLLMServer(Client):
             self._request("POST", "/wake_up")
 
     def close(self) -> None:
-        """Nothing: who started the server stops it."""
+        """Does nothing: whoever started the server stops it."""
 
     def _request(self, verb: str, path: str, body: dict[str, Any] | None = None, timeout: float = ANSWER_S) -> bytes:
         with self._reached():
@@ -192,7 +193,7 @@ def _content(answer: httpx.Response) -> bytes:
 
 
 def _finished(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``; in a thread of its own where this one runs an event loop, as a notebook's does."""
+    """The result of ``work``, run in a separate thread if this one already runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -202,7 +203,7 @@ def _finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 class HTTPStatusError(EngineError):
-    """What the server refused, and why."""
+    """The server refused a request; says which, and why."""
 
     def __init__(self, status: int, path: str, text: str) -> None:
         super().__init__(status, path, text)
