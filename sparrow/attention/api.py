@@ -20,7 +20,7 @@ from sparrow.errors import ConfigError
 if TYPE_CHECKING:
     from sparrow.attention.triton.forced import Kept
 
-Implementation = Literal["reference", "triton", "cuda"]  # no CUDA kernel is teacher-forced
+Implementation = Literal["reference", "triton", "cuda"]  # teacher forcing has no CUDA kernel
 
 
 def decode(
@@ -47,7 +47,7 @@ def decode(
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
 
-    Raises ValueError: heads that do not divide, or shapes that do not belong together.
+    Raises ValueError: query heads that are no multiple of the kv heads, or shapes that do not belong together.
     """
     _check_heads(q_BHD, k_BKSD, v_BKSD)
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
@@ -72,11 +72,11 @@ def paged_decode(
 ) -> Tensor:
     """One sparse decode step over a paged cache (Sparrow, arXiv 2606.08446, section 2).
 
-    Row b attends to its sink and recent pages and its ``top_k_B[b]`` best others; with as many pages kept as it
-    has, the row is dense. Nothing beyond its length has any effect; a row of length 0 returns zeros. The landmark of
-    a page that its newest token fills is written: ``update_landmarks`` is for tokens that are not decoded. With
-    kernels the result is the same bits every time, nothing waits for the device and, given ``out``, nothing
-    is allocated: the call can be captured in a CUDA graph and replayed with other lengths and budgets.
+    Row b attends to its sink pages, its recent pages and the ``top_k_B[b]`` best of the others; if that keeps every
+    page, the row is dense. Nothing beyond its length has any effect; a row of length 0 returns zeros. If the newest
+    token fills a page, the page's landmark is written; ``update_landmarks`` is for tokens that are not decoded. The
+    kernels give the same bits every time, never wait for the device and, given ``out``, allocate nothing, so the call
+    can be captured in a CUDA graph and replayed with other lengths and budgets.
 
     Args:
         q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided, D contiguous.
@@ -90,14 +90,13 @@ def paged_decode(
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
             cache in the same dtype; needs ``workspace``, and for landmarks in 8 bits compute capability 8.9) or
             ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, one 16-bit dtype; needs
-            ``workspace``, and compiles itself at its first call). There is no fallback; ``choose`` says which is
-            fastest.
+            ``workspace``, and is compiled at its first call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
-        reuse_plan: the workspace's last call had the same lengths, budgets and implementation, as in a layer before
-            this one: the kernels divide the work as they did then, and may rank pages while the launch before it
-            stores the newest tokens.
+        reuse_plan: whether the workspace's last call had the same lengths, budgets and implementation, as when it was
+            for an earlier layer of the same step. If so, the kernels divide the work as they did then, and may rank
+            pages while the launch before this one stores the newest tokens.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -155,12 +154,12 @@ def choose(
     device: torch.device,
     landmark_dtype: LandmarkDtype = "auto",
 ) -> Choice:
-    """What is to decode such a model on ``device``: exactly what is asked for or, if nothing is, the fastest.
+    """Which implementation decodes such a model on ``device``: exactly what is asked for, or else the fastest.
 
-    The fastest is the CUDA kernel where it can serve, but Triton's where so few rows would leave most
-    multiprocessors idle that several programs should rank one row.
+    The fastest is the CUDA kernel where it can serve. The exception is batches of so few rows that it would leave most
+    multiprocessors idle: Triton's kernels are faster there, because several programs rank one row.
 
-    Raises ConfigError: what is asked for cannot serve.
+    Raises ConfigError: an implementation that was asked for cannot serve.
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}")
@@ -198,7 +197,7 @@ def update_landmarks(
         landmark_cache: as in ``paged_decode``.
         slot_mapping_T: slots just written, integers.
         layout: page size and dtype of landmarks.
-        implementation: as in ``paged_decode``; ``cuda`` has Triton's.
+        implementation: as in ``paged_decode``; ``cuda`` uses Triton's kernel.
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
@@ -228,8 +227,8 @@ def teacher_forced(
     """Whole sequences at once, every position reading what decoding would have read (arXiv 2606.08446, section 7).
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``; nothing outside has any effect with
-    ``triton``, nothing that is finite with ``reference``. Under autocast q, k and v are cast as dense attention's are.
-    ``triton`` gives the same bits every time, its gradients too; its memory grows with the length plus a few bits per
+    ``triton``, and nothing finite with ``reference``. Under autocast q, k and v are cast as in dense attention.
+    ``triton`` gives the same bits every time, also in gradients; its memory grows with the length plus a few bits per
     (position, page, kv head).
 
     Args:
@@ -242,7 +241,7 @@ def teacher_forced(
             ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
         kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result and the pages into
-            an empty list, and takes them out of a filled one in place of computing them again.
+            an empty list, and takes them out of a filled one instead of computing them again.
 
     Returns:
         ``[B, H, T, D]``, differentiable in q, k and v; zeros in padded columns.

@@ -1,4 +1,4 @@
-"""What one decode step over a paged cache is, for every implementation: its batch, its scratch memory, its limits.
+"""One decode step over a paged cache, as every implementation takes it: its batch, its scratch memory, its limits.
 
 ``reference``, ``triton`` and ``cuda`` each ``check`` and ``run`` a ``DecodeBatch``: see ``DecodeImplementation``.
 
@@ -22,7 +22,7 @@ PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
 MAX_PAGES = 16384
-FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert e4m3
+FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
 PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
 
@@ -89,7 +89,7 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 
 def fp8_lacking(device: torch.device) -> str | None:
-    """Why the kernels cannot serve landmarks in 8 bits there, in a sentence; None if they can."""
+    """Why the kernels cannot serve landmarks in 8 bits on ``device``, in a sentence; None if they can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return None
     needed, name = ".".join(map(str, FP8_CAPABILITY)), torch.cuda.get_device_name(device)
@@ -126,12 +126,12 @@ class DecodeWorkspace:
         self.max_pages = max_pages
         items = max_batch * kv_heads
         parts = items + 5 * device_limits(device).multiprocessors // kv_heads * kv_heads  # more than any launch makes
-        # Scores, then in their place the ids of the kept pages; rows of a multiple of 16 so that loads stay aligned.
+        # Scores, later overwritten by the ids of the kept pages; row lengths are multiples of 16 to keep loads aligned.
         self.rows = torch.empty(items, -(-max_pages // 16) * 16, dtype=torch.float32, device=device)
         self.partial = torch.empty(parts, group, head_dim, dtype=torch.float32, device=device)
         self.stats = torch.empty(parts, 2, group, dtype=torch.float32, device=device)
         self.plan = torch.empty(parts // kv_heads, PLAN_ENTRY, dtype=torch.int32, device=device)
-        # Programs that have arrived at an item, for ranking and for attention; every launch leaves zeros.
+        # How many programs have arrived at an item, for ranking and for attention; every launch leaves zeros.
         self.counters = torch.zeros(2, items, dtype=torch.int32, device=device)
 
     @property
@@ -141,7 +141,7 @@ class DecodeWorkspace:
 
 
 class DecodeImplementation(Protocol):
-    """What ``reference``, ``triton`` and ``cuda`` are, as modules."""
+    """What the modules ``reference``, ``triton`` and ``cuda`` provide."""
 
     def check(self, batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
         """Raises ValueError: what the implementation cannot serve. Looks at no tensor's values."""

@@ -1,8 +1,9 @@
 """How a batch is divided among programs: once per step, on the device, for every kernel that attends.
 
 In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and the CUDA kernel read
-the same plan: an entry of ``PLAN_ENTRY`` int32 for the programs of a row's K kv heads says which row, which part of
-it, of how many, the slot of the first part, the row's length and top_k; two are for alignment.
+the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs (one per kv head) of a part of a row:
+the row, the part, the row's number of parts, the slot of its first part, its length and its top_k; two are for
+alignment.
 
 Shapes: R rows (sequences), S rows or sizes tried at a time.
 """
@@ -25,9 +26,9 @@ class Division:
     """What a launch asks of the plan."""
 
     extra_programs: int  # for further parts of rows, besides one program for each item; a multiple of the kv heads
-    resident_programs: int  # that run at once
+    resident_programs: int  # programs that run at once
     part_tokens: int  # kept tokens worth a program of their own
-    ranks: bool  # a row's first program ranks its pages before, and the others wait for it
+    ranks: bool  # whether a row's first program ranks its pages first, while the others wait for it
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
@@ -55,9 +56,9 @@ def plan_kernel(
     P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, MIN_PART: tl.constexpr, ROWS: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Divides a batch: every row has one part or more, ``extra`` more in all, as small as that allows.
+    """Divides a batch: every row has at least one part, with at most ``extra`` more in all, as small as that allows.
 
-    Rows stay whole that are not longer than what each of ``resident`` entries would get or, unless there is room for
+    A row stays whole if it is not longer than what each of ``resident`` entries would get or, unless there is room for
     twice the rows, not much longer than the mean. The most work comes first, and a row's first part before its others;
     entries left over get row ``count``.
     """
@@ -68,7 +69,7 @@ def plan_kernel(
     total = tl.sum(tokens_R)
     whole = tl.where(2 * count <= resident, 0, total // count * 17 // 16)
     low = tl.maximum(tl.maximum(MIN_PART, total // (count + extra)), tl.maximum(whole, total // resident))
-    high = tl.maximum(low, total // extra + 1)  # needs at most ``extra`` parts, whatever the lengths
+    high = tl.maximum(low, total // extra + 1)  # needs at most ``extra`` further parts, whatever the lengths
     size_S = high - (high - low) // (SIZES - 1) * tl.arange(0, SIZES)
     needed_S = tl.sum(tl.maximum(tokens_R - 1, 0)[:, None] // size_S[None, :], 0)
     size = tl.min(tl.where(needed_S <= extra, size_S, high))
@@ -103,14 +104,14 @@ def plan_kernel(
 
 @triton.jit
 def _work(length_R, top_k_R, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, RANKS: tl.constexpr):
-    """A row's kept tokens, and how many of these take as long to read as the landmarks that its first part ranks."""
+    """A row's kept tokens, and how many tokens take as long to read as the landmarks that its first part ranks."""
     _pages, ranked, budget, tokens_R = page_counts(length_R, top_k_R, P, SINK, RECENT)
     return tokens_R, tl.where((budget > 0) & (budget < ranked) & RANKS, ranked // 2, 0)
 
 
 @triton.jit
 def _order_of_work(tokens_R, ranking_R, more_R, r, P: tl.constexpr, ROWS: tl.constexpr):
-    """Numbers, all different, that sort first and further parts of rows by their work, down to a page."""
+    """Distinct numbers that sort the first and the further parts of rows by their work, in whole pages."""
     part_R = tokens_R // (more_R + 1)
     last_R = ROWS - 1 - r
     return ((part_R + ranking_R) // P * 2 + 1) * ROWS + last_R, part_R // P * 2 * ROWS + last_R

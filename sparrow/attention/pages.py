@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-"""How landmarks are stored: in the keys' dtype, or in 8 bits (1 sign, 4 exponent, 3 mantissa), beyond 448 as 448."""
+"""How landmarks are stored: in the keys' dtype, or in 8 bits (1 sign, 4 exponent, 3 mantissa) clamped to 448."""
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 
@@ -47,9 +47,9 @@ def page_count(length: Tensor, page_size: int) -> Tensor:
 
 
 def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
-    """Keys or values ``[B, K, T, D]`` in columns of a cache, int64: ``gather``, but of whole vectors at a time.
+    """Keys or values ``[B, K, T, D]`` in these columns (int64) of a cache: ``gather``, but of whole vectors.
 
-    On a CPU that takes a quarter of the time.
+    On a CPU this takes a quarter of the time of ``gather``.
     """
     B, K, S, D = x_BKSD.shape
     first_BK1 = torch.arange(0, B * K * S, S, device=x_BKSD.device).view(B, K, 1)
@@ -63,7 +63,7 @@ def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     has no meaningful landmark and is never ranked: it is among the recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
-    # Without the limits some devices would make NaN of what is beyond them.
+    # Without the clamp, some devices would turn values beyond the limits into NaN.
     return mean.to(k_BKNPD.dtype) if dtype == "auto" else mean.clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 

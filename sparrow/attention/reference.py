@@ -57,9 +57,9 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
 
 
 def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan: bool = False) -> Tensor:
-    """One decode step over a paged cache: as ``decode``, with landmarks as the cache holds them.
+    """One decode step over a paged cache: like ``decode``, but with the landmarks that the cache holds.
 
-    Nothing beyond a row's ``length_B`` tokens has any effect, be it NaN; a row of length 0 returns zeros. The
+    Nothing beyond a row's ``length_B`` tokens has any effect, not even NaN; a row of length 0 returns zeros. The
     landmark of a page that a row's newest token filled is written. There is no plan, and the workspace stays untouched.
     """
     q_BHD, k_cache, layout = batch.q_BHD, batch.k_cache, batch.layout
@@ -118,7 +118,7 @@ def teacher_forced(
     tokens were prefilled and attend densely; the token at position t after them reads the pages selected
     among its t + 1 tokens with ``top_k_BT[b, column]``. Padded columns return zeros.
 
-    Memory grows with ``query_chunk * T``; real lengths want the kernel.
+    Memory grows with ``query_chunk * T``; use the kernel for real lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K, P = k_BKTD.shape[1], layout.page_size
@@ -152,7 +152,7 @@ def teacher_forced(
 
 
 def _kept_tokens(keep_BKN: Tensor, length_B: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-    """Token numbers of the kept pages, in order, as many as the fullest row needs; and which of them count."""
+    """Token numbers of the kept pages, in order, as many as the fullest row needs, and a mask of those that count."""
     page_BKM = keep_BKN.int().argsort(dim=-1, descending=True, stable=True)[..., : int(keep_BKN.sum(-1).max())]
     token_BKMP = page_BKM[..., None] * page_size + torch.arange(page_size, device=keep_BKN.device)
     seen_BKMP = keep_BKN.gather(-1, page_BKM)[..., None] & (token_BKMP < length_B[:, None, None, None])

@@ -1,4 +1,4 @@
-"""How many tokens to draft: what gave the most tokens per second at like batch and length, as measured while running.
+"""How many tokens to draft: as many as gave the most tokens per second in similar batches, as measured while running.
 
 Nothing here changes what is sampled, only how fast: any number of drafts is exact.
 """
@@ -11,35 +11,35 @@ from collections.abc import Iterable
 from statistics import mean
 
 PROBES = 4
-"""Cycles timed of a number of drafts before anything is concluded."""
+"""Cycles timed with a number of drafts before anything is concluded about it."""
 THINK_EVERY = 8
-"""Cycles between two comparisons, which cost the host time."""
+"""Cycles between two comparisons of speed, which cost the host time."""
 TRY_AGAIN = 2000
-"""Cycles after which what lost is tried again: acceptance may have changed while nothing was drafted."""
+"""Cycles after which the numbers that lost are tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
-"""Cycles after which what nearly won is timed again: the first times of a batch are the least reliable."""
+"""Cycles after which a number that nearly won is timed again: the first times of a batch are the least reliable."""
 DENSE_AGAIN = 64
-"""Cycles of a batch after which dense steps are timed again, and so after twice as many, four times and so on: the
-first times may have been slow by chance, and lossless decoding must not be slower than dense."""
+"""Cycles of a batch after which dense steps are timed again, as they are after twice as many, four times as many and
+so on: the first times may have been slow by chance, and lossless decoding must not be slower than dense."""
 DENSE_CYCLES = 6
-"""Dense steps each time."""
+"""Dense steps that are timed each time."""
 DENSE_NEAR = 0.7
-"""Only where dense steps had this share of the best speed; else they cannot win."""
+"""Dense steps are timed again only if they had this share of the best speed; else they cannot win."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
 HOPELESS = 0.9
-"""A number of drafts predicted below this share of the best speed, or below it at the nearest batch, is not tried."""
+"""A number of drafts is not tried if its speed, predicted or at the nearest batch, is below this share of the best."""
 PRIOR = (9.0, 10.0)
-"""Drafts accepted and judged before any was seen."""
+"""Drafts accepted and judged that are assumed before any was seen."""
 REACH, OPTIMISM = 2, 0.85
-"""How many steps away a batch may be to be taken for alike, and the share of its times expected one step further: what
-was hopeless is tried again some steps on."""
+"""How many steps away a batch may be for its times to be taken over, and the factor on them for each step: what was
+hopeless is tried again some steps on."""
 FORGET = 0.98
-"""Weight of what was accepted before, at each cycle."""
+"""Factor by which each cycle weights the drafts accepted and judged before it."""
 
 
 def tokens_per_cycle(acceptance: float, drafts: int) -> float:
-    """Tokens that a cycle gives a sequence, each draft accepted with this probability (arXiv 2211.17192, eq. 1)."""
+    """Tokens that a cycle gives a sequence, if each draft has this chance of acceptance (arXiv 2211.17192, eq. 1)."""
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
@@ -50,7 +50,7 @@ class DraftLength:
     """Chooses the number of drafts of each cycle.
 
     Batches are told apart by the number of sequences and by their mean length, both in steps of a factor of sqrt(2).
-    One not met before takes over what is known of the nearest, so that little is timed anew as sequences grow and end.
+    A new batch takes over what is known of the nearest one, so that little is timed anew as sequences grow and end.
 
     Args:
         choices: numbers of drafts to choose from, 0 (no drafting) included.
@@ -67,17 +67,17 @@ class DraftLength:
         self._cycles: Counter[Key] = Counter()
 
     def acceptance(self, length: float) -> float:
-        """Share of the drafts judged lately that were accepted, at like length, else at the nearest length."""
+        """Share of the drafts judged lately that were accepted, at similar length, else at the nearest length."""
         accepted, judged = self._judged(_step(length))
         return accepted / judged
 
     def settled(self, rows: int, length: float) -> int | None:
-        """The number of drafts in use at like batch and length; None while numbers are being timed."""
+        """The number of drafts in use for similar batches; None while other numbers are being timed."""
         key = (_step(rows), _step(length))
         return None if key in self._being_timed else self._in_use.get(key)
 
     def choose(self, rows: int, length: float) -> int:
-        """Drafts of the next cycle for so many sequences of this mean length (tokens)."""
+        """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens)."""
         key = (_step(rows), _step(length))
         if key not in self._seconds:
             self._take_over(key)
@@ -117,7 +117,7 @@ class DraftLength:
         """Learn from one cycle of ``rows`` sequences that all had the same number of drafts.
 
         Args:
-            seconds: of the drafts and their verification.
+            seconds: time of the drafts and their verification.
             accepted, judged: drafts accepted, and drafts up to the first rejected one of each sequence.
         """
         key = (_step(rows), _step(length))
@@ -130,7 +130,7 @@ class DraftLength:
                 verdicts[i] = FORGET * verdicts[i] + count
 
     def in_use(self) -> dict[str, int]:
-        """What was settled on, by sequences and mean length (rounded to the steps told apart)."""
+        """The numbers of drafts in use, by sequences and mean length (rounded to the steps told apart)."""
         return {f"{2 ** (b / 2):.0f} x {2 ** (n / 2):.0f}": k for (b, n), k in sorted(self._in_use.items())}
 
     def _take_over(self, key: Key) -> None:
@@ -147,12 +147,12 @@ class DraftLength:
             self._cycles[key] = self._cycles[nearest] % TRY_AGAIN
 
     def _known(self, key: Key) -> dict[int, float]:
-        """Seconds of a cycle with each number of drafts, as timed often enough, else as taken over."""
+        """Seconds of a cycle with each number of drafts: as timed here if often enough, else as taken over."""
         timed = {k: _typical(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
         return {**self._taken_over[key], **timed}
 
     def _judged(self, step: int) -> list[float]:
-        """Drafts accepted and judged at this length; of the nearest length that has any, so few that they soon fade."""
+        """Drafts accepted and judged at this length, else at the nearest, but scaled to so few that they soon fade."""
         if step in self._verdicts:
             return self._verdicts[step]
         if not self._verdicts:
@@ -161,23 +161,23 @@ class DraftLength:
         return [PRIOR[1] * accepted / judged, PRIOR[1]]
 
     def _speed(self, key: Key, drafts: int, seconds: float) -> float:
-        """Tokens per second of a sequence."""
+        """Tokens per second of a sequence with so many drafts."""
         return tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
 
     def _speeds(self, key: Key) -> dict[int, float]:
-        """Of each number of drafts timed often enough here."""
+        """Tokens per second of a sequence with each number of drafts that was timed often enough in such batches."""
         timed = self._seconds[key]
         return {k: self._speed(key, k, _typical(of)) for k, of in timed.items() if len(of) >= PROBES}
 
     def _dense_is_due(self, key: Key) -> bool:
         cycles = self._cycles[key]
-        if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_CYCLES:  # since a power of two
+        if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_CYCLES:  # after a power of two
             return False
         speed = self._speeds(key)
         return speed.get(0, 0.0) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, key: Key) -> list[int]:
-        """The numbers of drafts worth timing, the fastest known first; of those unknown at most one, the smallest."""
+        """The numbers of drafts worth timing, the fastest known first; at most one unknown number, the smallest."""
         known = self._known(key)
         speed = {k: self._speed(key, k, seconds) for k, seconds in known.items()}
         promising = [k for k in sorted(speed, key=lambda k: -speed[k]) if speed[k] >= HOPELESS * max(speed.values())]
@@ -187,14 +187,14 @@ class DraftLength:
         if len(known) < 2 or len(self._seconds[key].get(drafts, ())) > 0:
             return [*promising, drafts]
         (a, at_a), (b, at_b) = sorted(known.items())[-2:]
-        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # time grows by as much with every draft
+        predicted = at_b + (drafts - b) * (at_b - at_a) / (b - a)  # each draft adds the same time
         if predicted <= 0 or self._speed(key, drafts, predicted) >= HOPELESS * max(speed.values()):
             promising.append(drafts)
         return promising
 
 
 def _typical(seconds: Iterable[float]) -> float:
-    """The mean without the slowest quarter, in which something else took time."""
+    """The mean without the slowest quarter, in which other work took time."""
     ordered = sorted(seconds)
     return mean(ordered[: max(1, (3 * len(ordered)) // 4)])
 

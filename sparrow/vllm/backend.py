@@ -2,7 +2,7 @@
 
 Prefill, and the layers a schedule keeps dense, stay vLLM's own. Decode steps of the other layers read the
 pages that ``sparrow.attention`` selects. A page's landmark lies in the padded tail of the KV block the page
-is in, so vLLM accounts for it, and sharing, reusing or freeing a block takes its landmarks along.
+is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with their block.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest sequence.
 """
@@ -41,9 +41,9 @@ class Step:
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefill: Any  # vLLM's own metadata of the remaining rows, None if there are none
-    # int32 [B], ``ALL_PAGES`` everywhere, for a draft: its dense layers run Sparrow's kernels as well
+    # int32 [B], ``ALL_PAGES`` in every row; only for draft steps, whose dense layers run Sparrow's kernels too
     everything: Tensor | None = None
-    may_reuse_plan: bool = True  # whether a layer's page counts are those of the layer before, where attach found so
+    may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
 
 
 class SparseBuilder(VLLMClass):
@@ -78,7 +78,7 @@ class SparseBuilder(VLLMClass):
         rows, prefills, tokens, prefill_tokens = split_decodes_and_prefills(common, decode_threshold=1)
         prefill = None
         if prefills:
-            # Without the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
+            # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
             prefill = super().build(0, _tail(common, rows, tokens, prefills, prefill_tokens), fast_build=True)
         is_prefilling = self.is_prefilling if common.is_prefilling is None else common.is_prefilling
         metadata.sparrow = Step(
@@ -113,7 +113,7 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    has_landmarks = False  # sparse layers, and in lossless mode all
+    has_landmarks = False  # true for sparse layers, and in lossless mode for all
     begins_step = False
     begins_decode = False
 
@@ -195,7 +195,7 @@ class SparseImpl(VLLMClass):
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     """Tie a layer to its worker's runtime and make room for its landmarks; returns the padded KV cache spec.
 
-    Raises ConfigError: blocks that do not hold whole pages, or padded for another purpose.
+    Raises ConfigError: blocks that do not hold whole pages, or that vLLM pads for another purpose.
     """
     decoding = config.requested(vllm_config)
     assert decoding is not None
@@ -222,7 +222,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=spec.dtype,
             device=device, landmark_dtype=schedule.landmark_dtype,
         )  # fmt: skip
-        layer.impl.begins_step = True  # vLLM asks in the order of the model
+        layer.impl.begins_step = True  # vLLM asks in the order of the model, so this layer is the first
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
     layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless

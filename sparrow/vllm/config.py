@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
 KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
-KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, where not the best that can
-MODE_ENVIRONMENT = "SPARROW_MODE"  # the variables that say it for frameworks that pass nothing to vLLM
+KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, if not the fastest that can
+MODE_ENVIRONMENT = "SPARROW_MODE"  # these variables say how to decode, for frameworks that pass nothing to vLLM
 ENVIRONMENT = "SPARROW_SCHEDULE"
-KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # likewise for kernels
+KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
 KERNELS = ("cuda", "triton")
 KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 """The model's own precision; a quantised cache would need landmarks and scales of its own."""
@@ -26,10 +26,10 @@ KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 def from_environment() -> Decoding | None:
     """What ``SPARROW_MODE`` and ``SPARROW_SCHEDULE`` ask for, or None if both are unset or empty.
 
-    A schedule alone means lossy; in lossless mode it is what drafts read. A mode with further settings is written as
+    A schedule alone means lossy; in lossless mode it says what drafts read. A mode with further settings is written as
     JSON, as in ``additional_config``.
 
-    Raises ConfigError: nothing that ``Decoding.load`` can read.
+    Raises ConfigError: values that ``Decoding.load`` cannot read, or a schedule besides a mode written as JSON.
     """
     mode, schedule = (os.environ.get(name, "").strip() for name in (MODE_ENVIRONMENT, ENVIRONMENT))
     if not mode:
@@ -43,15 +43,15 @@ def from_environment() -> Decoding | None:
 
 
 def requested(vllm_config: Any) -> Decoding | None:
-    """How an engine was asked to decode: ``additional_config`` first, then the environment; None: as stock vLLM."""
+    """How an engine was asked to decode: ``additional_config`` first, then the environment; None: like stock vLLM."""
     value = additional(vllm_config, KEY)
     return from_environment() if value is None else Decoding.load(value)
 
 
 def kernels(vllm_config: Any) -> Implementation | None:
-    """The kernels an engine was asked to decode with, ``additional_config`` first; None: the best that can.
+    """The kernels an engine was asked to decode with, ``additional_config`` first; None means the fastest that can.
 
-    Raises ConfigError: there are none of that name.
+    Raises ConfigError: a name that no kernels have.
     """
     name: Any = additional(vllm_config, KERNELS_KEY) or os.environ.get(KERNELS_ENVIRONMENT, "").strip()
     if name and name not in KERNELS:
@@ -67,7 +67,7 @@ def additional(vllm_config: Any, key: str) -> Any:
 def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
     """Refuse, by name, what would be decoded densely or wrongly.
 
-    Raises UnsupportedModel: a kind of model or attention Sparrow does not select pages from. ConfigError: a vLLM
+    Raises UnsupportedModel: a kind of model or attention that Sparrow does not select pages from. ConfigError: a vLLM
     feature that has to be switched off, or a schedule that does not match the model.
     """
     model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config

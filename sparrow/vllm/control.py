@@ -16,7 +16,7 @@ from sparrow.vllm.runtime import Runtime, find
 def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
     """Decode under another schedule from the next step on; reset the prefix cache afterwards.
 
-    Raises ConfigError: no schedule, or one that needs a new engine.
+    Raises ConfigError: what is not a schedule, or one that needs a new engine.
     """
     _runtime(self).set_schedule(SparsitySchedule.load(schedule))
 
@@ -24,25 +24,25 @@ def sparrow_set_schedule(self: Any, schedule: str | Mapping[str, Any]) -> None:
 def sparrow_counters(self: Any) -> dict[str, int]:
     """What this worker's decode steps did since the last call, graph warm-up included in the first.
 
-    ``rows`` sequences times steps; ``tokens_read`` cached tokens read and ``tokens_held`` tokens a dense actor
-    would have read, over rows and this worker's layers; ``pages_read`` in sparse layers; and the rows that read
-    everything, by reason: ``dense_rows_schedule`` (a bin without limit), ``dense_rows_short`` (no more pages
-    than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a prompt, not in ``rows``). ``preemptions``
-    are sequences whose cache vLLM dropped, to prefill them again.
+    ``rows`` counts sequences times steps. ``tokens_read`` counts the cached tokens that were read, ``tokens_held``
+    those that a dense actor would have read, both over rows and this worker's layers; ``pages_read`` counts the pages
+    read in sparse layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (a bin without
+    limit), ``dense_rows_short`` (no more pages than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a
+    prompt, not in ``rows``). ``preemptions`` counts sequences whose cache vLLM dropped, to prefill them again.
 
-    In lossless mode rows are those of draft steps, ``tokens_read`` counts verification too, ``tokens_held`` is what
-    dense decoding would have read for the tokens ``emitted``, and there are the tokens ``drafted`` and ``accepted``.
+    In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and ``tokens_held`` is what
+    dense decoding would have read for the ``emitted`` tokens; ``drafted`` and ``accepted`` count tokens too.
     """
     return _runtime(self).counters()
 
 
 def sparrow_acceptance(self: Any) -> dict[str, Any]:
-    """How the drafts of lossless mode fared since the last call; nothing to tell in other modes.
+    """How the drafts of lossless mode fared since the last call; other modes have none.
 
     ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how many drafts
     verification looked at, the mean of their acceptance and its 5th percentile. ``acceptance``: the same as counts, for
     ``DraftAcceptance.from_dict``. ``metered``: bins and acceptance of the schedule ``meter_schedule``, if one was asked
-    for. All of it is for a dense history: a lossy actor reads what it wrote itself and agrees less.
+    for. All of it is for a dense history: a lossy actor reads what it wrote itself and has lower acceptance.
     """
     return _runtime(self).acceptance()
 
@@ -55,7 +55,7 @@ def sparrow_describe(self: Any) -> dict[str, Any]:
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
     """Take weights by Hugging Face name, from this process or from a safetensors file; reset the prefix cache after.
 
-    Raises ConfigError: a name the model does not have.
+    Raises ConfigError: a name that the model does not have.
     """
     if isinstance(weights, str):
         from safetensors.torch import load_file
@@ -78,9 +78,9 @@ def _runtime(worker: Any) -> Runtime:
 
 
 def between_graphs(vllm_config: Any) -> tuple[int, int]:
-    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately, else that twice.
+    """The captured batch sizes around ``max_num_seqs`` if vLLM captures decode steps separately, else that value twice.
 
-    vLLM captures none above that number: a step of more sequences than the lower size runs without a CUDA graph.
+    vLLM captures no decode steps above that number: a step of more sequences than the lower size has no CUDA graph.
     """
     mode, most = vllm_config.compilation_config.cudagraph_mode, vllm_config.scheduler_config.max_num_seqs
     sizes = vllm_config.compilation_config.cudagraph_capture_sizes or []
@@ -90,9 +90,10 @@ def between_graphs(vllm_config: Any) -> tuple[int, int]:
 
 
 def check(vllm_config: Any) -> None:
-    """Make sure that an engine which was asked for a schedule follows it in every layer, and say so in the log.
+    """Make sure that an engine with a schedule follows it in every layer, and say so in the log.
 
-    Raises UnsupportedModel: an attention layer that another backend runs.
+    Raises UnsupportedModel: an attention layer that another backend runs. ConfigError: in lossless mode, a speculator
+    that is not Sparrow's.
     """
     from vllm.logger import init_logger
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

@@ -18,7 +18,7 @@ from sparrow.vllm.versions import installed
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
-    """With kernels whose cache the reference can view: AMX's, which vLLM takes for bfloat16, pack keys in tiles."""
+    """Picks kernels whose cache the reference can view: the AMX kernels that vLLM takes for bfloat16 tile the keys."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -33,7 +33,7 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
 
 
 class CpuBackend(CPUAttentionBackend):
-    """Registered over ``CPU_ATTN``, the one backend vLLM takes on CPU; stock where no schedule was asked for."""
+    """Registered over ``CPU_ATTN``, the one backend vLLM takes on CPU; stock if no schedule was asked for."""
 
     @staticmethod
     def get_impl_cls() -> type:

@@ -30,7 +30,7 @@ class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        """In lossless mode whatever vLLM runs is dense, so its graphs may hold verification too."""
+        """In lossless mode everything that vLLM runs is dense, so its graphs may hold verification too."""
         decoding = requested(vllm_config)
         is_lossless = decoding is not None and decoding.mode == "lossless"
         return AttentionCGSupport.UNIFORM_BATCH if is_lossless else cls._cudagraph_support
@@ -43,7 +43,7 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """As vLLM's own, but in a sparse layer decoding begins meanwhile."""
+        """Like vLLM's own, but in a sparse layer decoding may begin during the update."""
         if not self.is_sparse_layer:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         keys, values, _ = self._views(layer, kv_cache)

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    FlatLogprobs = Any  # whose fields become properties here
+    FlatLogprobs = Any  # its fields become properties here
 else:
     from vllm.logprobs import FlatLogprobs
 
 
 class ArrayLogprobs(FlatLogprobs):
-    """Reads like ``FlatLogprobs``, for lists that are all equally long and were not decoded."""
+    """Can be read like ``FlatLogprobs``; holds lists that are all equally long and were not decoded."""
 
     def __init__(self, ids: np.ndarray, logprobs: np.ndarray) -> None:
-        """Empty, for lists of the same length and dtypes as these."""
+        """Starts empty, for lists of the same length and dtypes as these."""
         self.width = logprobs.shape[1]
         self.token_ids: array[int] = array(ids.dtype.char)
         self.logprobs: array[float] = array(logprobs.dtype.char)
         self.sampled_ranks: array[int] = array("q")
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-        """Appends the lists of T tokens; a rank is the sampled token's, from 1 on."""
+        """Appends the lists of T tokens; each rank is that of the sampled token, from 1 on."""
         self.token_ids.frombytes(ids_TN.tobytes())
         self.logprobs.frombytes(logprobs_TN.tobytes())
         self.sampled_ranks.extend(rank_T.tolist())
@@ -52,7 +52,7 @@ class ArrayLogprobs(FlatLogprobs):
 
 
 def update(processor: Any, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-    """What ``LogprobsProcessor`` does with the lists of new tokens of a request, for flat ones without a tokenizer."""
+    """Does what ``LogprobsProcessor`` does with the lists of new tokens, for flat lists without a tokenizer."""
     wanted = processor.num_logprobs + 1
     if 0 < wanted < logprobs_TN.shape[1]:  # another request of the batch asked for more
         ids_TN, logprobs_TN = ids_TN[:, :wanted], logprobs_TN[:, :wanted]

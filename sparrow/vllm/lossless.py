@@ -18,22 +18,22 @@ DEFAULT_ROWS = 256
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
-    """Numbers of drafts that a cycle may have: always as many, or none, a third, two thirds, and all."""
+    """Numbers of drafts that a cycle may have: ``draft_tokens``, or if they adapt, 0, 1/3, 2/3 and all of it."""
     k = decoding.draft_tokens
     return tuple(sorted({round(k * part / 3) for part in range(4)})) if decoding.adapt_draft_tokens else (k,)
 
 
 def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """Tokens of the batches to make CUDA graphs for: each number of sequences, with 1 token each or with drafts."""
+    """Batch sizes, in tokens, to make CUDA graphs for: each number of sequences with 1 token each, or with drafts."""
     counts = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
     counts = sorted({*(n for n in counts if n < rows), rows})
     return sorted({n * (k + 1) for n in counts for k in {0, *choices}})
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
-    """Complete vLLM's ``EngineArgs`` for lossless mode; called again with what it completed, it changes nothing.
+    """Complete vLLM's ``EngineArgs`` for lossless mode; a second call on the result changes nothing.
 
-    Raises ConfigError: a version of vLLM it cannot run in, or an option it excludes.
+    Raises ConfigError: a version of vLLM that this mode cannot run in, or an option that it excludes.
     """
     versions.check_lossless(on_cpu)
     k = decoding.draft_tokens
@@ -44,7 +44,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
         "draft_sample_method": "probabilistic",
     }
     if decoding.adapt_draft_tokens:
-        # Names the numbers of drafts to make graphs for; which one is used, the scheduler says before each step.
+        # Names the numbers of drafts to make graphs for; the scheduler says before each step which one is used.
         ranges = [(n, n, drafts) for n, drafts in enumerate(draft_choices(decoding), start=1)]
         wanted["num_speculative_tokens_per_batch_size"] = ranges
     asked = arguments.speculative_config
@@ -82,7 +82,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
 
 def is_ours(speculative_config: Any) -> bool:
-    """Whether vLLM speculates as lossless mode has it: with the model as its own draft model."""
+    """Whether vLLM speculates as lossless mode does: with the model as its own draft model."""
     if speculative_config is None or speculative_config.method != "draft_model":
         return False
     return bool(speculative_config.model == speculative_config.target_model_config.model)
@@ -117,7 +117,7 @@ def check_supported(vllm_config: Any) -> None:
 
 
 def check_request(sampling: Any) -> None:
-    """Refuse a request, vLLM's ``SamplingParams``, that drafting and verifying would not serve.
+    """Refuse a request (vLLM's ``SamplingParams``) that drafting and verifying cannot serve.
 
     Raises ValueError, which vLLM's server answers with HTTP 400: such a request.
     """

@@ -1,6 +1,6 @@
-"""The acceptance of every draft, from the logits that verification has on the device anyway: no pass over the model.
+"""The acceptance of every draft, from logits that verification has on the device anyway: it takes no extra pass.
 
-Shapes: T logits of a verification, those of each sequence side by side; B sequences; S sequences the worker can hold;
+Shapes: T rows of logits in a verification, each sequence's rows adjacent; B sequences; S sequences the worker can hold;
 k drafts; V vocabulary.
 """
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sparrow.mismatch.drafts import DraftAcceptance
     from sparrow.schedule import SparsitySchedule
 
-BUCKETS = 1000  # of ``sparrow.mismatch.drafts``, which is loaded only when somebody asks
+BUCKETS = 1000  # as in ``sparrow.mismatch.drafts``, which is loaded only when somebody asks
 
 
 @triton.jit
@@ -24,7 +24,7 @@ def _overlap_kernel(
     target, draft, sequence_T, place_T, temperature_S, out_T, target_stride, draft_stride, draft_step,
     V, TEMPER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each program: sum over the vocabulary of min(p, q) for one draft, both normalised here."""
+    """Each program sums min(p, q) over the vocabulary for one draft, and normalises both."""
     row = tl.program_id(0).to(tl.int64)
     sequence, place = tl.load(sequence_T + row).to(tl.int64), tl.load(place_T + row).to(tl.int64)
     heat = tl.load(temperature_S + sequence)
@@ -65,9 +65,9 @@ def overlap(
     Args:
         target_TV: the policy's logits, processed as for sampling.
         draft_SkV: the logits that drafts were drawn from.
-        sequence_T, place_T: which of ``draft_SkV`` a row is compared with; a place below 0 for none, which gives NaN;
-            so does a temperature of 0.
-        temper: whether the drafts' logits are still to be divided by ``temperature_S``.
+        sequence_T, place_T: which row of ``draft_SkV`` each row is compared with; a place below 0 means none and
+            gives NaN, as does a temperature of 0.
+        temper: whether the drafts' logits must still be divided by ``temperature_S``.
     """
     T, V = target_TV.shape
     out_T = torch.full((T,), float("nan"), device=target_TV.device)
@@ -93,7 +93,7 @@ class Tally:
         self._sums = torch.zeros(bins, dtype=torch.float64, device=device)
 
     def add(self, value_T: Tensor, position_T: Tensor) -> None:
-        """Count acceptances, NaN for none, of what comes after the tokens at these positions."""
+        """Count the acceptance (NaN: none) of the drafts that come after the tokens at these positions."""
         is_known_T = ~value_T.isnan()
         value_T = value_T.nan_to_num(0.0)
         bin_T = ((position_T + 1) // self.bin_tokens).clamp(max=len(self._sums) - 1).long()
@@ -113,28 +113,28 @@ class Tally:
 
 
 class Metered:
-    """Another schedule, of which a step now and then tells what a lossy rollout under it would have in acceptance.
+    """Another schedule: a step under it, now and then, measures the acceptance a lossy rollout under it would have.
 
-    Its step computes the distribution of the token that the first draft of a cycle is drawn for, and changes nothing:
-    the drafts write the same place of the cache again. Verification has the policy's distribution of that token.
+    The step computes the distribution at the position of a cycle's first draft, and changes nothing: the drafts write
+    the same place of the cache again. Verification has the policy's distribution at that position.
 
     Args:
-        schedule: with the page layout that drafts have.
+        schedule: has the page layout of the drafts.
         every: cycles with drafts from one such step to the next.
         table: its pages by length, as ``Runtime.page_table`` makes it.
-        logits_SV: where the logits of its steps go, by the sequences that the worker holds, and a place more for rows
-            without drafts: -1, an index from the end.
-        tally: where they are counted.
+        logits_SV: where the logits of its steps go: one place for each sequence that the worker holds, and one more at
+            the end (index -1) for rows without drafts.
+        tally: where their acceptance is counted.
     """
 
     def __init__(self, schedule: SparsitySchedule, every: int, table: Tensor, logits_SV: Tensor, tally: Tally) -> None:
         self.schedule, self.table, self.logits_SV, self.tally = schedule, table, logits_SV, tally
         self._every, self._cycles = every, 0
-        # Whose logits belong to the drafts that verification will see next.
+        # The sequences whose logits belong to the drafts that verification will see next.
         self._is_fresh_S = torch.zeros(len(logits_SV), dtype=torch.bool, device=logits_SV.device)
 
     def begin_cycle(self, index_R: Tensor) -> bool:
-        """Note that these sequences, -1 for none, get new drafts; whether a step is due before them."""
+        """Note that these sequences (-1: none) get new drafts; returns whether a step is due before them."""
         self._is_fresh_S[index_R.long()] = False
         self._cycles += 1
         return self._cycles % self._every == 0
@@ -147,7 +147,7 @@ class Metered:
     def add(
         self, target_TV: Tensor, is_first_T: Tensor, position_T: Tensor, sequence_T: Tensor, temperature_S: Tensor
     ) -> None:
-        """Count one verification; ``is_first_T``: rows of logits that a first draft was checked with."""
+        """Count one verification; ``is_first_T`` marks the rows of logits that a first draft was checked with."""
         is_judged_T = is_first_T & self._is_fresh_S[sequence_T]
         place_T = is_judged_T.long() - 1
         value_T = overlap(target_TV, self.logits_SV[:, None], sequence_T, place_T, temperature_S, temper=True)
@@ -157,11 +157,11 @@ class Metered:
 class Meter:
     """How drafts fared, by length.
 
-    A draft counts if all before it in its cycle were accepted: the others never were candidates for the response.
+    A draft counts if all before it in its cycle were accepted: the others were never candidates for the response.
     Greedy drafts are not counted: they have no distribution.
 
     Args:
-        drafts: where they are counted.
+        drafts: where drafts are counted.
         temper: see ``overlap``.
         metered: another schedule to count for, if any.
     """
@@ -177,9 +177,9 @@ class Meter:
 
         Args:
             first_B1: where each sequence's logits begin, ``[B + 1]``.
-            position_T: position of the token that a row of logits comes after, so that its length is one more.
-            sequence_T, place_T: the sequence of a row among all the worker holds, and the row's number in it.
-            sampled_B: tokens that came out: the accepted drafts and one more.
+            position_T: position of the token that each row of logits comes after; the length is one more.
+            sequence_T, place_T: each row's sequence among all that the worker holds, and the row's number in it.
+            sampled_B: tokens that each sequence got: its accepted drafts and one more.
         """
         T = len(position_T)
         row_T = torch.searchsorted(first_B1[1:].contiguous(), torch.arange(T, device=first_B1.device), right=True)

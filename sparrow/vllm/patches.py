@@ -24,13 +24,13 @@ class Patch:
     """One name of vLLM's, and what takes its place."""
 
     target: str  # ``module:name`` or ``module:Class.name``
-    versions: str  # of vLLM that need it
+    versions: str  # versions of vLLM that need it
     reason: str
     replace: Callable[[Any], Any]  # vLLM's own object -> what takes its place
-    parameters: tuple[str, ...] = ()  # of vLLM's function, that the replacement relies on
+    parameters: tuple[str, ...] = ()  # parameters of vLLM's function that the replacement needs
 
     def find(self) -> tuple[Any, str, Any]:
-        """The owner of the name, the name, and what it stands for at present.
+        """The owner of the name, the name, and the object that it refers to at present.
 
         Raises ImportError, AttributeError: this vLLM has no such name.
         """
@@ -250,7 +250,7 @@ ALWAYS = (
         _refusing_by_name, ("speculative_config",),
     ),
 )  # fmt: skip
-"""Made wherever the plugin is loaded; without effect for an engine that did not ask for Sparrow."""
+"""Made wherever the plugin is loaded; they have no effect on an engine that did not ask for Sparrow."""
 
 WORKER = (
     Patch(

@@ -39,7 +39,7 @@ def register() -> None:
 
 
 def _claim(slot: Any, path: str) -> None:
-    """Take a slot unless another plugin has it: whether that matters is known once an engine asks for a schedule."""
+    """Take a slot unless another plugin has it; whether that is a problem shows once an engine asks for a schedule."""
     from vllm.v1.attention.backends.registry import register_backend
 
     if not slot.is_overridden():

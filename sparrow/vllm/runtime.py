@@ -29,7 +29,7 @@ class Runtime:
 
     Args:
         decoding: what the engine was started with; its page counts can change afterwards.
-        max_rows: sequences decoded together at most, graph padding included.
+        max_rows: most sequences decoded together, graph padding included.
         max_length: tokens of the longest sequence.
         device: where the model runs.
     """
@@ -46,8 +46,8 @@ class Runtime:
         self.workspace: DecodeWorkspace | None = None
         self.last_decoded: bool | None = None  # whether the layer attached last is sparse; None before the first
         self.draft_bytes = 0  # memory of the logits that drafts are drawn from
-        self.landmark_share = 0.0  # of the KV cache
-        self.meter: Any = None  # of lossless mode; see ``sparrow.vllm.meter``
+        self.landmark_share = 0.0  # the landmarks' share of the KV cache
+        self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
@@ -65,15 +65,15 @@ class Runtime:
         self._fill(schedule)
 
     def begin_step(self, rows: int, is_prefilling: Tensor | None) -> Tensor:
-        """Where ``look_up`` will write the page counts ``top_k_B`` (int32) of the rows with one query token.
+        """Prepare a step; returns ``top_k_B``, int32, where ``look_up`` will write the page counts of its decode rows.
 
-        Called on the host before the model runs, or a graph of it is replayed; a plain decode step costs nothing here.
+        Called on the host before the model runs or its graph is replayed; costs nothing for a plain decode step.
 
         Args:
-            rows: B, padding rows included.
-            is_prefilling: bool, on the host, possibly without the padding rows: rows that get all pages, since a
-                one-token chunk of a prompt replays the graphs of a decode step, but its keys and values must be what
-                dense prefill makes them.
+            rows: B, the rows with one query token, padding rows included.
+            is_prefilling: bool, on the host, possibly without the padding rows: marks rows that get all pages. A
+                one-token chunk of a prompt replays the graphs of a decode step, but its keys and values must be those
+                that dense prefill gives.
         """
         flags = np.zeros(0, bool) if is_prefilling is None else is_prefilling.numpy()[:rows]
         prefilling = int(np.count_nonzero(flags))
@@ -124,7 +124,7 @@ class Runtime:
         self._counts["preemptions"] += sequences
 
     def count_pass(self, drafts: int) -> Tensor:
-        """Count one dense pass of lossless mode, after which so many tokens are drafted, and say where the rest goes.
+        """Count one dense pass of lossless mode, after which ``drafts`` tokens are drafted; the caller counts the rest.
 
         Returns:
             int64 [4], to which the caller adds, over the sequences that were not in prefill: tokens read by the pass,
@@ -149,8 +149,8 @@ class Runtime:
         self._fill(schedule)
 
     def check_metered(self, schedule: SparsitySchedule) -> None:
-        """Raises ConfigError: a schedule to measure that needs other pages or landmarks than drafts, or fewer dense
-        layers."""
+        """Raises ConfigError: a schedule to measure that needs other pages or landmarks than drafts do, or that lacks
+        one of their dense layers."""
         ours = self._started_with
         for name in PAGE_LAYOUT:
             if getattr(schedule, name) != getattr(ours, name):
@@ -197,7 +197,7 @@ class Runtime:
         }
 
     def _settle(self) -> None:
-        """Turn what was decoded under the present schedule into counts."""
+        """Add what was decoded under the present schedule to the counts."""
         decoded = self._decoded.cpu().numpy().copy()
         self._decoded.zero_()
         decoded[0] = 0  # padding rows, and rows in prefill

@@ -1,4 +1,4 @@
-"""vLLM's scheduler, which also chooses how many tokens are drafted next. For lossless mode that adapts."""
+"""vLLM's scheduler, which also chooses the next number of drafts; for lossless mode with ``adapt_draft_tokens``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sparrow.vllm.adapt import DraftLength
 
-LOG_EVERY = 200  # cycles at least between two lines
+LOG_EVERY = 200  # least number of cycles between two lines of the log
 
 
 class LosslessScheduler(AsyncScheduler):
@@ -22,10 +22,10 @@ class LosslessScheduler(AsyncScheduler):
         self.draft_length = DraftLength(set(self.dynamic_sd_lookup[1:]))
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
-        # When the step before this one ended, its sequences, and how many drafts each had.
+        # When the previous step ended, how many sequences it had, and how many drafts each of them had.
         self._last: tuple[float, int, int] | None = None
         self._said: dict[str, int] = {}
-        self._say_from = 0  # cycles
+        self._say_from = 0  # the cycle from which the next line may be logged
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -40,7 +40,7 @@ class LosslessScheduler(AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Note how long a step took, if all its sequences had the same number of drafts, as they had before."""
+        """Note a step's time if its sequences all had equally many drafts and the step before had as many of both."""
         now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
         last, self._last = self._last, None
         counts = set(scheduled.num_scheduled_tokens.values())

@@ -1,9 +1,10 @@
 """Lossless mode inside a vLLM worker: the model drafts for itself, reading a few pages; a dense pass verifies.
 
-One cycle of a batch is ``draft_tokens`` sparse decode steps and one dense pass over the drafts and the token before
-them, which vLLM runs, samples from and checks as for any draft model. Weights and KV cache are the policy's own: drafts
-write their keys and values where the next tokens belong, and the dense pass writes them again. So what stays in the
-cache is dense, and what comes out follows the dense distribution exactly (arXiv 2211.17192, 2302.01318).
+One cycle of a batch is up to ``draft_tokens`` sparse decode steps and one dense pass over the drafts and the token
+before them. vLLM runs that pass, samples from it and checks the drafts as for any draft model. Weights and KV cache are
+the policy's own: drafts write their keys and values where the next tokens belong, and the dense pass writes them again.
+So what stays in the cache is dense, and what comes out follows the dense distribution exactly (arXiv 2211.17192,
+2302.01318).
 
 Shapes: B sequences of the batch, R rows of a CUDA graph (B or more), S sequences the worker can hold, k drafts,
 M blocks of the longest sequence, V vocabulary.
@@ -34,8 +35,8 @@ from sparrow.vllm.meter import Meter, Metered, Tally
 from sparrow.vllm.runtime import Runtime, find
 
 DRAFT_NOISE = 0x5DEECE66D
-"""Where vLLM draws a draft and the token resampled after its rejection from the same noise, drafts get seeds of their
-own: with shared noise the two are not independent and the result does not follow the dense distribution."""
+"""Some versions of vLLM draw a draft and the token that replaces it after rejection from the same noise. There, drafts
+get seeds of their own: if the two are not independent, the result does not follow the dense distribution."""
 
 
 @triton.jit
@@ -44,7 +45,7 @@ def _begin_kernel(
     lengths_R, own_heat_S, own_seed_S, step, counts, B, S, limit,
     PREFILL: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Set the first draft step up and count the pass before it: see ``propose`` and ``Runtime.count_pass``."""
+    """Set up the first draft step and count the pass before it: see ``propose`` and ``Runtime.count_pass``."""
     row = tl.arange(0, ROWS)
     inside = row < B
     index = tl.load(index_B + row, mask=inside, other=0).to(tl.int64)
@@ -101,7 +102,7 @@ class SparseSpeculator(DraftModelSpeculator):
         }
         self.idx_mapping.fill_(-1)
         self._slots_R = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
-        # Now, so that vLLM counts it when it sees how much memory is left.
+        # Allocated now, so that vLLM counts it when it measures how much memory is left.
         self._metered_logits: Tensor | None = None
         if decoding.meter_schedule is not None:
             S, _, V = self.draft_logits.shape
@@ -113,7 +114,7 @@ class SparseSpeculator(DraftModelSpeculator):
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Keep the target; a layer of its own would make vLLM give drafts a cache of their own."""
+        """Keep the target; if the speculator named layers of its own, vLLM would give drafts a second cache."""
         self.model = target_model
         self.draft_attn_layer_names: set[str] = set()
 
@@ -135,7 +136,7 @@ class SparseSpeculator(DraftModelSpeculator):
         runtime.meter = Meter(drafts, self._logits_argument == "logits_cache", self._metered(runtime))
         runtime.draft_bytes = sum(x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None)
         self.draft_logits.sparrow_meter = runtime.meter  # where verification finds it
-        # Versions that let kernels see smaller blocks than the scheduler does know both sizes.
+        # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the kernels'.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
         self.attn_groups: list[Any] = []
         self.layer_names = list(
@@ -145,7 +146,7 @@ class SparseSpeculator(DraftModelSpeculator):
     def _metered(self, runtime: Runtime) -> Metered | None:
         """The schedule that is measured beside the drafts, if one was asked for.
 
-        Raises ConfigError: one whose steps would need another cache.
+        Raises ConfigError: a schedule whose steps would need another cache.
         """
         schedule = runtime.decoding.meter_schedule
         if schedule is None:
@@ -163,7 +164,7 @@ class SparseSpeculator(DraftModelSpeculator):
         self._captures = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
 
     def capture(self) -> None:
-        """Record a draft step for every number of rows that vLLM captures, from the most rows on."""
+        """Record a draft step for every number of rows that vLLM captures, the largest first."""
         if not self._captures:
             return
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes
@@ -198,9 +199,9 @@ class SparseSpeculator(DraftModelSpeculator):
 
         Args:
             input_batch: vLLM's batch, with lengths that count the rejected tokens too.
-            num_sampled, num_rejected: of each sequence, ``[B]``; none sampled in a chunk of a prompt.
+            num_sampled, num_rejected: tokens of each sequence, ``[B]``; a chunk of a prompt samples none.
             last_sampled: the newest token of each sequence the worker holds, ``[S]``, not in the cache yet.
-            temperature, seeds: of each sequence the worker holds, ``[S]``.
+            temperature, seeds: those of each sequence the worker holds, ``[S]``.
 
         Returns:
             ``[B, k]`` int64, meaningful in its first ``num_drafts`` columns.
@@ -231,7 +232,7 @@ class SparseSpeculator(DraftModelSpeculator):
         return self.draft_tokens[:B]
 
     def _measure(self, metered: Metered, rows: int) -> None:
-        """One step under another schedule, in place of the first draft step, which does its writing again."""
+        """One step under another schedule, before the first draft step, which writes to the same place again."""
         step = replace(self._step(rows), may_reuse_plan=False)
         assert step.everything is not None
         dense = replace(step, top_k=step.everything)
@@ -255,7 +256,7 @@ class SparseSpeculator(DraftModelSpeculator):
         )  # fmt: skip
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
-        """The model's logits after the tokens in the input buffers, ``[R, V]``, their keys and values written."""
+        """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these tokens' KV entries."""
         rows, buffers = step.rows, self.input_buffers
         position_R, slot_R = buffers.positions[:rows], self._slots_R[:rows]
         block_R = step.block_table.gather(1, position_R[:, None] // self._block_tokens)[:, 0].long()
@@ -269,7 +270,7 @@ class SparseSpeculator(DraftModelSpeculator):
         return self.model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
-        """One draft step of ``rows`` rows, and what the next step reads; this is what a graph holds."""
+        """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what a graph holds."""
         buffers, index_R, k = self.input_buffers, self.idx_mapping[:rows], self.num_speculative_steps
         ids_R, position_R, length_R = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
         step = self._step(rows)
@@ -283,4 +284,4 @@ class SparseSpeculator(DraftModelSpeculator):
         position_R.add_(1).clamp_(max=self.max_model_len - 1)
         length_R.add_((length_R > 0).to(length_R.dtype))
         length_R.masked_fill_(length_R > self.max_model_len, 0)  # no token comes after the context's last
-        self._step_index.add_(1).remainder_(k)  # warm-up before a capture runs it more often
+        self._step_index.add_(1).remainder_(k)  # warm-up before captures runs more than k steps

@@ -19,7 +19,7 @@ def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_prefill(prepare_attn: Callable[..., Any]) -> Callable[..., Any]:
-    """``DefaultModelState.prepare_attn``, which knows the batch and its builders, but not what they need of it."""
+    """Makes ``DefaultModelState.prepare_attn`` tell the batch's builders which rows are in prefill."""
 
     def prepared(
         self: Any, input_batch: Any, mode: Any, tables: Any, slots: Any, attn_groups: Any, *args: Any, **kwargs: Any

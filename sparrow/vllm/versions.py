@@ -24,7 +24,7 @@ def adapter(version: str) -> ModuleType:
     Every adapter has ``key_value(kv_cache)``: a layer's keys and values on CUDA as views
     ``[blocks, kv heads, block tokens, head dim]``. The newest also has what the CPU backend needs.
 
-    Raises ConfigError: a version none was written for.
+    Raises ConfigError: a version that no adapter was written for.
     """
     release = Version(version).release[:2]
     if release == (0, 24):
@@ -39,7 +39,7 @@ def adapter(version: str) -> ModuleType:
 
 
 def check_lossless(on_cpu: bool) -> None:
-    """Whether lossless mode can run in the vLLM of this process.
+    """Check that lossless mode can run in the vLLM of this process.
 
     Raises ConfigError: vLLM before 0.26, or on a GPU a version that it was never run with, unless
     ``SPARROW_UNTESTED_VLLM`` is 1.
@@ -59,14 +59,14 @@ def check_lossless(on_cpu: bool) -> None:
 
 
 def drafts_have_own_noise() -> bool:
-    """Whether vLLM draws drafts with other noise than the tokens that replace rejected ones (from 0.30 on)."""
+    """Whether vLLM draws drafts from other noise than the tokens that replace rejected ones (from 0.30 on)."""
     return "is_drafting" in _parameters_of_gumbel_sample()
 
 
 def draft_logits_argument() -> str:
-    """The parameter of ``gumbel_sample`` that takes the place for the logits it draws from.
+    """The parameter of ``gumbel_sample`` that says where it stores the logits it draws from.
 
-    0.28 and later keep them as they come from the model (``logits_cache``), earlier ones divided by the temperature.
+    vLLM 0.28 and later store the model's logits (``logits_cache``), earlier versions divide by the temperature first.
     """
     name = "logits_cache"
     return name if name in _parameters_of_gumbel_sample() else "output_processed_logits"

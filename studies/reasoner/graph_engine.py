@@ -2,7 +2,7 @@
 
 A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a graph the step takes
 a fraction of a millisecond. Attention looks at the whole cache through a mask, which costs a GPU almost nothing at a
-few hundred tokens and makes all shapes fixed. Two other actors, for comparison, come with it.
+few hundred tokens and makes all shapes fixed. For comparison it can be three other actors.
 
 Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in SnapKV (arXiv
 2404.14469) a token's worth is the attention that the latest queries paid to it, first those at the end of the prompt;

@@ -19,11 +19,11 @@ class Kernel:
 
     Args:
         file, name: the source, which may include others beside it, and the function's name in it.
-        defines: macros the source asks for.
+        defines: macros that the source expects.
         shared_bytes: dynamic shared memory of a launch.
         device: a CUDA device.
 
-    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: what the compiler or the driver says.
+    Raises ConfigError: NVRTC's Python bindings are missing. RuntimeError: an error of the compiler or the driver.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Kernel:
     ) -> None:
         driver, _ = _bindings()
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # torch makes the context
+            torch.cuda.current_stream()  # makes torch create the context
             code, _ = compiled(file, tuple(defines.items()), _target(device))
             self._module = _call(driver.cuModuleLoadData, code)
             self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
@@ -57,14 +57,14 @@ class Kernel:
 
 @cache
 def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str, *options: str) -> tuple[bytes, str]:
-    """Machine code for ``target`` (``sm_90``), and what the compiler has to say of it; needs no GPU."""
+    """Machine code for ``target`` (``sm_90``), and the compiler's log; needs no GPU."""
     _, nvrtc = _bindings()
     folder = Path(__file__).parent
     options = (f"--gpu-architecture={target}", f"--include-path={folder}", *options)
     given = [option.encode() for option in (*options, *(f"-D{name}={value}" for name, value in defines))]
     program = _call(nvrtc.nvrtcCreateProgram, (folder / file).read_bytes(), file.encode(), 0, [], [])
     (result,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
-    # NVRTC writes into the bytes that it is given; Python shares those of one character, so there must be more.
+    # NVRTC writes into the bytes that it is given. Python shares bytes objects of length 1, so this must be longer.
     log = bytes(cast(int, _call(nvrtc.nvrtcGetProgramLogSize, program)) + 1)
     _call(nvrtc.nvrtcGetProgramLog, program, log)
     said = log.partition(b"\0")[0].decode()

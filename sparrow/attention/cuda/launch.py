@@ -1,4 +1,4 @@
-"""Launcher of the CUDA kernel: what it can serve, how a batch is divided, what the kernel is handed.
+"""Launcher of the CUDA kernel: what it can serve, how a batch is divided, and what is passed to the kernel.
 
 Shapes as in ``attention/decode.py``.
 """
@@ -28,17 +28,17 @@ from sparrow.attention.division import Division, divide
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 BINS, CANDIDATES = 1024, 256
 SHARED = 16  # words of program.cuh's struct ``Shared``, besides 3 for each warp
-FEW_ITEMS = 0.3  # per multiprocessor: fewer, and Triton's launches are faster, where several programs rank one row
+FEW_ITEMS = 0.3  # items per multiprocessor; with fewer, Triton is faster, since several programs rank one row
 
 
 @dataclass(frozen=True)
 class CudaConfig:
     """How one decode step is cut into programs."""
 
-    warps: int  # of a program: a power of 2
+    warps: int  # warps of a program, a power of 2
     stages: int  # pages in flight per warp
     resident: int  # programs that are to fit on a multiprocessor
-    parts: int = 1  # that every row is cut into, about; if 1, those far longer than the mean are
+    parts: int = 1  # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
     part_pages: int = 8  # kept pages worth a program of their own
 
     def shared_bytes(self, head_dim: int, capacity: int) -> int:
@@ -47,9 +47,9 @@ class CudaConfig:
         return ring + capacity * 4 + capacity // 4 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
-        """What the plan is asked for. Parts wait for their row's first, which starts before and never waits."""
+        """What to ask of the plan. Parts wait for their row's first part, which starts earlier and never waits."""
         if self.parts > 1:
-            extra, resident = (self.parts - 1) * items, 2**30  # as small as that many parts allow
+            extra, resident = (self.parts - 1) * items, 2**30  # parts as small as their number allows
         else:
             extra = min(2, self.resident) * multiprocessors - kv_heads
             resident = self.resident * multiprocessors
@@ -58,10 +58,10 @@ class CudaConfig:
 
 @cache
 def choose_config(items: int, head_dim: int, capacity: int, limits: DeviceLimits) -> CudaConfig:
-    """The configuration for so many sequences x kv heads, of up to ``capacity`` pages."""
+    """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages."""
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
-    else:  # between one and one and a half for each multiprocessor, whole rows would leave a third of them idle
+    else:  # at 1 to 1.5 items per multiprocessor, whole rows would leave a third of the multiprocessors idle
         config = CudaConfig(warps=4, stages=3, resident=2, parts=4 if items <= 1.5 * limits.multiprocessors else 1)
     while config.shared_bytes(head_dim, capacity) > (limits.shared_memory + 1024) // config.resident - 1024:
         config = replace(config, stages=config.stages - 1) if config.stages > 1 else replace(config, resident=1)
@@ -76,7 +76,7 @@ def few_rows(kv_heads: int, device: torch.device) -> int:
 def unsupported_reason(
     page_size: int, head_dim: int, group: int, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Why the kernel cannot serve such a model there, in a sentence; None if it can."""
+    """Why the kernel cannot serve such a model on ``device``, in a sentence; None if it can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "the CUDA kernel is for Hopper GPUs (H100, H200); take Triton's"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
@@ -111,10 +111,10 @@ def run(
 ) -> Tensor:
     """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the shipped one in tests.
 
-    With ``reuse_plan`` the ranking starts before the launch before has ended, if that allows it as only
-    ``triton.store_tokens`` does: nothing but the newest tokens may depend on it.
+    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows it, as only
+    ``triton.store_tokens`` does: nothing but the newest tokens may depend on that launch.
     """
-    assert workspace is not None  # ``check`` refuses it
+    assert workspace is not None  # ``check`` refuses None
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -139,7 +139,7 @@ class _Arguments(ctypes.Structure):
 
 
 class Launches:
-    """The plan and the kernel of one decode step and what they are given; benchmarks time them apart."""
+    """The plan and the kernel of one decode step, with their arguments; benchmarks time them separately."""
 
     def __init__(self, batch: DecodeBatch, workspace: DecodeWorkspace, config: CudaConfig | None = None) -> None:
         limits = device_limits(batch.q_BHD.device)

@@ -36,7 +36,7 @@ def store_kernel(
     stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the keys and values of one token, in the block and place that its slot says, if it has one."""
+    """Stores the keys and values of one token in the block and place that its slot gives, if it has a slot."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -82,9 +82,9 @@ def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, 
 
 @triton.jit
 def round_to_e4m3(x):
-    """The nearest of e4m3's values, ties to even, and 448 beyond it: float32, the same on all devices."""
+    """The nearest e4m3 value, with ties to even and clamped to 448: in float32, the same on all devices."""
     x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # of 2^-6 at least: subnormals below
-    # Where the last place of a float32 is the last of e4m3's, 20 binary places down, adding rounds.
+    exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)  # at least 2^-6: subnormals lie below
+    # Adding a float32 that is 20 binary places larger, so that its last place is e4m3's, rounds to that place.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large

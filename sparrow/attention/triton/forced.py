@@ -29,11 +29,11 @@ class Selection(NamedTuple):
 
     masks: Tensor  # int32 [B * K, tiles, N]; bit i is set where position ``tile * BT + i`` keeps the page
     lists: Tensor  # int64 [B * K, tiles, N]; the pages that some position of the tile keeps, in order, with their masks
-    counts: Tensor  # int32 [B * K, tiles]; how many those are
+    counts: Tensor  # int32 [B * K, tiles]; how many pages each tile lists
 
 
 class Kept(NamedTuple):
-    """What a call that is repeated need not compute again."""
+    """What a repeated call need not compute again."""
 
     selection: Selection
     out: Tensor
@@ -108,7 +108,7 @@ class _TeacherForced(torch.autograd.Function):
 
 
 class Call:
-    """The launches of one call; takes what ``teacher_forced`` takes, checked."""
+    """The launches of one call; takes arguments that ``teacher_forced`` has checked."""
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class Call:
         self.shared_memory = device_limits(q.device).shared_memory - 4096
 
     def step(self, rows: int, resident: int, stages: int) -> int:
-        """Rows of two tensors that a step of a loop takes: fewer if they are wide, or the device's memory is small."""
+        """Rows of two tensors that a step of a loop takes: fewer if they are wide or the shared memory is small."""
         rows = rows * 256 // max(256, self.row_bytes)
         while rows > 16 and (resident + 2 * stages * rows) * self.row_bytes > self.shared_memory:
             rows //= 2
         return max(16, rows)
 
     def select(self, prompt: Tensor, top_k: Tensor) -> Selection:
-        """Ranks the pages for every position, some positions at a time."""
+        """Selects the pages of every position, one chunk of positions at a time."""
         layout, device, N = self.layout, self.q.device, self.N
         P, K = layout.page_size, self.K
         C = max(32, min(triton.next_power_of_2(self.T), 2 ** ((SCORE_BYTES // (4 * N * self.items)).bit_length() - 1)))
@@ -226,7 +226,7 @@ class Call:
         return d_k, d_v
 
     def readers(self, selection: Selection) -> tuple[Tensor, Tensor]:
-        """The positions that keep any page of a run, run after run, and where each run's end, ``[B * K * runs]``."""
+        """Where each run's list ends, ``[B * K * runs]``, and the lists: the positions that keep any page of a run."""
         counts = torch.empty(self.items * self.runs, dtype=torch.int32, device=self.q.device)
         sizes = (self.N, self.tile_count, self.runs)
         shape = dict(K=self.K, BT=self.BT, PAGES=self.run_pages, ROWS=4, BN=8)

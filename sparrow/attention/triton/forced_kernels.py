@@ -1,10 +1,10 @@
 """Triton kernels of teacher-forced page attention: attend and differentiate; ``forced_select`` has chosen the pages.
 
-Queries are cut into tiles of BT consecutive positions times the G heads of a group. What the positions of a tile keep
-is a bit mask per page (``masks``: bit i is the tile's i-th position); the pages that anybody in a tile keeps are
-listed, and the tile's program reads those and no others. For the gradients of keys and values the same bits are turned
-into a list of the positions that keep any page of a run of neighbouring pages, and a program per run reads exactly
-those. Nothing is added atomically: results are the same bits every time.
+Queries are cut into tiles of BT consecutive positions times the G heads of a group. A bit mask per page says which
+positions of a tile keep it (``masks``: bit i is the tile's i-th position); the pages that any position of a tile keeps
+are listed, and the tile's program reads those and no others. For the gradients of keys and values the same bits are
+turned into a list of the positions that keep any page of a run of neighbouring pages, and one program per run reads
+exactly those. Nothing is added atomically: results are the same bits every time.
 
 Everything is indexed by position in the sequence; columns before a row's start and after its end are never read.
 
@@ -21,14 +21,14 @@ from sparrow.attention.triton.kernels import load_rows
 
 @triton.jit
 def _pages_before(tile, size, count, P: tl.constexpr, BT: tl.constexpr):
-    """Listed pages that lie wholly before a tile; the list goes on with the tile's own pages, all of them."""
+    """Listed pages that lie wholly before a tile; the list continues with all of the tile's own pages."""
     last = tl.minimum(tile * BT + BT, size) - 1
     return count - (last // P + 1 - (tile * BT + 1) // P)
 
 
 @triton.jit
 def _tokens(entry, slot, end, NP: tl.constexpr, P: tl.constexpr):
-    """Positions of the tokens of NP listed pages, laid end to end, and who keeps them: nobody beyond ``end``."""
+    """Positions of the tokens of NP listed pages, end to end, and masks of who keeps them: nobody beyond ``end``."""
     token = entry.to(tl.int32)[:, None] * P + tl.arange(0, P)[None, :]
     mask = tl.where(slot < end, (entry >> 32).to(tl.int32), 0)
     mask = tl.broadcast_to(mask[:, None], (NP, P))
@@ -73,7 +73,7 @@ def forward_kernel(
     BT: tl.constexpr, NP: tl.constexpr,
 ):  # fmt: skip
     """Attention of one tile to its pages; also the base-2 logarithm of each row's softmax denominator."""
-    tile = TILES - 1 - tl.program_id(0)  # the longest first
+    tile = TILES - 1 - tl.program_id(0)  # the tiles with the longest history first
     item = tl.program_id(1).to(tl.int64)
     b = item // K
     size = tl.load(length + b).to(tl.int32)
@@ -230,7 +230,7 @@ def reader_list_kernel(
 
 @triton.jit
 def _add(total, lost, part, COMPENSATED: tl.constexpr):
-    """``total + part``, and what rounding adds to it (Kahan) if COMPENSATED."""
+    """``total + part``, and the error that rounding adds (Kahan) if COMPENSATED."""
     if COMPENSATED:
         part -= lost
         before = total
@@ -250,9 +250,9 @@ def key_gradient_kernel(
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PAGES: tl.constexpr, KEYS: tl.constexpr, BT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one run's keys and values: a loop over the positions that keep any of it, BT at a time.
+    """Gradients of one run's keys and values: a loop over the positions that keep any of its pages, BT at a time.
 
-    Everybody keeps the first page: float32 is summed with compensation, or rounding would grow with the length.
+    Every position keeps the first page, so float32 is summed with compensation: rounding would grow with the length.
     """
     COMPENSATED: tl.constexpr = q.dtype.element_ty == tl.float32
     run = tl.program_id(0)

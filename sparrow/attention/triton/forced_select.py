@@ -36,7 +36,7 @@ def landmark_kernel(
 
 @triton.jit
 def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
-    """Of each row of a tile: its position and head, clamped to what exists, the bit of its position, if it exists."""
+    """For each row of a tile: its position and head (clamped to what exists), its position's bit, whether it exists."""
     row = tl.arange(0, BT * GP)
     position = tile * BT + row // GP
     head = row % GP

@@ -3,7 +3,7 @@
 A row's kept pages are a list of page ids in the order of the sequence; "kept tokens" are the tokens of that
 list laid end to end, so one index runs over them whatever the page size, and only the last page is partly
 filled. Everything about a row (length, top_k) is read on the device and the grid depends on shapes alone, so
-a captured CUDA graph stays right while lengths and budgets change. ``pages.py`` is what these kernels answer to.
+a captured CUDA graph stays right while lengths and budgets change. ``pages.py`` specifies what they compute.
 
 Shapes: B sequences, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages, M blocks in a row
 of the block table. An item is one sequence and kv head. PER_BLOCK = block tokens / P pages of P tokens make a
@@ -33,7 +33,7 @@ def _split_work(work, split, used, TILE: tl.constexpr):
 
 @triton.jit
 def _arrives_last(counter, expected):
-    """Whether all other of the ``expected`` programs have arrived before; their stores are then visible."""
+    """Whether this is the last of the ``expected`` programs to arrive; the others' stores are then visible."""
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == expected - 1
     if last:
@@ -80,10 +80,10 @@ def _score(
 
 @triton.jit
 def above_and_tied(score, is_ranked, ranked, budget):
-    """Which ranked pages score above the threshold, which equal it, and how many of these to take to have ``budget``.
+    """Which ranked pages score above the threshold, which equal it, and how many of the latter to take for ``budget``.
 
-    The threshold is found by counting how many scores reach two guesses a step, until exactly ``budget`` do or
-    a single value is left.
+    The threshold is found in steps. Each step counts how many scores reach each of two guesses, until exactly
+    ``budget`` scores reach one or a single value is left.
     """
     score = tl.where(score == 0.0, 0.0, score)  # -0.0 equals 0.0
     key = tl.where(is_ranked, _order(score.to(tl.int32, bitcast=True)), LOWEST)
@@ -183,7 +183,7 @@ def _attend(
 ):  # fmt: skip
     """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head.
 
-    ``ids`` are the pages of a list, or the blocks of the block table where all are kept; ``begin`` starts a page.
+    ``ids`` are the pages of a list, or the blocks of the block table where all are kept; a page starts at ``begin``.
     """
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
@@ -238,7 +238,7 @@ def rank_kernel(
 ):  # fmt: skip
     """Several programs score the pages of an item; the last to finish selects.
 
-    With ``rank_before_wait`` the launch before only stores the newest tokens, and ranking does not wait for it.
+    With ``rank_before_wait``, the preceding launch only stores the newest tokens, and ranking does not wait for it.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -287,7 +287,7 @@ def attend_kernel(
 ):  # fmt: skip
     """Each program attends to one part of an item's kept tokens.
 
-    The program that finishes an item's last part adds the parts in order: the result does not depend on timing.
+    The last program of an item to finish adds the parts in order, so that the result does not depend on timing.
     """
     work = tl.program_id(0)
     entry = plan + work // K * ENTRY

@@ -37,12 +37,12 @@ def run(
     reuse_plan: bool = False,
     config: LaunchConfig | None = None,
 ) -> Tensor:
-    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the table's in tests.
+    """One decode step, see ``sparrow.attention.paged_decode``; ``config`` stands in for the chosen one in tests.
 
-    With ``reuse_plan`` the ranking starts before the launch before has ended, if that allows it as only
-    ``store_tokens`` here does: nothing but the newest tokens may depend on it.
+    With ``reuse_plan``, ranking starts before the preceding launch has ended if that launch allows it, as only
+    ``store_tokens`` here does: nothing but the newest tokens may depend on that launch.
     """
-    assert workspace is not None  # ``check`` refuses it
+    assert workspace is not None  # ``check`` refuses None
     launches = Launches(batch, workspace, config)
     if not reuse_plan:
         launches.plan()
@@ -52,7 +52,7 @@ def run(
 
 
 class Launches:
-    """The kernels of one decode step and what they are given; benchmarks time them apart."""
+    """The kernels of one decode step, with their arguments; benchmarks time them separately."""
 
     def __init__(self, batch: DecodeBatch, workspace: DecodeWorkspace, config: LaunchConfig | None = None) -> None:
         self.batch, self.workspace, layout, D = batch, workspace, batch.layout, batch.head_dim
@@ -64,7 +64,7 @@ class Launches:
             K=batch.kv_heads, G=batch.group, GP=16, D=D, DP=padded, P=layout.page_size,
             PER_BLOCK=batch.pages_per_block, SINK=layout.sink_pages, RECENT=layout.recent_pages,
         )  # fmt: skip
-        # Launches begin while the one before ends, and wait for it on the device; before Hopper they cannot.
+        # A launch may begin while the one before it ends, and waits for it on the device; GPUs before Hopper cannot.
         overlap = _can_overlap(batch.q_BHD)
         self.options = dict(PDL=overlap, launch_pdl=overlap)
 
@@ -105,7 +105,7 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
     T, K, D = slot_mapping_T.shape[0], k_cache.shape[1], k_cache.shape[3]
     if T == 0:
         return
-    slots = layout.page_size  # of prefill, where about one page is completed in so many slots
+    slots = layout.page_size  # in prefill, about one page is completed in so many slots
     cache.landmark_kernel[(triton.cdiv(T, slots), K)](
         k_cache, landmark_cache, slot_mapping_T, T, *k_cache.stride()[:3], *landmark_cache.stride()[:3],
         D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=landmark_cache.shape[1], SLOTS=slots,
@@ -114,9 +114,9 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
 
 
 def store_tokens(key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
-    """Stores keys and values in the slots of tokens, -1 for none; caches as in ``DecodeBatch``.
+    """Stores each token's keys and values in its slot (-1: none); the caches are as in ``DecodeBatch``.
 
-    A step that reuses its plan, if it comes next on the stream, ranks pages meanwhile.
+    If the next launch on the stream is a decode step that reuses its plan, it ranks pages meanwhile.
     """
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:

@@ -1,7 +1,7 @@
-"""Launch configurations for an H200, fitted to other devices' limits; ``benchmarks/kernels.py`` times them.
+"""Launch configurations for an H200, fitted to other devices' limits; ``benchmarks/decode_kernels.py`` times them.
 
-Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are a start within the
-device's limits and untested.
+Nothing is tuned when a user starts. On anything but an H100 or H200 (A100, L40S, B200) they are an untested start
+within the device's limits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class LaunchConfig:
     rank_warps: int  # warps of a ranking program
     attend_tokens: int  # tokens in a tile of keys and values
     attend_stages: int  # tiles of keys and values in flight
-    extra_programs: int  # that attend besides one for each item, a multiple of the kv heads
+    extra_programs: int  # attending programs besides one for each item; a multiple of the kv heads
     attend_warps: int  # warps of an attending program
     part_tokens: int  # kept tokens worth a program of their own
     registers: int  # most registers of an attending thread, so that enough programs fit side by side
@@ -56,8 +56,8 @@ def _tiles(items: int, multiprocessors: int) -> _Tiles:
 
 
 def extra_programs(items: int, kv_heads: int, multiprocessors: int) -> int:
-    """Programs for further parts of rows: as many as the items leave room for or, where one each does not fit, two for
-    every multiprocessor.
+    """Programs for further parts of rows: as many as the items leave room for or, if there are more items than
+    multiprocessors, about two for every multiprocessor.
 
     A grid beyond the device's room is spread unevenly, even if most of its programs find nothing to do.
     """
@@ -73,7 +73,7 @@ def choose(items: int, kv_heads: int, head_bytes: int, limits: DeviceLimits) -> 
     """
     tiles = _tiles(items, limits.multiprocessors)
     tokens = max(16, min(128, tiles.attend_tokens * 256 // head_bytes))
-    # Tiles stop growing at 128 rows; heads narrower than that allows have more of them in flight.
+    # Tiles stop growing at 128 rows; heads too narrow to fill larger ones have more of them in flight.
     more = max(1, min(2, 256 * tiles.attend_tokens // (head_bytes * tokens)))
     config = LaunchConfig(
         score_pages=max(16, min(128, tiles.score_pages * 256 // head_bytes)),
