@@ -1,7 +1,7 @@
-"""Curves by step: how a series of a run is drawn, and which series there are with one line on what each means.
+"""Curves by step: how a series of a run is drawn, which series there are, and one line on what each of them means.
 
-One run is drawn in a colour for each series. Of two runs, the second is dashed; where there is but one series, each run
-has a colour.
+One run has a colour for each series. With two runs, the second is dashed; in a panel with a single series, each run
+has its own colour.
 
 Shapes: S steps.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 UNSMOOTHED_STEPS = 60  # longer runs also show a rolling mean, in bold
-DASHES = ("-", (0, (4, 1.6)))  # of the first and of the second run
+DASHES = ("-", (0, (4, 1.6)))  # line styles of the first and of the second run
 
 Series = Callable[[RunLog], FloatArray]
 
@@ -44,8 +44,8 @@ class Panel:
     title: str
     meaning: str  # one line
     axis: str
-    series: Callable[[RunLog], Mapping[str, FloatArray]]  # label -> [S]; those that a run did not record are nan
-    floor: float | None = None  # where the axis begins; wherever the curves do, if None
+    series: Callable[[RunLog], Mapping[str, FloatArray]]  # label -> [S]; nan where a run did not record it
+    floor: float | None = None  # where the axis begins; if None, where the curves do
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
@@ -60,7 +60,7 @@ class Panel:
         step_axis(ax, [step for log in logs for step in self.at(log).tolist()])
 
     def keys(self, logs: Sequence[RunLog]) -> list[Key]:
-        """Its legend; one line needs none, and that of two runs stands above all figures."""
+        """The panel's legend. A single line needs none; the legend that tells two runs apart is above all figures."""
         labels = {label: Key(label, color) for _, label, color, dash in self._lines(logs) if dash == DASHES[0]}
         return list(labels.values()) if len(labels) > 1 else []
 
@@ -79,7 +79,7 @@ class Panel:
 
 
 def of(scale: float = 1, **keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
-    """Series by label, each by its name in ``metrics.jsonl`` with dots, times ``scale``."""
+    """Series by label; each is found by its dotted name in ``metrics.jsonl`` and multiplied by ``scale``."""
     return lambda log: {label.replace("_", " "): scale * log.series(*at.split(".")) for label, at in keys.items()}
 
 
@@ -254,11 +254,11 @@ PANELS: dict[str, dict[str, Panel]] = {
         ),
     },
 }
-"""By heading and name."""
+"""The panels, by heading and name."""
 
 
 def line(ax: Axes, steps: NDArray[np.int64], values: FloatArray, color: str, dash: Any = "-") -> None:
-    """One series ``[S]`` by step; of a long one its rolling mean in bold over the series itself."""
+    """Draw one series ``[S]`` by step; a long one also gets its rolling mean, in bold over the series itself."""
     if not np.isfinite(values).any():
         return
     if len(values) > UNSMOOTHED_STEPS:
@@ -269,7 +269,7 @@ def line(ax: Axes, steps: NDArray[np.int64], values: FloatArray, color: str, das
 
 
 def step_axis(ax: Axes, steps: Sequence[int]) -> None:
-    """Whole steps, from the first of all runs to the last."""
+    """Label the axis with whole steps, from the first step of all runs to the last."""
     ax.set_xlabel("step")
     first, last = min(steps), max(steps)
     if first == last:
@@ -285,7 +285,7 @@ def _window(steps: int) -> int:
 
 
 def _rolling_mean(values: FloatArray, window: int) -> FloatArray:
-    """Centred mean over the finite of ``window`` values, fewer at the ends; nan where there are none."""
+    """Centred mean of the finite values among ``window`` values (fewer at the ends); nan where none is finite."""
     finite = np.isfinite(values)
     ones = np.ones(window)
     count = np.convolve(finite, ones, "same")

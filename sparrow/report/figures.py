@@ -1,4 +1,4 @@
-"""The figures of a report: of one run, or of two in the same axes or the same scale. matplotlib is loaded to draw.
+"""The figures of a report: of one run, or of two on the same axes or the same scale. Only drawing loads matplotlib.
 
 Shapes: S steps, N length bins.
 """
@@ -29,7 +29,7 @@ RUNS = "AB"  # what two runs are called
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the page, drawn when asked."""
+    """A figure of the page, drawn on demand."""
 
     name: str
     title: str
@@ -42,7 +42,7 @@ class Figure:
 
 
 def figures(logs: Logs) -> dict[str, list[Figure]]:
-    """The figures that one run, or two, give rise to, by heading."""
+    """The figures of one run or of two, by heading."""
     curves = {
         heading: [
             Figure(name, panel.title, panel.meaning, panel.keys(logs), partial(panel.draw, logs=logs))
@@ -57,7 +57,7 @@ def figures(logs: Logs) -> dict[str, list[Figure]]:
 
 
 def bin_count(logs: Logs) -> int:
-    """Length bins that any step of any run reached."""
+    """The number of length bins up to the longest that any step of any run reached."""
     return max(log.tail_by_step().shape[1] for log in logs)
 
 
@@ -110,7 +110,7 @@ def _acceptance(logs: Logs) -> list[Figure]:
 
 
 def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """p5 by step and bin of ``log``, on one scale for all ``logs``."""
+    """Draw the p5 of ``log`` by step and bin, on a scale that all ``logs`` share."""
     tail_SN = log.tail_by_step()
     for n, color in zip(range(tail_SN.shape[1]), theme.bin_colors(bin_count(logs)), strict=False):
         line(ax, log.steps, tail_SN[:, n], color)
@@ -123,7 +123,7 @@ def draw_tail(ax: Axes, logs: Logs, log: RunLog) -> None:
 
 
 def draw_last_tail(ax: Axes, logs: Logs) -> None:
-    """Bounds, intervals and ceiling of each bin at the last step; two runs side by side."""
+    """Draw the bounds, interval and ceiling of each bin at the last step; two runs are drawn side by side."""
     colors = theme.bin_colors(bin_count(logs))
     for i, log in enumerate(logs):
         aside = 0.0 if len(logs) == 1 else 0.3 * i - 0.15
@@ -133,7 +133,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
             best, low, high = ceiling[b.bin]
             ax.fill_between([x - 0.13, x + 0.13], low, high, color=theme.MUTED, alpha=0.25, linewidth=0)
             ax.hlines(best, x - 0.2, x + 0.2, color=theme.MUTED, linewidth=1.5)
-            # Not error bars: a bootstrap interval need not hold its estimate.
+            # Not error bars: a bootstrap interval need not contain its estimate.
             ax.vlines(x, b.interval_low, b.interval_high, color=color, linewidth=4, alpha=0.4)
             ax.plot(x, b.lower_bound, "o", color=color, markersize=5)
             ax.plot(x, b.upper_bound, "^", color=theme.MUTED, markersize=4.5, fillstyle="none")
@@ -153,7 +153,7 @@ def draw_last_tail(ax: Axes, logs: Logs) -> None:
 
 
 def draw_acceptance(ax: Axes, logs: Logs, name: str) -> None:
-    """``histogram`` of acceptance, or ``log_histogram`` of what it lacks of 1."""
+    """Draw the ``histogram`` of acceptance, or the ``log_histogram`` of 1 - acceptance."""
     of_distance = name == "log_histogram"
     edges = np.array(logs[0].histogram(name).edges)
     drawn = np.append(edges[1] / 3, edges[1:]) if of_distance else edges  # 0 has no place on a log scale
@@ -181,7 +181,7 @@ def draw_acceptance(ax: Axes, logs: Logs, name: str) -> None:
 
 
 def _beta_shares(fit: BetaTail, edges: FloatArray) -> FloatArray:
-    """Share of all tokens that the fit puts between rising ``edges`` of acceptance, one fewer than the edges."""
+    """Share of all tokens that the fit puts between each two neighbours of ``edges``, which are rising acceptances."""
     return fit.fraction_in_tail * np.diff(special.betainc(fit.a, fit.b, np.clip(edges / fit.cut, 0, 1)))
 
 
@@ -210,12 +210,12 @@ def _schedule(logs: Logs) -> list[Figure]:
 
 
 def _start_and_end(log: RunLog) -> list[SparsitySchedule]:
-    """The last schedule, and the first if it was another."""
+    """The last schedule, then the first one if it differs."""
     return list(dict.fromkeys((log.schedules[-1], log.schedules[0])))
 
 
 def draw_schedule(ax: Axes, logs: Logs) -> None:
-    """Share of the cache read, by length; of a run whose schedule moved, at its start as well."""
+    """Draw the share of the cache read, by length; for a run whose schedule moved, that at its start as well."""
     schedules = [table for log in logs for table in _start_and_end(log)]
     last_bins = [log.bins()[-1].end for log in logs]
     longest = max([len(s.top_k) * s.bin_tokens for s in schedules] + last_bins)
@@ -229,7 +229,7 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
-    """Share of the cache read at the end of each bin, by step."""
+    """Draw the share of the cache read at the end of each bin, by step."""
     width = log.schedules[0].bin_tokens
     reached = sorted({b.bin for index in range(len(log.metrics)) for b in log.bins(index)})
     colors = theme.bin_colors(bin_count(logs))

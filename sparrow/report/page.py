@@ -19,16 +19,16 @@ from sparrow.report.summary import MEANINGS, bin_name, headlines, meaning, numbe
 from sparrow.run.log import RunLog
 
 OF_CEILING = ("ceiling", "relative p5")
-COLUMNS = ("p5", "verdict", "95 % interval", "upper bound", *OF_CEILING, "tokens", "responses")  # of a tail's table
+COLUMNS = ("p5", "verdict", "95 % interval", "upper bound", *OF_CEILING, "tokens", "responses")  # of the tails' table
 
 
 def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()) -> Path:
     """Write the page of one run, or of two, finished or not.
 
     Args:
-        run_dirs: of the runs.
+        run_dirs: directories of the runs.
         out: folder of the page; ``report`` in the first run's directory if left out.
-        steps: whose responses are shown; up to 40, from the first to the last, if left out.
+        steps: the steps whose responses are shown; if left out, up to 40 from the first to the last.
 
     Returns:
         The page: ``index.html``, or ``against-NAME.html`` with the name of the second run.
@@ -45,7 +45,7 @@ def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Se
     folder = Path(out) if out is not None else logs[0].run_dir / "report"
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / (f"against-{_name(logs[1])}.html" if len(logs) > 1 else "index.html")
-    # A tokenizer may decode half a character to what UTF-8 cannot hold.
+    # A tokenizer may decode half a character to something that UTF-8 cannot encode.
     page.write_text(html_page(logs, figures(logs), responses), encoding="utf-8", errors="replace")
     return page
 
@@ -97,7 +97,7 @@ def _bins(log: RunLog) -> list[tuple[BinMismatch, float]]:
 
 
 def _tail_row(b: BinMismatch, ceiling: float, tau: Tau) -> dict[str, str]:
-    """By column; ``bin`` names the bin's colour."""
+    """One row of the tails' table, by column; ``bin`` names the bin's colour."""
     known = isfinite(b.interval_low)
     return {
         "bin": f"bin-{b.bin}",

@@ -14,8 +14,8 @@ from sparrow.report.summary import number
 from sparrow.run.directory import LoggedResponse
 from sparrow.run.log import RunLog, nan_mean
 
-MOST_TOKENS = 100_000  # more tokens than this make a page slow to open; longer responses then lose their middle
-MOST_STEPS = 40  # of a longer run, so many are shown unless others are asked for
+MOST_TOKENS = 100_000  # a page with more tokens is slow to open, so longer responses lose their middle
+MOST_STEPS = 40  # how many steps of a longer run are shown, unless others are asked for
 
 Span = tuple[str, str, str]  # style class, title and text of one token
 
@@ -24,7 +24,7 @@ Span = tuple[str, str, str]  # style class, title and text of one token
 class Shown:
     """One response."""
 
-    run: str  # which of two runs it is of; empty if there is one
+    run: str  # which of two runs it comes from; empty if there is one run
     problem: str
     expected: str | None  # the answer that was expected
     facts: Sequence[str]
@@ -47,7 +47,7 @@ def steps_to_show(logs: Sequence[RunLog], wanted: Sequence[int]) -> list[int]:
 
 
 def show(logs: Sequence[RunLog], steps: Collection[int], names: Sequence[str]) -> dict[int, list[Shown]]:
-    """The responses of these steps that were logged, by step; those of two runs to one problem beside each other."""
+    """The logged responses of these steps, by step; the responses of two runs to one problem are next to each other."""
     entries = [(name, row) for name, log in zip(names, logs, strict=True) for row in log.responses(steps)]
     most = max(MOST_TOKENS // max(len(entries), 1), 2)
     order: dict[tuple[int, str], int] = {}

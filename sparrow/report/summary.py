@@ -47,7 +47,7 @@ MEANINGS = {
 
 
 def meaning(name: str) -> str:
-    """One line on the statistic of a row, whose name may go on with a dataset or a length; empty for settings."""
+    """One line on a row's statistic; the row's name may continue with a dataset or a length. Empty for settings."""
     known = next((known for known in MEANINGS if re.fullmatch(rf"{re.escape(known)}((,| at) .*)?", name)), None)
     return MEANINGS[known] if known else ""
 
@@ -63,7 +63,7 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
 
 
 def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
-    """The few numbers that stand first, as (name, (value, remark) of each run)."""
+    """The few numbers that are shown first, each as its name and one (value, remark) for each run."""
     by_name: dict[str, list[NamedValue]] = {}
     for log in logs:
         for name, values, unit in (
@@ -85,8 +85,8 @@ def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
-    """What was run: model, task or datasets, engine, as far as a command line said; and the schedule, or the mode and
-    what drafts read."""
+    """What was run: model, task or datasets, and engine, as far as the command line named them; then the mode if it
+    is lossless or auto, and the schedule (in lossless mode, what drafts read)."""
     start, now = log.schedules[0], log.schedules[-1]
     schedule = describe_schedule(now)
     if now != start:
@@ -101,7 +101,7 @@ def setup_rows(log: RunLog) -> list[NamedValue]:
 
 
 def result_rows(log: RunLog) -> list[NamedValue]:
-    """Steps, reward before and after, tokens, what was kept of them, what was read of the cache, what was drafted."""
+    """Steps, reward before and after, evaluations, tokens and the share the loss kept, KV read, drafts, dial, guard."""
     alarms, kept = log.steps[log.series("guard", "alarm") == 1], log.tokens_kept()
     rows = [
         ("steps", f"{log.steps[-1]} of {log.train['steps']}"),
@@ -137,7 +137,7 @@ def result_rows(log: RunLog) -> list[NamedValue]:
 
 
 def _best(log: RunLog, benchmark: str) -> str:
-    """mean@k of the last evaluation with its interval, and of the best."""
+    """The mean@k of the last evaluation with its interval, and the mean@k of the best evaluation."""
     mean = log.scores(benchmark, "mean", "value")
     low, high = (log.scores(benchmark, "mean", end)[-1] for end in ("low", "high"))
     best = int(np.nanargmax(mean)) if np.isfinite(mean).any() else 0
@@ -154,7 +154,7 @@ def _rise(log: RunLog, values: FloatArray) -> str:
 
 
 def describe_tail(b: BinMismatch, tau: Tau) -> str:
-    """The estimate, its interval, and how both stand to ``tau``."""
+    """The estimate, its interval, and the verdict on both against ``tau``."""
     interval = f" [{number(b.interval_low)}, {number(b.interval_high)}]" if isfinite(b.interval_low) else ""
     verdict = tau.verdict(b)
     against = f" against {tau} (upper bound {number(b.upper_bound)})"
@@ -162,7 +162,7 @@ def describe_tail(b: BinMismatch, tau: Tau) -> str:
 
 
 def tau_name(tau: Tau) -> str:
-    """Short: τ 0.86, relative τ 0.9."""
+    """The short name of a tau, such as τ 0.86 or relative τ 0.9."""
     return str(tau).replace("tau", "τ")
 
 
@@ -182,14 +182,14 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
 
 
 def bin_name(start: float, end: float) -> str:
-    """A range of lengths: 0-2K, 32-64."""
+    """A range of lengths as text, such as 0-2K or 32-64."""
     if start % 1000 == 0 and end % 1000 == 0:
         return f"{start / 1000:g}-{end / 1000:g}K"
     return f"{start:g}-{end:g}"
 
 
 def number(value: float) -> str:
-    """Three decimals."""
+    """The value with three decimals."""
     return f"{value:.3f}" if isfinite(value) else "n/a"
 
 

@@ -12,16 +12,16 @@ from sparrow.report import theme
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SIZE = (4.9, 2.75)  # inches; three stand in a row of a wide page, and one fills a telephone's
+SIZE = (4.9, 2.75)  # inches; three fit in a row of a wide page, and one fills a row on a telephone
 
 
 def render(name: str, draw: Callable[[Axes], None], colors: Mapping[str, str]) -> str:
     """What ``draw`` draws into a pair of axes, as an ``<svg>`` element; the same drawing gives the same text.
 
     Args:
-        name: of the figure, which keeps its element ids apart from those of others in the page.
-        draw: draws, in the light colours of ``theme`` and in no others.
-        colors: each of these -> what stands for it in the page, such as ``var(--ink)``.
+        name: name of the figure, which keeps its element ids apart from those of other figures in the page.
+        draw: draws the figure, in the light colours of ``theme`` and in no others.
+        colors: each of these colours -> what replaces it in the page, such as ``var(--ink)``.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -34,7 +34,7 @@ def render(name: str, draw: Callable[[Axes], None], colors: Mapping[str, str]) -
         draw(figure.subplots())
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     body = text.getvalue()
-    # A style sheet in an element of the page would be the page's.
+    # A style sheet inside an element of the page would apply to the whole page.
     body = re.sub(r"<(metadata|style)\b.*?</\1>", "", body[body.index("<svg") :], flags=re.S)
     body = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", body)
     body = re.sub(r' (width|height)="[\d.]+pt"', "", body, count=2)

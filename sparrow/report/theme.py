@@ -1,5 +1,5 @@
-"""Colours of the report and its figures, for light and dark pages; those drawn together stay apart for colour-blind
-readers."""
+"""Colours of the report and its figures, for light and dark pages. Colour-blind readers can tell apart the colours
+that are drawn together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DARK = {
 }  # fmt: skip
 """Each colour's counterpart on a dark page."""
 
-# One hue, ever further from the background; the ranges are closer together towards 1, as acceptance is skewed.
+# One hue, ever further from the background; the ranges become narrower towards 1, as acceptance is skewed.
 LEVELS = (0.999, 0.99, 0.97, 0.9, 0.8, 0.6, 0.3, 0.0)  # lower ends of the acceptance ranges that tokens are coloured by
 LEVEL_COLORS = ("#ffffff", "#fff3e4", "#ffe2c2", "#fdc791", "#f7a35c", "#e67a2e", "#b4490a", "#742a02")
 LEVEL_INKS = (*["#1f2328"] * 6, *["#ffffff"] * 2)
@@ -37,12 +37,12 @@ MATPLOTLIB: dict[Any, Any] = {
 
 
 def bin_colors(count: int) -> list[str]:
-    """Colours for so many length bins on a light page, from the shortest to the longest."""
+    """Colours for ``count`` length bins on a light page, from the shortest to the longest."""
     return _ramp(BINS, count)
 
 
 def palette(bins: int) -> dict[str, tuple[str, str]]:
-    """Every colour of a page with so many length bins: its name in style sheets -> on a light page, on a dark one."""
+    """Every colour of a page with ``bins`` length bins: name in style sheets -> (on a light page, on a dark page)."""
     fixed = {"ink": INK, "muted": MUTED, "grid": GRID, "page": PAGE, "card": CARD, "below": BELOW, "above": ABOVE}
     named = {**fixed, **{f"series-{i}": color for i, color in enumerate(SERIES)}}
     colors = {name: (color, DARK[color]) for name, color in named.items()}

@@ -10,12 +10,13 @@ The tests of a problem are a plain mapping, so that datasets can carry them:
 A ``"prelude"`` in any of them is code that runs before the program, such as imports.
 
 A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares outputs, and the
-expected ones never enter the sandbox. For assertions the test code runs in a sandbox of its own and calls the program
-in the other one, see ``sandbox.inside.exchange``; the price is that objects of a program's own classes can be called,
-read and handed back, but not compared. A name that the tests do not define is the program's, never Python's.
+expected ones never enter the sandbox. For assertions, the test code runs in a sandbox of its own and calls the program
+in another, see ``sandbox.inside.exchange``; the price is that objects of a program's own classes can be called, read
+and handed back, but not compared. A name that the tests do not define is looked up in the program. A built-in name is
+looked up there only if it is the function under test, and then never in Python.
 
-Limits are in the program's own time: processor time, and the time it sleeps. What a busy machine keeps from it does not
-count, so that load changes no verdict.
+Limits count the program's own time: the time it runs on a processor and the time it sleeps. Time that it waits for a
+busy machine does not count, so load changes no verdict.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ Verdict = Literal["pass", "wrong", "error", "timeout", "memory"]
 Tests = Mapping[str, Any]
 
 FLOAT_TOLERANCE = 1e-6
-"""Relative, and absolute below 1; only where the expected number is written with a point or an exponent."""
+"""Relative, and absolute below 1; it applies only if the expected number is written with a point or an exponent."""
 
 _show = Repr().repr
 _FENCE = re.compile(r"(?P<indent>[ \t]*)(?:(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?!.*```))")
@@ -65,10 +66,10 @@ _MARGIN_S = 5.0
 """Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
 _ROOM_BYTES, _ROOM_TIMES = 1 << 16, 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus ``_ROOM_BYTES``."""
-_SHARE = 8  # a result that crosses to assertions may have ``output_bytes`` divided by this
+_SHARE = 8  # a result that crosses to assertions may have at most ``output_bytes`` divided by this
 _TESTS_BYTES = 64 << 20  # longest message of test code, which is trusted
 _RELAYED = ("value", "raised", "kinds", "with", "printed", "changed", "call", "look", "attribute", "args", "kwargs")
-"""What a program may say to the tests. Verdicts are not among it."""
+"""The keys of a program's replies that are passed on to the tests. Verdicts are not among them."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +88,11 @@ class Judgement:
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced block behind the reasoning, one marked as Python if there is any; None without a block.
+    """The last fenced block after the reasoning, preferably one marked as Python; None if there is no block.
 
-    Fences are those of Markdown, of backticks or tildes; code loses what its fence is indented by. A block that was not
-    closed ends with the response, one that is closed on a line of code there. Without a fence, the last block that is
-    indented by four spaces or a tab will do.
+    Fences are Markdown's, of backticks or tildes; code loses the indent of its fence. A block that is never closed ends
+    with the response, and one that is closed at the end of a line of code ends there. Without a fence, the last block
+    that is indented by four spaces or a tab is taken.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None
@@ -128,7 +129,7 @@ def extract_code(response: str) -> str | None:
 
 
 def _unindented(line: str, indent: str) -> str:
-    """The line without as much space at its start as a fence has."""
+    """The line without the indent of its fence, or without its own indent if that is shorter."""
     return line[min(len(indent), len(line) - len(line.lstrip())) :]
 
 
@@ -171,7 +172,7 @@ def _close(actual: float, expected: float) -> bool:
 
 def same_output(actual: str, expected: str) -> bool:
     """Whether two outputs agree: line by line and word by word, spaces aside, decimal numbers within tolerance."""
-    # One word at a time: as lists of words a hostile output would take a hundred times its size.
+    # One word at a time: a list of its words would take a hundred times the size of a hostile output.
     words = (_WORD.finditer(side.rstrip()) for side in (actual, expected))
     return all(a and b and _same_token(a[0], b[0]) for a, b in zip_longest(*words))
 
@@ -196,9 +197,9 @@ class CodeVerifier:
 
     Args:
         limits: what a program may use.
-        isolation: ``auto`` and ``bwrap`` are bubblewrap, and refuse to go on without it; ``session`` is Landlock and a
-            filter on system calls, weaker; ``none`` keeps none of this user's files or memory from programs.
-        workers: programs at a time; the processors this process may use, by default.
+        isolation: ``auto`` and ``bwrap`` use bubblewrap and refuse to go on without it; ``session`` uses Landlock and a
+            filter on system calls, which is weaker; ``none`` keeps none of this user's files or memory from programs.
+        workers: how many programs run at a time; by default, as many as there are processors this process may use.
 
     Thread-safe; holds no process between programs.
     """
@@ -209,10 +210,10 @@ class CodeVerifier:
         self._free = threading.BoundedSemaphore(self.workers)
 
     def judge(self, code: str, tests: Tests, *, stop_early: bool = True) -> Judgement:
-        """Run ``code`` against ``tests``, to the first that is not passed unless told otherwise.
+        """Run ``code`` against ``tests``, only up to the first that is not passed if ``stop_early``.
 
-        Raises RewardError: no way to run programs here, or not the isolation asked for. ValueError: tests of none of
-        the three kinds.
+        Raises RewardError: programs cannot be run here, or not with the isolation asked for. ValueError: the tests are
+        of none of the three kinds.
         """
         held = choose_isolation(self.isolation)
         with self._free:
@@ -242,7 +243,7 @@ class _Run:
     code: str
     limits: Limits
     held: Held
-    spent_s: float = 0.0  # of its own time, in all its tests so far
+    spent_s: float = 0.0  # seconds of its own time that it has spent in all its tests so far
 
     def _sandbox(self, mode: Literal["stdio", "serve"], *, exchange: bool = False) -> Sandbox:
         request = {"mode": mode, "prelude": self.prelude, "code": self.code, "exchange": exchange}
@@ -288,7 +289,7 @@ class _Run:
         return results
 
     def _most(self, expected: str) -> int:
-        """Bytes beyond which nothing is as expected. Long replies cost memory that malloc keeps."""
+        """Bytes beyond which no reply can be as expected. Long replies cost memory that malloc keeps."""
         return min(self.limits.output_bytes, _ROOM_BYTES + _ROOM_TIMES * len(expected))
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
@@ -347,7 +348,7 @@ class _Run:
                     reply = self._receive(program, max(_ROOM_BYTES, self.limits.output_bytes // _SHARE))
                 except (ChildTimeoutError, ChildEndedError) as error:
                     return _broken(error, program)
-                with suppress(ChildTimeoutError, ChildEndedError):  # which the next receive reports
+                with suppress(ChildTimeoutError, ChildEndedError):  # the next receive reports it
                     self._send(judge, {key: reply[key] for key in _RELAYED if key in reply})
 
 
@@ -374,10 +375,10 @@ def _shared(pid: int, limits: Limits, isolation: Isolation) -> CodeVerifier:
 def verify_code(response: str, answer: Tests, *, limits: Limits | None = None, isolation: Isolation = "auto") -> float:
     """1.0 if the program in the response passes every test in ``answer``, otherwise 0.0.
 
-    Calls with the same limits and isolation share one bound on programs at a time, the number of processors.
+    Calls with the same limits and isolation share one bound on programs run at a time: the number of processors.
 
-    Raises RewardError: no way to run programs here, or not the isolation asked for. ValueError: tests of none of the
-    three kinds.
+    Raises RewardError: programs cannot be run here, or not with the isolation asked for. ValueError: the tests are of
+    none of the three kinds.
     """
     with _lock:
         verifier = _shared(os.getpid(), limits or Limits(), isolation)

@@ -3,7 +3,7 @@ r"""Mathematical answers: taken out of a response, and compared with the referen
 Equivalence is math-verify's (Hugging Face, Apache-2.0), run in worker processes because sympy can hang on an
 adversarial answer such as ``9^{9^{9^9}}`` and only killing the process stops it. A worker is a script in a fresh
 interpreter: it never imports torch, shares nothing with a CUDA context, and does not run the caller's ``__main__``
-again, as ``multiprocessing`` would have it.
+again, as ``multiprocessing`` would.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ START_LIMIT_S = 120.0
 RECYCLE = 5000  # comparisons after which a worker is replaced, so that no library's caches grow without end
 WORKER = Path(__file__).with_name("math_worker.py")
 PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
-WALL_LIMITS = 3  # a comparison that gets no processor is waited for this many times its limit
+WALL_LIMITS = 3  # a comparison that gets no processor is given up after this many times its limit
 HUNG_PAIRS = 1000  # comparisons remembered as hanging
 MAX_ANSWER_CHARS = 2000
-"""Longer answers are wrong unless identical to the reference; it also keeps a request below a pipe's buffer."""
+"""Longer answers are wrong unless identical to the reference; the bound also keeps a request below a pipe's buffer."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ _SPACE = re.compile(r"(?<!\d)\s+|\s+(?!\d)")
 
 
 def _boxes(text: str) -> list[tuple[int, int, str]]:
-    """Start, end and content of every box that no other box holds, in one pass however badly braces nest."""
+    """Start, end and content of every box that is in no other box, found in one pass however badly braces nest."""
     boxes: list[tuple[int, int, int]] = []
     opened: list[tuple[int, int] | None] = []
     for token in _TOKEN.finditer(text):
@@ -97,12 +97,12 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
 
 
 def _unmarked(answer: str) -> str:
-    """The answer with plain spaces and no marks without a meaning: dollars, sizes of brackets, a full stop."""
+    """The answer with plain spaces and without marks that mean nothing: dollars, sizes of brackets, a full stop."""
     return " ".join(_MARKS.sub("", _THIN.sub(" ", answer.replace("{,}", ","))).split()).removesuffix(".")
 
 
 def _squeezed(answer: str) -> str:
-    """The unmarked answer without spaces, those between digits excepted, and with one name for fractions."""
+    """The unmarked answer without spaces, except those between digits, and with one name for fractions."""
     return _SPACE.sub("", answer).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
 
 
@@ -111,7 +111,7 @@ def _number(plain: str) -> Fraction:
 
 
 def _quick(answer: str, reference: str) -> bool | None:
-    """The verdict where no algebra is needed: identical answers, too long ones, and two plain numbers."""
+    """The verdict on identical answers, too long ones, and two plain numbers; None where algebra is needed."""
     a, b = _unmarked(answer), _unmarked(reference)
     if _squeezed(a) == _squeezed(b):
         return a != ""
@@ -126,7 +126,7 @@ class _Worker(Child):
     asked = 0
 
     def __init__(self, limit_s: float) -> None:
-        # -P: the script's folder must not be searched for modules, where math.py would hide the standard one.
+        # -P: the script's folder must not be searched for modules, as its math.py would hide the standard one.
         super().__init__([sys.executable, "-P", str(WORKER), str(WALL_LIMITS * limit_s)])
         try:
             self.receive(time.monotonic() + START_LIMIT_S)
@@ -139,11 +139,11 @@ class MathVerifier:
     """Judges responses against reference answers with its own worker processes, started when first needed.
 
     Args:
-        workers: processes at a time; each holds about 100 MB. Threads that find none free wait for one. A comparison
-            that takes longer than half a second makes room for another process, so that as many answers as there are
-            workers can hang before anybody waits for one.
-        limit_s: processor seconds one comparison may take, or three times as many seconds by the clock. One stopped
-            there counts as wrong, is logged, counted in ``lost``, and not tried again.
+        workers: how many processes run at a time; each holds about 100 MB. A thread that finds none free waits for one.
+            A comparison that takes longer than half a second makes room for another process, so as many answers as
+            there are workers can hang before any thread waits for one of them.
+        limit_s: processor seconds one comparison may take, or three times as many seconds by the clock. A comparison
+            that is stopped there counts as wrong, is logged and counted in ``lost``, and is not tried again.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
@@ -162,7 +162,7 @@ class MathVerifier:
     def equal(self, answer: str, reference: str) -> bool:
         r"""Whether two answers are equivalent, e.g. ``\frac12`` and ``0.5``.
 
-        Units and percent signs are ignored in the way of math-verify: ``12 cm`` equals ``12``, and ``50\%``
+        Units and percent signs are ignored in the way that math-verify does: ``12 cm`` equals ``12``, and ``50\%``
         equals both ``50`` and ``0.5``.
 
         Raises RewardError: math-verify cannot be started.
@@ -208,7 +208,7 @@ class MathVerifier:
             self.lost += 1
             raise
         finally:
-            # Also after an interrupt: a late reply must not be read as the answer to the next request.
+            # This holds after an interrupt too: a late reply must not be read as the answer to the next request.
             if worker is not None and not fresh:
                 worker.close()
             if not slow:
@@ -219,7 +219,7 @@ class MathVerifier:
                     self._return(worker)
 
     def _return(self, worker: _Worker | None) -> None:
-        """Keep a worker that has given its place away if one is free, otherwise end it."""
+        """Keep a worker whose place another process has taken if some place is free, otherwise end it."""
         with suppress(queue.Empty):
             other = self._slots.get_nowait()
             self._slots.put(other or worker)

@@ -1,11 +1,12 @@
 # ruff: noqa: RUF001  (the signs that answers are written with)
 r"""The process that compares two mathematical answers with math-verify; started by ``sparrow.rewards.math``.
 
-It is run by path and imports nothing of this package, so that a worker costs math-verify's imports alone.
+It is run by path and imports nothing of this package, so that a worker pays for math-verify's imports alone.
 
-Three steps: ``plain`` writes what is typography in LaTeX that the parser knows, ``misread`` turns down what math-verify
-would read as something else than is written, and ``same`` is math-verify's comparison. What math-verify and its parser
-should do themselves is listed with its cases in ``docs/math-verify/``; a rule goes when they do.
+There are three steps: ``plain`` rewrites typography as LaTeX that the parser knows, ``misread`` rejects an answer that
+math-verify would read as something other than what is written, and ``same`` is math-verify's comparison. What
+math-verify and its parser should do themselves is listed with its cases in ``docs/math-verify/``; once they do it, the
+rule here is removed.
 """
 
 from __future__ import annotations
@@ -134,7 +135,7 @@ def words(answer: str) -> str:
 
 
 def same_words(answer: str, reference: str) -> bool:
-    """Whether two texts are the same: whole words whatever their capitals, symbols such as ``AB`` to the letter."""
+    """Whether two texts are the same; the case of letters counts in symbols such as ``AB``, not in whole words."""
     pairs = list(zip_longest(*(re.split("[ -]", side) for side in (answer, reference)), fillvalue=""))
     return all(a == r or (a.casefold() == r.casefold() and _is_word(a, r)) for a, r in pairs)
 
@@ -163,9 +164,9 @@ def misread(answer: str, reference: str) -> bool:
 
 
 def chain(answer: str) -> str | None:
-    """``x = 40 + 2 = 42`` as ``x = 42``, and ``5 = x`` as ``x = 5``; None if the last number is not the first.
+    """``x = 40 + 2 = 42`` as ``x = 42``, and ``5 = x`` as ``x = 5``; None if the last number differs from the first.
 
-    A slip between the two is pardoned, as in math-verify's own tests.
+    A slip between these two numbers is pardoned, as in math-verify's own tests.
     """
     if match := _FLIPPED.fullmatch(answer):
         return f"{match[2]} = {match[1]}"
@@ -186,7 +187,7 @@ def _is_number(text: str) -> bool:
 
 
 def _rounded(exact: str, decimal: str) -> bool:
-    """Whether ``decimal`` is ``exact`` to as many places as it has."""
+    """Whether ``decimal`` is ``exact`` rounded to as many places as ``decimal`` has."""
     match = re.fullmatch(r"-?\d*\.(\d+)", decimal)
     return match is not None and bool(abs(parse(exact)[0].evalf() - float(decimal)) <= 0.51 * 10.0 ** -len(match[1]))
 
@@ -218,7 +219,7 @@ def parse(answer: str) -> list[Any]:
 
 
 def same(answer: str, reference: str) -> bool:
-    """math-verify's comparison, of assignments by their names, and of decimals with irrational numbers exactly."""
+    """math-verify's comparison; it is by name for assignments, and exact for decimals against irrational numbers."""
     expected, given = parse(reference), parse(answer)
     ours, theirs = (assignments(side[0]) for side in (given, expected))
     if ours and theirs:
@@ -240,7 +241,7 @@ def _verify(reference: Any, answer: Any) -> bool:
 
 
 def coordinates(expression: Any) -> list[Any]:
-    """The values of a tuple, of which a pair of two numbers reads as an open interval."""
+    """The values of a tuple; a tuple of two numbers may have been read as an open interval. Otherwise empty."""
     from sympy import Interval, Tuple
 
     if isinstance(expression, Interval) and expression.is_open:
@@ -249,7 +250,7 @@ def coordinates(expression: Any) -> list[Any]:
 
 
 def assignments(expression: Any) -> dict[str, Any]:
-    """Name to value where an expression is ``x = 1, y = 2`` or ``(x, y) = (1, 2)``, otherwise empty."""
+    """Name to value if an expression is ``x = 1, y = 2`` or ``(x, y) = (1, 2)``, otherwise empty."""
     from sympy import Eq, FiniteSet, Symbol
 
     parts = expression.args if isinstance(expression, FiniteSet) else [expression]
@@ -277,7 +278,7 @@ def irrational(expression: Any) -> bool:
 
 
 def exact(expression: Any) -> Any:
-    """The expression with its decimals as the fractions that they are."""
+    """The expression with each decimal replaced by the fraction that equals it."""
     from sympy import Basic, Float, Rational
 
     if not isinstance(expression, Basic):
@@ -313,19 +314,19 @@ def equal(answer: str, reference: str) -> bool:
 
 
 def main(wall_s: float) -> None:
-    """Answer requests, an answer and a reference each, until standard input ends."""
+    """Answer requests, each of which is an answer and a reference, until standard input ends."""
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     replies = os.fdopen(os.dup(1), "w")
     equal("\\frac{1}{2}", "0.25 + 0.25")  # the first comparison builds parsers and caches
     replies.write('{"ready": true}\n')
     replies.flush()
-    # Libraries that print must not be able to speak in the worker's place.
+    # A library that prints must not be able to reply in the worker's place.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     for line in sys.stdin:
-        # The verifier kills at the limit; should it be gone, the kernel ends this process a little later.
+        # The verifier kills this process at the limit; if the verifier is gone, the kernel does a little later.
         signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
         try:
             verdict = equal(**json.loads(line))

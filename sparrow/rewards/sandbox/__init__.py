@@ -1,4 +1,4 @@
-"""A place for untrusted programs, which it bounds in what they can reach, spend and say."""
+"""A place for untrusted programs: it bounds what they can reach, spend and say."""
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError

@@ -1,4 +1,4 @@
-"""A sandboxed process, and the choice of how it is held here."""
+"""A sandboxed process, and the choice of how it is held on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparrow.rewards.sandbox.walls import ENVIRONMENT, Held, Wall
 Isolation = Literal["auto", "bwrap", "session", "none"]
 
 _START_S = 60.0  # seconds a sandbox may take to start: no program runs yet, and the machine may be busy
-_STARTS = 4  # times that it is tried, since others may have taken all processes or memory for a moment
+_STARTS = 4  # how many starts are tried: others may have taken all processes or memory for a moment
 _log = logging.getLogger(__name__)
 
 _INSTALL = (
@@ -39,7 +39,7 @@ _INSTALL = (
 
 @cache
 def _fault(wall: Wall) -> str | None:
-    """Why programs cannot be held like this here, None if they can; found out by running one."""
+    """Why programs cannot be held by ``wall`` on this machine, None if they can; found out by running a program."""
     if wall.held == "bwrap" and shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     if wall.held == "session" and (version := landlock_version()) < LANDLOCK_NEEDED:
@@ -57,7 +57,7 @@ def _fault(wall: Wall) -> str | None:
 
 @cache
 def _wall(held: Held) -> Wall:
-    """The wall of this kind that stands here, preferably one with a user id for each sandbox."""
+    """The wall of this kind to use on this machine: where it works, the one with a user id for each sandbox."""
     if held == "bwrap" and os.geteuid() == 0 and _fault(Wall("bwrap", own_user=True)) is None:
         return Wall("bwrap", own_user=True)
     return Wall(held)
@@ -84,7 +84,7 @@ def _announce(held: Held) -> None:
 
 
 def choose_isolation(isolation: Isolation = "auto") -> Held:
-    """The isolation that will be used, where it works: ``auto`` is bubblewrap. What it enforces is logged once.
+    """The isolation that will be used, once it is found to work; ``auto`` is bubblewrap. Its bounds are logged once.
 
     Raises RewardError: it does not work here. ValueError: no such isolation.
     """
@@ -163,7 +163,7 @@ class Sandbox(Child):
 
     @property
     def stopped_by_limit(self) -> bool:
-        """Whether it ended by itself in the way the limit of processor time ends a process."""
+        """Whether it ended by itself, and by a signal with which the limit on processor time ends a process."""
         signals = (signal.SIGXCPU, signal.SIGKILL)
         return self.status in {code for number in signals for code in (-number, 128 + number)}
 
@@ -173,13 +173,13 @@ class Sandbox(Child):
             return
         if self._report is not None and (first := self._first_process()):
             # Killing the namespace's first process ends all others in it. Killing bubblewrap itself would do so
-            # too, but leave that process to be reaped by whoever is process 1 here, possibly nobody.
+            # too, but would leave that process for whoever is process 1 here to reap, and that may be nobody.
             with suppress(ProcessLookupError):
                 os.kill(first, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
                 return
-        # Its group outlives a leader that has ended, and keeps its number as long as that one is not waited for.
+        # The group outlives a leader that has ended, and keeps its number as long as the leader is not waited for.
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -194,7 +194,7 @@ class Sandbox(Child):
         return None if not said or "exit-code" in said[-1] else said[0].get("child-pid")
 
     def close(self) -> None:
-        """End every process inside and remove its files. What fails is logged: it is no reason to stop a run."""
+        """End every process inside and remove its files. A failure is logged: it is no reason to stop a run."""
         try:
             self._undo.close()
         except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""A control group (version 2) for each sandbox, where this process may make groups: it bounds the total of what a
-program uses, including the kernel's memory for it.
+"""A control group (version 2) for each sandbox, if this process may make groups: the group bounds the total of what
+a program uses, including the kernel's memory for it.
 """
 
 from __future__ import annotations

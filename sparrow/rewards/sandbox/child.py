@@ -1,4 +1,4 @@
-"""A process that is sent objects and answers with objects, a line of JSON each, and is not waited for without end."""
+"""A process that is sent objects and answers with objects, one line of JSON each; every wait for it has a limit."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from sparrow.rewards.sandbox.inside.clock import OwnTime
 from sparrow.rewards.sandbox.inside.wire import parse
 
 MOST_BYTES = 64 << 20  # longest answer, unless a caller takes less
-_LOOK_S = 0.25  # how often a process that does not answer is looked at
-_ENDING_S = 1.0  # that a process may take to end after it has closed its pipes
+_LOOK_S = 0.25  # seconds between two looks at a process that does not answer
+_ENDING_S = 1.0  # seconds that a process may take to end after it has closed its pipes
 
 
 class ChildTimeoutError(Exception):
@@ -28,7 +28,7 @@ class ChildEndedError(Exception):
 
 
 class Child:
-    """A process and its pipes, in a session of its own: an interrupt typed at the trainer is not for it.
+    """A process and its pipes, in a session of its own: an interrupt typed at the trainer does not reach it.
 
     Args:
         command, options: of ``subprocess.Popen``.
@@ -61,9 +61,9 @@ class Child:
                 raise self._ended() from error
 
     def receive(self, deadline: float, most: int = MOST_BYTES) -> dict[str, Any]:
-        """The next answer. It may come from a hostile program: only its form is checked, and that reading it is cheap.
+        """The next answer. It may come from a hostile program: only its form is checked, and that it is cheap to read.
 
-        Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent no such thing.
+        Raises ChildTimeoutError: none by the deadline. ChildEndedError: the process ended, or sent something else.
         """
         searched = 0
         while (end := self._unread.find(b"\n", searched)) < 0 and len(self._unread) <= most:
@@ -79,7 +79,7 @@ class Child:
             raise ChildEndedError(f"the reply cannot be read: {error}") from error
 
     def receive_within(self, time_limit: OwnTime, most: int = MOST_BYTES) -> dict[str, Any]:
-        """The next answer of a program that has some of its own time left, which is counted.
+        """The next answer of a program, whose own time is counted against ``time_limit`` while it is awaited.
 
         Raises ChildTimeoutError: it has none left. ChildEndedError: as ``receive``.
         """
@@ -113,7 +113,7 @@ class Child:
         return data
 
     def skip(self, count: int, deadline: float) -> None:
-        """Leave the next ``count`` bytes out. Raises as ``receive`` does."""
+        """Discard the next ``count`` bytes. Raises as ``receive`` does."""
         while (left := count - len(self._unread)) > 0:
             self._unread.clear()
             self._read(deadline)
@@ -145,7 +145,7 @@ class Child:
         return ChildEndedError(said[-1] if said else f"ended with status {self.status}")
 
     def _ends_by_itself(self) -> bool:
-        """Whether it ends in a moment. It is not reaped: its number must stay its own until its group is killed."""
+        """Whether it ends within a moment. It is not reaped: its number must stay its own until its group is killed."""
         deadline = time.monotonic() + _ENDING_S
         try:
             while os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:

@@ -1,4 +1,4 @@
-"""Removing what a program has left, whatever it has left."""
+"""Removal of the files that a program has left, whatever they are."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _log = logging.getLogger(__name__)
 def remove(folder: str) -> None:
     """Remove a folder in which no process works any more; what cannot be removed is named in a warning.
 
-    A program may have nested folders deeper than any path can name or recursion can follow, so a folder's folders are
-    moved to the top before it is removed.
+    A program may have nested folders deeper than any path can name or recursion can follow, so before a folder is
+    removed, the folders in it are moved to the top.
     """
     number, mark = 0, secrets.token_hex(8)
     pending = [folder]
@@ -29,7 +29,7 @@ def remove(folder: str) -> None:
                         inner = [entry.path for entry in entries]
                     for below in inner:
                         if not _unlinked(below):
-                            os.chmod(below, 0o700)  # a folder that is moved is written to
+                            os.chmod(below, 0o700)  # moving a folder writes to it
                             os.rename(below, f"{folder}/{mark}-{number}")
                             number += 1
                     os.rmdir(path)
@@ -43,7 +43,7 @@ def remove(folder: str) -> None:
 
 
 def _unlinked(path: str) -> bool:
-    """Whether it was no folder, and is now gone."""
+    """Unlink ``path`` unless it is a folder; return whether that was done."""
     try:
         os.unlink(path)
     except IsADirectoryError:

@@ -1,4 +1,4 @@
-"""What the kernel tells of processes."""
+"""What the kernel says about processes."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import NamedTuple
 class Process(NamedTuple):
     """A process as it is now."""
 
-    state: str  # as in ps: R runs or waits for a processor
+    state: str  # as in ps: R if it runs or waits for a processor
     parent: int
     processor_s: float  # seconds it has used, and those of its children that it has waited for
 
 
 def look(pid: int) -> Process:
-    """One process. Raises OSError: there is none of this number."""
+    """One process. Raises OSError: no process has this number."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         fields = file.read().rpartition(b")")[2].split()
     return Process(fields[0].decode(), int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"))
 
 
 def family(root: int) -> list[Process]:
-    """A process and all below it; empty if it is gone."""
+    """A process and all its descendants; empty if it is gone."""
     processes: dict[int, Process] = {}
     for name in os.listdir("/proc"):
         with suppress(OSError):

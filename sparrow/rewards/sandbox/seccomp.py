@@ -1,9 +1,9 @@
 """The system calls a judged program may not make, as a seccomp filter for x86-64 and arm64.
 
-The filter is a second wall inside bubblewrap's namespaces, and together with Landlock the wall where there is no
-bubblewrap: the program is one process that starts no other, signals nobody but itself, opens no socket, changes no
-file's owner, mode or attributes, and uses none of the kernel's larger interfaces. Of the calls that are newer than the
-ones listed here it may make those named in ``_NEW``.
+The filter is a second wall inside bubblewrap's namespaces; where there is no bubblewrap, it and Landlock are the wall.
+The program is one process that starts no other, signals nobody but itself, opens no socket, changes no file's owner,
+mode or attributes, and uses none of the kernel's larger interfaces. Of the calls that are newer than the ones listed
+here, it may make only those in ``_NEW``.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _ARCHES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7), "arm64": (1, 0
 _CLONE, _PRLIMIT, _FCNTL, _IOCTL, _PRCTL, _SENDTO = (56, 220), (302, 261), (72, 25), (16, 29), (157, 167), (44, 206)
 _TO_SELF_ONLY = ((62, 129), (234, 131))  # kill, tgkill
 
-# From 424 on both processors have the same numbers: close_range, openat2, faccessat2, epoll_pwait2, futex_waitv,
-# cachestat, futex_wake, futex_wait, futex_requeue, mseal. clone3 is not among them: it hides its flags behind a
-# pointer, and the C library takes clone in its place.
+# From 424 on, both processors have the same numbers. Allowed are close_range, openat2, faccessat2, epoll_pwait2,
+# futex_waitv, cachestat, futex_wake, futex_wait, futex_requeue and mseal. clone3 is not among them: it hides its flags
+# behind a pointer, and the C library uses clone in its place.
 _FIRST_NEW, _NEW = 424, (436, 437, 439, 441, 449, 451, 454, 455, 456, 462)
 
 # Signals to a chosen process when a file has something (F_SETOWN, F_SETSIG, F_SETOWN_EX), leases, notification of
-# changes in a folder, and pipes of more memory than the usual.
+# changes in a folder, and pipes with more memory than usual.
 _FCNTL_REFUSED = (8, 10, 15, 1024, 1026, 1031)
 _F_SETFL = 4
-# Whether it is a terminal and of what size, bytes to be read, blocking, inherited by other programs.
+# Whether a file is a terminal, its size, how many bytes can be read, whether it blocks, whether programs inherit it.
 _IOCTL_ALLOWED = (0x5401, 0x802C542A, 0x5413, 0x540F, 0x541B, 0x5421, 0x5450, 0x5451)
-# Names of threads and mappings, huge pages, timers, and reading what is set. Not among them: outliving the parent.
+# Names of threads and mappings, huge pages, timers, and reading what is set; nothing that lets it outlive its parent.
 _PRCTL_ALLOWED = (2, 3, 15, 16, 21, 23, 29, 30, 38, 39, 41, 42, 0x53564D41)
 
 _DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -49,11 +49,11 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "setpriority": (141, 140), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "ioprio_set": (251, 30),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "kcmp": (312, 272),
-    # who it is: another user or group would also undo that it ends with its parent
+    # who it is: with another user or group, the program would also no longer end with its parent
     "setuid": (105, 146), "setgid": (106, 144), "setreuid": (113, 145), "setregid": (114, 143),
     "setgroups": (116, 159), "setresuid": (117, 147), "setresgid": (119, 149), "setfsuid": (122, 151),
     "setfsgid": (123, 152), "capset": (126, 91), "personality": (135, 92), "seccomp": (317, 277),
-    # sockets: a pair of its own is all it has, which asyncio needs
+    # sockets: the program has only a pair of its own, which asyncio needs
     "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "listen": (50, 201), "accept": (43, 202),
     "accept4": (288, 242), "sendmsg": (46, 211), "sendmmsg": (307, 269), "setsockopt": (54, 208),
     # memory that no limit counts, and objects that all processes of a user or a machine share
@@ -62,7 +62,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "io_setup": (206, 0),
     "mlock": (149, 228), "mlockall": (151, 230), "mlock2": (325, 284), "vmsplice": (278, 75),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # files: what they contain is bounded by other means, not so who owns them and what else they carry
+    # files: other means bound what they contain, but not who owns them and what else they carry
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "chown": (92, None), "fchown": (93, 55),
     "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
     "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
@@ -89,7 +89,7 @@ _PASS: Instruction = (_RETURN, 0, 0, _ALLOW)
 
 
 def _call(number: int, tests: list[Instruction]) -> list[Instruction]:
-    """``tests``, which must return, for this call only."""
+    """Run ``tests``, which must return, for the call ``number`` only."""
     return [(_EQUAL, 0, len(tests), number), *tests]
 
 
@@ -134,7 +134,7 @@ def program_filter() -> list[Instruction]:
                 _PASS,
             ],
         ),
-        # Sending is for the pair's other end, never to an address.
+        # Sending is allowed to the pair's other end, never to an address.
         *_call(
             _SENDTO[column],
             [_load(4), (_EQUAL, 1, 0, 0), refuse, _load(4, True), (_EQUAL, 1, 0, 0), refuse, _PASS],

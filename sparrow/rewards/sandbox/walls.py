@@ -1,4 +1,4 @@
-"""How a program is held: the command that starts a sandbox, and what it tells the harness inside.
+"""How a program is held: the command that starts a sandbox, and what the harness inside is told.
 
 =================  ==========================================  ========================================  ==============
                    ``bwrap``                                   ``session``                               ``none``
@@ -51,18 +51,18 @@ class Wall:
     def counted_by_kernel(self) -> bool:
         """Whether the kernel bounds a program's tasks without counting others with them.
 
-        A user id of its own does that, and so does a user namespace since Linux 5.14, root's excepted.
+        A user id of the sandbox's own does that, and since Linux 5.14 so does a user namespace, except root's.
         """
         release = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
         return self.own_user or (self.held == "bwrap" and os.geteuid() != 0 and release >= (5, 14))
 
     def command(self, limits: Limits) -> list[str]:
-        """What starts the harness."""
+        """The command that starts the harness."""
         _compile()
         return _bwrap(limits, self.own_user) if self.held == "bwrap" else _python(str(_INSIDE.parent))
 
     def request(self, folder: str) -> dict[str, Any]:
-        """What the harness must know of it; ``folder`` is the program's own."""
+        """What the harness must know about the wall; ``folder`` is the program's own."""
         return {
             "own_tasks": self.counted_by_kernel,
             "own_files": self.held == "bwrap",
@@ -82,7 +82,7 @@ def _folders() -> list[str]:
 
 
 def _user_id() -> int:
-    """One that no user has and no other sandbox of this machine: as high as this process's user namespace goes."""
+    """A user id that no user and no other sandbox here has: as high as this process's user namespace goes."""
     maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
     ids = max(int(first) + int(length) for first, _, length in maps)
     room = min(1 << 30, ids // 2)
@@ -92,20 +92,20 @@ def _user_id() -> int:
 def _bwrap(limits: Limits, own_user: bool) -> list[str]:
     binary = shutil.which("bwrap") or "bwrap"
     command = [binary, "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-    if own_user:  # without a user namespace, in which root stays root to the kernel and no limit on tasks holds
+    if own_user:  # no user namespace: in one, root stays root to the kernel and no limit on tasks holds
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--perms", "1777"]
     else:
         command += ["--unshare-user", "--unshare-all", "--uid", "65534", "--gid", "65534"]
     if _bwrap_sizes(binary):
         command += ["--size", str(limits.files_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    else:  # bubblewrap before 0.7 cannot bound a tmpfs: rather none that can be written
+    else:  # bubblewrap before 0.7 cannot bound a tmpfs, so /tmp cannot be written at all
         command += ["--dir", "/tmp", "--chdir", "/tmp"]
-    if own_user:  # what bubblewrap makes on the way to a folder is else for root alone
+    if own_user:  # otherwise only root may enter the parent folders that bubblewrap makes
         above = {str(parent) for path in (*_folders(), *_CACHES, "/sandbox/inside") for parent in Path(path).parents}
         for parent in sorted(above - {"/", "/tmp"}):
             command += ["--perms", "0755", "--dir", parent]
-    # After /tmp is private, since Python itself may lie there.
+    # These are bound after /tmp is made private, since Python itself may be in /tmp.
     for folder in _folders():
         command += ["--ro-bind", folder, folder]
     for link in _SYSTEM:
@@ -127,13 +127,13 @@ def _bwrap_sizes(binary: str) -> bool:
 
 @cache
 def _compile() -> None:
-    """Compile the harness, where its folder can be written: inside it cannot, and each program would do it again."""
+    """Compile the harness if its folder can be written. Inside it cannot be, so each program would do it again."""
     compileall.compile_dir(_INSIDE, maxlevels=0, quiet=2)
 
 
 def _python(folder: str) -> list[str]:
-    """Python running the package ``inside`` of a folder, of which programs then find nothing on their path."""
-    # Python's own start takes a third of its time without the .pth files of installed packages, such as editable ones.
+    """Python running the package ``inside`` of a folder, which programs then do not find on their path."""
+    # Without the .pth files of installed packages, such as editable ones, Python starts in a third of the time.
     start = "import sys, site; site.addpackage = lambda *_: None; site.main(); "
     start += f"sys.path.insert(0, {folder!r}); from inside.main import main; del sys.path[0]; main()"
     return [sys.executable, "-s", "-S", "-P", "-c", start]

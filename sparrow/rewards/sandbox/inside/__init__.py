@@ -1,1 +1,1 @@
-"""The part of the sandbox that runs inside it: the standard library alone, and as little of that as will do."""
+"""The part of the sandbox that runs inside it: it imports only the standard library, and no more of it than needed."""

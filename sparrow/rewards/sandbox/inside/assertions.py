@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Names(dict[str, "Any"]):
-    """The tests' globals, in which a name that nobody defined here is the program's, looked up each time."""
+    """The tests' globals. A name that is not defined here is the program's and is looked up there each time."""
 
     def __init__(self, defined: Mapping[str, Any], exchange: Exchange, own: set[str]) -> None:
         super().__init__(defined)
@@ -32,11 +32,11 @@ class Names(dict[str, "Any"]):
 
 
 def builtins_under_test(tree: ast.Module, defined: set[str]) -> set[str]:
-    """The built-in name that is the program's: the one called where the tests name nothing else of the program's.
+    """The built-in name that is the program's: the one that the tests call if they name nothing else of the program's.
 
-    Raises ValueError: several are called, any of which may be meant.
+    Raises ValueError: the tests call several, and any of them may be meant.
     """
-    import ast  # here, as below: every program would pay for it
+    import ast  # imported here, and again below: at the top, every program would pay for it
 
     nodes = list(ast.walk(tree))
     bound = defined | {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}

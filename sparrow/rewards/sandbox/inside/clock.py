@@ -1,12 +1,12 @@
-"""A program's own time, which limits are in: on the processor, and asleep. What a busy machine keeps from it is not."""
+"""A program's own time, which limits count: on the processor and asleep. Waiting for a busy machine does not count."""
 
 from __future__ import annotations
 
 import time
 
 STARVED = 10
-"""Times its limit after which a program is given up that gets no processor."""
-_AWAKE = 1 / 20  # of the time between two looks; who had less of the processor was asleep
+"""A program that gets no processor is given up after this many times its limit."""
+_AWAKE = 1 / 20  # of the time between two looks; a program that ran for less than this was asleep
 
 
 class OwnTime:
@@ -20,7 +20,7 @@ class OwnTime:
         self.spent_s, self._limit_s, self._start = 0.0, limit_s, time.monotonic()
 
     def count(self, waited_s: float, ran_s: float, runnable: bool = False) -> None:
-        """Count the time between two looks: seconds by the clock, and those of them on the processor.
+        """Count the time between two looks: ``waited_s`` by the clock, of which ``ran_s`` on the processor.
 
         A program that is ``runnable`` asks for the processor, so it is not asleep even if it gets none.
         """
@@ -29,10 +29,10 @@ class OwnTime:
 
     @property
     def left_s(self) -> float:
-        """Seconds that it has left, none below zero."""
+        """Seconds that it has left, never below zero."""
         return max(0.0, self._limit_s - self.spent_s)
 
     @property
     def over(self) -> bool:
-        """Whether it has none left, or got so little of the processor that nobody waits any longer."""
+        """Whether it has no time left, or gets so little of the processor that it is given up."""
         return not self.left_s or time.monotonic() - self._start > STARVED * self._limit_s

@@ -20,11 +20,11 @@ _TIMERS = 128
 _CAPABILITY_VERSION = 0x20080522
 _MEMLOCK, _MSGQUEUE, _SIGPENDING = 8, 12, 11
 
-# Landlock, numbered alike on both processors.
+# Landlock's system calls have the same numbers on both processors.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-LANDLOCK_NEEDED = 3  # the first version that holds a file opened for reading against being emptied
+LANDLOCK_NEEDED = 3  # the first version that keeps a file that may only be read from being emptied
 _WRITE_FILE, _READ_FILE, _READ_DIR, _TRUNCATE = 1 << 1, 1 << 2, 1 << 3, 1 << 14
-_EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # and from version 5 on, device control
+_EVERYTHING = {3: (1 << 15) - 1, 4: (1 << 15) - 1}  # from version 5 on, also device control
 _REMOVE, _MAKE = (1 << 4) | (1 << 5), (1 << 7) | (1 << 8) | (1 << 12)  # folders, files, links; no devices, no sockets
 _REFER = 1 << 13
 _PATH_BENEATH = 1
@@ -44,7 +44,7 @@ def confine(request: Mapping[str, Any], cpu_s: int) -> None:
         (_SIGPENDING, _TIMERS),
     ):
         _lower(kind, value, value)
-    if request["own_tasks"]:  # only where nobody else's are counted with them; a few are the harness's
+    if request["own_tasks"]:  # only if no other tasks are counted with the program's; a few are the harness's
         _lower(resource.RLIMIT_NPROC, limits["tasks"] + 4, limits["tasks"] + 4)
     _lower(resource.RLIMIT_CPU, cpu_s, cpu_s + 1)
     _lower(resource.RLIMIT_STACK, _STACK_BYTES, resource.RLIM_INFINITY)
@@ -121,8 +121,8 @@ def allow_cpu(limits: Mapping[str, Any]) -> None:
 
 
 def hide(uid: int | None) -> None:
-    """Give this process a user id of its own, if told one; let it end with its parent, and keep other processes of its
-    user from reading or writing it through /proc.
+    """Give this process the user id ``uid``, unless it is None; let it end with its parent, and keep other processes of
+    its user from reading or writing it through /proc.
     """
     if uid is not None:
         os.setgroups([])

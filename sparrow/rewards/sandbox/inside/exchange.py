@@ -1,10 +1,10 @@
 """Calls between test code and the program it tests, each in a sandbox of its own.
 
-Both sides speak alike: ``call`` a function of the other's with arguments, ``look`` a global up, read an ``attribute``
-of an object; the answer has a ``value`` or says what was ``raised``. A side that waits for an answer serves what it is
-asked in the meantime, so that a test can hand the program a function. Values cross as ``wire`` packs them, and here
-those of a few more standard types too; functions and objects of other classes stay where they are and have a number.
-What a call did to its arguments, and what it printed, comes back with the answer.
+Both sides send the same requests: ``call`` a function of the other side with arguments, ``look`` up a global, read an
+``attribute`` of an object; the answer has a ``value`` or says what was ``raised``. A side that waits for an answer
+serves requests in the meantime, so that a test can hand the program a function. Values cross as ``wire`` packs them,
+and this module adds a few more standard types; functions and objects of other classes stay where they are and are
+named by a number. What a call did to its arguments, and what it printed, comes back with the answer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _array(content: Any) -> Any:
     return import_module("numpy").array(content[1], dtype=content[0])
 
 
-# By module and name: how a value is written, and read again. No class is imported that no value asks for.
+# By module and name: how a value is written, and how it is read back. A class is imported only when a value needs it.
 _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     ("decimal", "Decimal"): (str, lambda c: import_module("decimal").Decimal(c)),
     ("fractions", "Fraction"): (str, lambda c: import_module("fractions").Fraction(c)),
@@ -53,7 +53,7 @@ _KINDS: dict[tuple[str, str], tuple[Callable[[Any], Any], Callable[[Any], Any]]]
 }
 
 
-# Every exception is one of the first two; the others would end a test's ``map`` or generator as if it had been through.
+# Every exception is one of the first two; the others would end a test's ``map`` or generator as if it had finished.
 _NEVER_RAISED = (BaseException, Exception, StopIteration, StopAsyncIteration, GeneratorExit)
 
 
@@ -83,8 +83,8 @@ class Exchange:
     """One side of the calls.
 
     Args:
-        channel: where the other side is.
-        find: the function or global of a name, for what the other side asks by name. Raises NameError: none.
+        channel: the connection to the other side.
+        find: returns the function or global that the other side asks for by name. Raises NameError: there is none.
     """
 
     def __init__(self, channel: Channel, find: Callable[[str], Any]) -> None:
@@ -121,7 +121,7 @@ class Exchange:
                 reply = {"value": self._pack(self._find(header["look"]))}
             elif "attribute" in header:
                 key, name = header["attribute"]
-                if name.startswith("_"):  # from which a program could reach the tests' globals
+                if name.startswith("_"):  # through such a name, a program could reach the tests' globals
                     raise AttributeError(name)
                 reply = {"value": self._pack(getattr(self._named(key), name))}
             else:
@@ -150,7 +150,7 @@ class Exchange:
         return unpack(value, self._unpack_other)
 
     def _pack_other(self, value: Any) -> Any:
-        """A value that is no plain one; None leaves it to ``wire``."""
+        """Pack a value of no plain type; None leaves it to ``wire``."""
         if isinstance(value, Remote):
             return {"yours": value._key}
         kind = (type(value).__module__, type(value).__name__)
@@ -253,7 +253,7 @@ def _raised(error: BaseException, pack: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 def _error(reply: Mapping[str, Any], unpack: Callable[[Any], Any]) -> RemoteError:
-    """The other side's exception as one that the same ``except`` catches."""
+    """The other side's exception, as one that the same ``except`` catches."""
     detail = str(reply["raised"])
     for name in reply.get("kinds", ()):
         kind = getattr(builtins, str(name), None)

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox, imported from a folder of its own and nothing else of this package.
+"""Runs inside the sandbox, where it is imported from a folder of its own, without the rest of this package.
 
 It speaks in lines of JSON over its standard input and output. The first says what to run and is acknowledged before
 anything runs; its ``mode`` is one of

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
     from .wire import Channel
 
-_PRINTED_CHARS = 1 << 16  # of what a called function prints, as far as tests can see it
-_LOOK_S = 0.1  # how often a running program is looked at
+_PRINTED_CHARS = 1 << 16  # how much of what a called function prints the tests can see
+_LOOK_S = 0.1  # seconds between two looks at a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
 def execute(name: str, *sources: str) -> dict[str, Any]:
-    """Run source code, one after the other, as the module ``name``, and return its globals."""
+    """Run ``sources`` one after the other as the module ``name``, and return its globals."""
     module = type(sys)(name)
     sys.modules[name] = module
     sys.argv = ["program.py"]
@@ -51,7 +51,7 @@ def run_source(source: str, namespace: dict[str, Any]) -> None:
 
 
 def open_standard_input() -> None:
-    """Let programs open standard input by name, for which there is no /proc here."""
+    """Let programs open standard input by name, although there is no /proc here to resolve it."""
 
     def with_stdin(real: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
     import gc
     import threading  # noqa: F401
 
-    gc.freeze()  # a copy that looks for garbage would copy all memory it shares with this process
+    gc.freeze()  # a forked process that looks for garbage would copy all memory it shares with this one
     watch = Watch(request)
     while True:
         given = channel.receive()["stdin"].encode(errors="replace")
@@ -111,7 +111,7 @@ def run_tests(channel: Channel, request: Mapping[str, Any]) -> None:
 def finish(*sources: str) -> NoReturn:
     """Run source code as a whole program and end this process as the interpreter would.
 
-    Without the interpreter's own end, which would free, and so copy, every page shared with the parent.
+    The interpreter's own shutdown is left out: it would free, and so copy, every memory page shared with the parent.
     """
     import atexit
     import threading
@@ -137,7 +137,7 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """How the process ended, killed if it takes more time than ``wall_s`` or more than it may have."""
+    """How the process ended; it is killed if it takes more time than ``wall_s``, or more files or tasks than it may."""
     code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
     if why:
@@ -154,9 +154,9 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
 
 
 def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resource.struct_rusage, str | None]:
-    """Exit code and use of a process; why it was killed, empty for its time, or None if it ended by itself.
+    """Exit code and usage of a process, and why it was killed: empty if for its time, None if it ended by itself.
 
-    Its time is over once it has slept for ``wall_s``: time kept from the processor does not count.
+    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor does not count.
     """
     why: str | None = None
     looking = False
@@ -177,7 +177,7 @@ def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resourc
 
     def look(*_: object) -> None:
         nonlocal why, looking
-        if looking:  # the alarm rings again while a look takes long
+        if looking:  # a look may take so long that the alarm rings again
             return
         looking = True
         if why is None:
@@ -195,7 +195,7 @@ def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resourc
 
 
 class Program:
-    """A program that has been loaded, or failed to be."""
+    """A program that was loaded, or that failed to load."""
 
     def __init__(self, prelude: str, code: str) -> None:
         self._code = code
@@ -210,7 +210,7 @@ class Program:
     def find(self, name: str) -> Any:
         """A function or other global that the program itself defines, or a method of its ``Solution``.
 
-        Raises NameError: it defines none, whatever the prelude or Python does. What loading it raised, if it did.
+        Raises NameError: it defines none, even if the prelude or Python does. If loading it failed, raises that error.
         """
         if self._failure is not None:
             raise self._failure
@@ -224,7 +224,7 @@ class Program:
         return value
 
     def _stores(self, name: str) -> bool:
-        """Whether the program gives a name the value that the prelude gave it, as by importing it again."""
+        """Whether the program gives a name the value that the prelude gave it, for instance by importing it again."""
         import dis
 
         code = compile(self._code, "program.py", "exec", dont_inherit=True)
@@ -232,7 +232,7 @@ class Program:
 
 
 class Printed(io.StringIO):
-    """What a called function prints: its start is kept."""
+    """What a called function prints, of which only the start is kept."""
 
     def write(self, text: str) -> int:
         super().write(text[: max(0, _PRINTED_CHARS - self.tell())])
@@ -246,7 +246,7 @@ class Printed(io.StringIO):
 
 
 def serve(channel: Channel, request: Mapping[str, Any]) -> None:
-    """Mode ``serve``: answer calls, of plain values or, with ``exchange``, of all that tests hand over."""
+    """Mode ``serve``: answer calls with plain values or, with ``exchange``, with all that tests can hand over."""
     limits = request["limits"]
     if pid := os.fork():
         channel.close(but_errors=True)

@@ -18,8 +18,8 @@ class Watch:
     """Looks after one program, from another process.
 
     Args:
-        request: the harness's; ``folder`` in it is the program's own, which is a file system of its own if
-            ``own_files``; ``own_tasks`` says that the kernel bounds its tasks.
+        request: the harness's request. Its ``folder`` is the program's own, which is a file system of its own if
+            ``own_files``; ``own_tasks`` says that the kernel bounds the program's tasks.
     """
 
     def __init__(self, request: Mapping[str, Any]) -> None:
@@ -28,7 +28,7 @@ class Watch:
         self._next = 0.0
 
     def over(self, pid: int) -> str | None:
-        """What the program has had too much of, None if nothing."""
+        """What the program has used too much of, None if nothing."""
         now = time.monotonic()
         if now < self._next:
             return None

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# What a message of a program may hold, so that whoever reads it spends little: its bytes are bounded elsewhere.
+# The most that a program's message may hold, so that reading it is cheap; its bytes are bounded elsewhere.
 MOST_VALUES = 1 << 20
 MOST_CONTAINERS = 1 << 18
 MOST_STRINGS = 1 << 18
 MOST_DEPTH = 200
 MOST_DIGITS = 4300
-MOST_ALIKE = 32  # keys of one hash, each of which is compared with all others
+MOST_ALIKE = 32  # keys with the same hash, each of which is compared with all others
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 _NO_BRACKETS = bytes(code for code in range(256) if code not in b"[]{}")
 
 
 _PLAIN = (list, dict, tuple, set, frozenset, bytes, bytearray, complex)
-# The values themselves of subclasses, whose own conversions and comparisons could claim anything.
+# These get the plain value of a subclass, whose own conversions and comparisons could claim anything.
 _SCALARS: tuple[tuple[type, Any], ...] = ((int, int.__int__), (float, float.__float__), (str, str.__str__))
 
 
 def pack(value: Any, other: Callable[[Any], Any] | None = None) -> Any:
     """A built-in value as JSON that keeps its type; the wire format of arguments and results.
 
-    ``other`` is asked for what a value of no plain type is written as, and answers None if it does not know either.
+    ``other`` returns what a value of no plain type is written as, or None if it does not know that type either.
 
     Raises TypeError: a value of another kind.
     """
@@ -91,7 +91,7 @@ def unpack(value: Any, other: Callable[[str, Any], Any] | None = None) -> Any:
 
 
 def _spread(keys: list[Hashable]) -> list[Hashable]:
-    """The keys as they are. Raises ValueError: so many have one hash that a set of them would take forever."""
+    """The keys as they are. Raises ValueError: so many share one hash that a set of them would take forever."""
     alike: dict[int, int] = {}
     for key in keys:
         hash_value = hash(key)
@@ -104,7 +104,7 @@ def _spread(keys: list[Hashable]) -> list[Hashable]:
 def parse(line: bytes) -> dict[str, Any]:
     """An object from a line of JSON that may be hostile: what reading it costs is bounded before it is read.
 
-    Raises ValueError: no JSON, no object, or one of too many values, containers, strings or digits, or nested too deep.
+    Raises ValueError: no JSON, no object, too many values, containers, strings or digits, or nested too deep.
     """
     if (strings := (line.count(b'"') - line.count(b'\\"')) // 2) > MOST_STRINGS:
         raise ValueError(f"{strings} strings are over the limit of {MOST_STRINGS}")
@@ -120,7 +120,7 @@ def parse(line: bytes) -> dict[str, Any]:
             deepest = max(deepest, depth)
         if deepest > MOST_DEPTH:
             raise ValueError(f"nested {deepest} deep, over the limit of {MOST_DEPTH}")
-    unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS  # what the interpreter itself refuses is cheaper
+    unlimited = not 0 < sys.get_int_max_str_digits() <= MOST_DIGITS  # the interpreter's own limit is cheaper
     try:
         message = json.loads(line, parse_int=_short_int if unlimited else None)
     except ValueError as error:
@@ -147,7 +147,7 @@ def _short_int(digits: str) -> int:
 class Channel:
     """Objects in lines of JSON over two file descriptors, and a third for a last word."""
 
-    hostile = False  # whether what comes is a program's, and to be read as ``parse`` does
+    hostile = False  # whether messages come from a program and must be read by ``parse``
 
     def __init__(self, read_fd: int, write_fd: int, error_fd: int) -> None:
         self._requests, self._write_fd, self._error_fd = os.fdopen(read_fd, "rb"), write_fd, error_fd
@@ -160,7 +160,7 @@ class Channel:
         return parse(line) if self.hostile else json.loads(line)
 
     def send(self, message: dict[str, Any], body: bytes = b"") -> None:
-        """Send one object, and then the bytes whose number it states."""
+        """Send one object, and then ``body``, whose length the object states."""
         write_whole(self._write_fd, json.dumps(message).encode() + b"\n" + body)
 
     def complain(self, text: str) -> None:
