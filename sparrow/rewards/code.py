@@ -16,7 +16,7 @@ and handed back, but not compared. A name that the tests do not define is looked
 looked up there only if it is the function under test, and then never in Python.
 
 Limits count the program's own time: the time it runs on a processor and the time it sleeps. Time that it waits for a
-busy machine does not count, so load changes no verdict.
+busy machine does not count unless a program hardly runs at all.
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ ALWAYS = (
 WORKER = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ">=0.24", "count preempted sequences; vLLM's own "
-        "count is among statistics that cost a tenth of the host's time for each token", _counting_preemptions,
+        "count is among statistics that cost the host time for each token", _counting_preemptions,
         ("scheduler_output",),
     ),
 )  # fmt: skip

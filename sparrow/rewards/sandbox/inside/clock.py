@@ -1,4 +1,7 @@
-"""A program's own time, which limits count: on the processor and asleep. Waiting for a busy machine does not count."""
+"""A program's own time, which limits count: running and asleep, but not waiting for a busy machine.
+
+A program that gets less than a twentieth of a processor counts as asleep unless it is known to be runnable.
+"""
 
 from __future__ import annotations
 

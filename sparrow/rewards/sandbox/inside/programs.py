@@ -156,7 +156,8 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
 def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resource.struct_rusage, str | None]:
     """Exit code and usage of a process, and why it was killed: empty if for its time, None if it ended by itself.
 
-    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor does not count.
+    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor counts only while the
+    process gets less than a twentieth of one (``OwnTime``).
     """
     why: str | None = None
     looking = False
