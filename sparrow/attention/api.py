@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from sparrow.attention import reference
-from sparrow.attention.decode import DecodeBatch, DecodeImplementation, DecodeWorkspace, fp8_lacking
-from sparrow.attention.pages import LandmarkDtype, PageLayout
+from sparrow.attention.decode import (
+    FP8_CACHE,
+    CacheScales,
+    DecodeBatch,
+    DecodeImplementation,
+    DecodeWorkspace,
+    fp8_lacking,
+)
+from sparrow.attention.pages import FP8, LandmarkDtype, PageLayout
 from sparrow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -66,6 +73,7 @@ def paged_decode(
     layout: PageLayout,
     implementation: Implementation,
     scale: float | None = None,
+    cache_scales: CacheScales | None = None,
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     reuse_plan: bool = False,
@@ -81,17 +89,19 @@ def paged_decode(
     Args:
         q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided, D contiguous.
         k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole number of pages.
-        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the cache, or in
-            float8_e4m3fn if the layout says so; updated in place.
+        landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the queries, or
+            in float8_e4m3fn if the layout says so; updated in place. Those of keys in 8 bits leave their scale out.
         block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
-            cache in the same dtype; needs ``workspace``, and for landmarks in 8 bits compute capability 8.9) or
-            ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, one 16-bit dtype; needs
+            cache in the same dtype or in float8_e4m3fn; needs ``workspace``, and for 8 bits compute capability 8.9)
+            or ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, dtypes as Triton's; needs
             ``workspace``, and is compiled at its first call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
+        cache_scales: of a cache in float8_e4m3fn, which needs them; the kernels multiply 16-bit queries with what is
+            stored, and logits and results with the scales. They are read on the device: a graph follows changes.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
         reuse_plan: whether the workspace's last call had the same lengths, budgets and implementation, as when it was
@@ -106,6 +116,7 @@ def paged_decode(
     batch = DecodeBatch(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B,
         torch.empty_like(q_BHD) if out is None else out, layout, q_BHD.shape[-1] ** -0.5 if scale is None else scale,
+        cache_scales,
     )  # fmt: skip
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
@@ -164,6 +175,8 @@ def choose(
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}")
     if landmark_dtype == "fp8_e4m3" and (lacking := fp8_lacking(device)):
+        raise ConfigError(lacking)
+    if dtype == FP8 and (lacking := fp8_lacking(device, *FP8_CACHE)):
         raise ConfigError(lacking)
     if device.type == "cpu":
         if asked not in (None, "reference"):

@@ -15,15 +15,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparrow.attention.pages import PageLayout
+from sparrow.attention.pages import FP8, PageLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
 MAX_PAGES = 16384
+FP8_CACHE = ("keys and values in fp8_e4m3", "kv_cache_dtype")  # what needs the capability, and the option to change
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
 PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
+
+
+@dataclass(frozen=True)
+class CacheScales:
+    """Scales of a cache in float8_e4m3fn: a key or value is what is stored, times the scale of its kv head.
+
+    Scales that are powers of 2 lose nothing when a stored key or value is turned into 16 bits.
+    """
+
+    k_K: Tensor  # float32, on the device of the cache
+    v_K: Tensor  # float32
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class DecodeBatch:
     out_BHD: Tensor
     layout: PageLayout
     scale: float
+    cache_scales: CacheScales | None = None  # of a cache in float8_e4m3fn; None for any other
 
     @property
     def kv_heads(self) -> int:
@@ -88,15 +101,14 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
 
-def fp8_lacking(device: torch.device) -> str | None:
-    """Why the kernels cannot serve landmarks in 8 bits on ``device``, in a sentence; None if they can."""
+def fp8_lacking(
+    device: torch.device, what: str = "landmarks in fp8_e4m3", option: str = "landmark_dtype"
+) -> str | None:
+    """Why the kernels cannot serve ``what`` on ``device``, in a sentence; None if they can."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return None
     needed, name = ".".join(map(str, FP8_CAPABILITY)), torch.cuda.get_device_name(device)
-    return (
-        f"landmarks in fp8_e4m3 need a GPU of compute capability {needed} or more, {name} has less; set landmark_dtype "
-        "to 'auto'"
-    )
+    return f"{what} need a GPU of compute capability {needed} or more, {name} has less; set {option} to 'auto'"
 
 
 class DecodeWorkspace:
@@ -158,12 +170,26 @@ def check_shapes(batch: DecodeBatch) -> None:
             f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
         )
+    scales = batch.cache_scales
+    if (scales is None) == (k.dtype == FP8) or k.dtype != v.dtype:
+        raise ValueError(
+            f"a cache in {FP8} needs scales, and no other has any; got keys in {k.dtype}, values in {v.dtype} and "
+            f"{'no scales' if scales is None else 'scales'}"
+        )
+    for x in () if scales is None else (scales.k_K, scales.v_K):
+        if x.shape != (k.shape[1],) or x.dtype != torch.float32 or x.stride(0) != 1:
+            raise ValueError(f"scales must be contiguous float32 [{k.shape[1]}], got {x.dtype} {tuple(x.shape)}")
 
 
 def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
-    """Raises ValueError: landmarks of another shape or dtype than the keys and the layout ask for."""
+    """Raises ValueError: landmarks of another shape or dtype than the keys and the layout ask for.
+
+    Those of keys in 8 bits may have any dtype of 16 or 32 bits.
+    """
     blocks, K, block_tokens, D = k_cache.shape
     shape, dtype = (blocks, block_tokens // layout.page_size, K, D), layout.landmark_type(k_cache.dtype)
+    if k_cache.dtype == FP8 and layout.landmark_dtype == "auto":
+        dtype = landmark_cache.dtype if landmark_cache.dtype in (*QUERY_DTYPES, torch.float32) else torch.bfloat16
     if landmark_cache.shape != shape or landmark_cache.dtype != dtype:
         raise ValueError(
             f"landmarks must be {shape} in {dtype}, got {tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
@@ -178,8 +204,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
         raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
     if D not in HEAD_DIMS:
         raise ValueError(f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'")
-    if k_cache.dtype not in QUERY_DTYPES:
-        raise ValueError(f"caches must be float16 or bfloat16, got {k_cache.dtype}")
+    if k_cache.dtype not in (*QUERY_DTYPES, FP8):
+        raise ValueError(f"caches must be float16, bfloat16 or float8_e4m3fn, got {k_cache.dtype}")
     check_landmarks(k_cache, landmark_cache, layout)
     if k_cache.stride(3) != 1 or landmark_cache.stride(3) != 1:
         raise ValueError("keys and landmarks must be contiguous along the head dim")
@@ -191,11 +217,13 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
     B, K, G, D = len(batch.q_BHD), batch.kv_heads, batch.group, batch.head_dim
     q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
-    if q.dtype not in QUERY_DTYPES or not q.dtype == k.dtype == v.dtype:
+    if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, FP8):
         raise ValueError(
-            f"queries must be float16 or bfloat16, as is the cache, got queries in {q.dtype}, keys in {k.dtype} and "
-            f"values in {v.dtype}"
+            "queries must be float16 or bfloat16, as is the cache unless it is float8_e4m3fn, got queries in "
+            f"{q.dtype} and keys in {k.dtype}"
         )
+    if batch.landmark_cache.dtype not in (q.dtype, FP8):
+        raise ValueError(f"landmarks must be in {q.dtype}, as the queries, got {batch.landmark_cache.dtype}")
     if v.stride() != k.stride():
         raise ValueError(f"keys and values must be strided alike, got {k.stride()} and {v.stride()}")
     if not q.stride(2) == v.stride(3) == out.stride(2) == 1:

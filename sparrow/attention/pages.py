@@ -56,6 +56,11 @@ def tokens_at(x_BKSD: Tensor, column_BKT: Tensor) -> Tensor:
     return x_BKSD.reshape(-1, D).index_select(0, (first_BK1 + column_BKT).flatten()).view(B, K, -1, D)
 
 
+def to_fp8(x: Tensor) -> Tensor:
+    """``x`` in float8_e4m3fn, clamped to 448; without the clamp, some devices would turn larger values into NaN."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
 def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     """What a page is ranked by: mean keys ``[B, K, N, D]``.
 
@@ -63,8 +68,7 @@ def landmarks(k_BKNPD: Tensor, dtype: LandmarkDtype = "auto") -> Tensor:
     has no meaningful landmark and is never ranked: it is among the recent pages.
     """
     mean = k_BKNPD.float().mean(-2)
-    # Without the clamp, some devices would turn values beyond the limits into NaN.
-    return mean.to(k_BKNPD.dtype) if dtype == "auto" else mean.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    return mean.to(k_BKNPD.dtype) if dtype == "auto" else to_fp8(mean)
 
 
 def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:

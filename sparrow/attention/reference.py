@@ -13,8 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparrow.attention.decode import DecodeBatch, DecodeWorkspace, check_landmarks, check_shapes
-from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores, select_pages, tokens_at
+from sparrow.attention.decode import CacheScales, DecodeBatch, DecodeWorkspace, check_landmarks, check_shapes
+from sparrow.attention.pages import (
+    FP8,
+    FP8_MAX,
+    PageLayout,
+    landmarks,
+    page_count,
+    page_scores,
+    select_pages,
+    to_fp8,
+    tokens_at,
+)
 
 
 def decode(
@@ -80,14 +90,40 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
         at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
+        keys, values = _entries(k_cache, at).to(q_BHD.dtype), _entries(batch.v_cache, at).to(q_BHD.dtype)
+        if (scales := batch.cache_scales) is not None:
+            keys, values = keys * scales.k_K.to(keys)[:, None, None], values * scales.v_K.to(values)[:, None, None]
     out = F.scaled_dot_product_attention(
         q_BHD.view(B, K, H // K, D),
-        k_cache[at].to(q_BHD.dtype).masked_fill(~seen_BKT[..., None], 0.0),
-        batch.v_cache[at].to(q_BHD.dtype).masked_fill(~seen_BKT[..., None], 0.0),
+        keys.masked_fill(~seen_BKT[..., None], 0.0),
+        values.masked_fill(~seen_BKT[..., None], 0.0),
         attn_mask=seen_BKT[:, :, None],
         scale=batch.scale,
     )
     return batch.out_BHD.copy_(out.reshape(B, H, D).masked_fill((length_B == 0)[:, None, None], 0.0))
+
+
+def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
+    """``cache[at]``; torch indexes no tensors of 8-bit floats on a CPU, but bytes."""
+    return cache.view(torch.uint8)[at].view(FP8) if cache.dtype == FP8 else cache[at]
+
+
+def store_tokens(
+    key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor, scales: CacheScales,
+    clipped: Tensor,
+) -> None:  # fmt: skip
+    """Stores each token's keys and values in its slot (-1: none) of a cache in float8_e4m3fn.
+
+    ``clipped``, int64 [1], counts the tokens of which a key or value was beyond 448 times its scale, and clamped.
+    """
+    has_slot_T = slot_mapping_T >= 0
+    slot, block_tokens = slot_mapping_T[has_slot_T].long(), k_cache.shape[2]
+    beyond = torch.zeros_like(slot, dtype=torch.bool)
+    for new_TKD, cache, scale_K in ((key_TKD, k_cache, scales.k_K), (value_TKD, v_cache, scales.v_K)):
+        scaled = new_TKD[: len(slot_mapping_T)][has_slot_T].float() / scale_K[:, None]
+        beyond |= (scaled.abs() > FP8_MAX).flatten(1).any(1)
+        cache.view(torch.uint8)[slot // block_tokens, :, slot % block_tokens] = to_fp8(scaled).view(torch.uint8)
+    clipped += beyond.sum()
 
 
 def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
@@ -96,7 +132,10 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
     block_tokens, P = k_cache.shape[2], layout.page_size
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()
     block, token = last // block_tokens, last % block_tokens
-    keys_TPKD = k_cache[block[:, None], :, token[:, None] + torch.arange(1 - P, 1, device=last.device)]
+    at = (block[:, None], slice(None), token[:, None] + torch.arange(1 - P, 1, device=last.device))
+    keys_TPKD = _entries(k_cache, at)
+    if k_cache.dtype == FP8:  # of what is stored, scales left out: they do not change the order of a row's scores
+        keys_TPKD = keys_TPKD.to(torch.float32 if landmark_cache.dtype == FP8 else landmark_cache.dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
 

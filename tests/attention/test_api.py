@@ -40,7 +40,7 @@ def test_what_is_asked_for_decodes_every_number_of_rows(hopper, asked):
         (dict(page_size=32), "got pages of 32, head dim 128, group 4 and torch.bfloat16"),
         (dict(head_dim=256), "got pages of 16, head dim 256"),
         (dict(group=16), "group 16"),
-        (dict(dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
+        (dict(dtype=torch.float8_e5m2), "float8_e5m2"),
     ],
 )
 def test_what_the_cuda_kernel_cannot_serve_is_tritons_unless_cuda_was_asked_for(hopper, change, reason):
@@ -53,11 +53,15 @@ def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
     stored = dict(landmark_dtype="fp8_e4m3")
     assert str(choose(None, **MODEL, **stored, device=GPU)) == "cuda, triton for up to 4 rows"
     assert choose(None, **MODEL, **stored, device=torch.device("cpu")) == Choice("reference")
+    cache = MODEL | dict(dtype=torch.float8_e4m3fn)
+    assert str(choose(None, **cache, device=GPU)) == "cuda, triton for up to 4 rows"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     for asked in (None, "triton"):
         with pytest.raises(ConfigError, match=r"compute capability 8\.9 or more, A100 has less; set landmark_dtype to"):
             choose(asked, **MODEL, **stored, device=GPU)
+        with pytest.raises(ConfigError, match="keys and values in fp8_e4m3 need a GPU of .* set kv_cache_dtype to"):
+            choose(asked, **cache, device=GPU)
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
 
 

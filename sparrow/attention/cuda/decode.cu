@@ -12,24 +12,37 @@
 // tensor-core tile; heads of a group are its columns, up to 8. "Logits" are to base 2.
 //
 // Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in a block of the
-// cache, SINK and RECENT pages always kept, BF16 (else float16), FP8 (landmarks in e4m3, else as the keys), WARPS,
+// cache, SINK and RECENT pages always kept, BF16 (else float16), FP8_CACHE and FP8_LANDMARKS (in e4m3, else as the
+// queries), WARPS,
 // STAGES pages in flight per warp, RESIDENT programs that are to fit on a multiprocessor, BINS of scores, and
 // CANDIDATES: most scores of one bin that are ranked.
 
 #include "select.cuh"
 
-// The group's queries, as the right-hand side of a product.
-DEVICE void load_queries(u32* q, const Program& p) {
+// The group's queries, as the right-hand side of a product, and what to multiply the product by.
+struct Queries {
+  u32 q[2 * STEPS];
+  float factor;
+};
+
+// For rows in 16 bits.
+template <bool FP8>
+DEVICE Queries load_queries(const Program& p) {
+  Queries queries;
+  queries.factor = 1.f;
   const u32* const from = (const u32*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
 #pragma unroll
-  for (int i = 0; i < 2 * STEPS; ++i) q[i] = p.row8 < G ? from[4 * i + p.column2] : 0u;
+  for (int i = 0; i < 2 * STEPS; ++i) queries.q[i] = p.row8 < G ? from[4 * i + p.column2] : 0u;
+  return queries;
 }
 
-#if FP8
-// The same in float16 and in the order of ``marks_times_queries``. Those in bfloat16 are scaled by a power of 2, one
-// for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter, and the
-// ranking stays as it is.
-DEVICE void load_ranking_queries(u32* q, const Program& p) {
+// For rows in e4m3, in float16 and in the order of their ``times_queries``. Those in bfloat16 are scaled by a power of
+// 2, one for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter.
+template <>
+DEVICE Queries load_queries<true>(const Program& p) {
+  Queries queries;
+  queries.factor = 1.f;
+  u32* const q = queries.q;
   const uint2* const from = (const uint2*)(p.a.q + p.b * p.a.q_row + (p.head * G + p.row8) * p.a.q_head);
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
@@ -41,13 +54,15 @@ DEVICE void load_ranking_queries(u32* q, const Program& p) {
 #pragma unroll
   for (int i = 0; i < 2 * STEPS; ++i) largest = max(largest, max(q[i] & 0x7fff, q[i] >> 16 & 0x7fff));
   const int exponent = __reduce_max_sync(ALL, largest) >> 7;
-  const float scale = __int_as_float(min(254, 2 * 127 + 14 - exponent) << 23);
+  const int scale_exponent = min(254, 2 * 127 + 14 - exponent);
+  const float scale = __int_as_float(scale_exponent << 23);
+  queries.factor = __int_as_float((254 - scale_exponent) << 23);
 #pragma unroll
   for (int i = 0; i < 2 * STEPS; ++i)
     q[i] = pack_halves(__int_as_float(q[i] << 16) * scale, __int_as_float(q[i] & 0xffff0000u) * scale);
 #endif
+  return queries;
 }
-#endif
 
 // What a thread saw while it scored pages.
 struct Seen {
@@ -78,11 +93,7 @@ DEVICE void stage_blocks(const Program& p) {
 }
 
 // Replaces blocks by scores. The warps share the tiles of 16 landmarks, TILES_IN_FLIGHT of each on their way.
-DEVICE Seen score_pages(const Program& p, const u32* q) {
-#if FP8
-  u32 ranking_q[2 * STEPS];
-  load_ranking_queries(ranking_q, p);
-#endif
+DEVICE Seen score_pages(const Program& p, const Queries& queries) {
   Seen seen = {infinity(), -infinity(), 0, 0};
   const int tiles = (p.ranked_end + 15) / 16, own = p.warp < tiles ? (tiles - p.warp + WARPS - 1) / WARPS : 0;
 #pragma unroll 1
@@ -98,11 +109,7 @@ DEVICE Seen score_pages(const Program& p, const u32* q) {
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-#if FP8
-    marks_times_queries(even, odd, tile, ranking_q, p.lane);
-#else
-    times_queries(even, odd, tile, q, p.lane);
-#endif
+    times_queries<FP8_LANDMARKS>(even, odd, tile, queries.q, p.lane);
     // The mean query's score, times G (and the queries' scale); columns beyond the group are no queries.
     float first = 0.f, second = 0.f;
     if (2 * p.column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
@@ -198,9 +205,12 @@ DEVICE Range wait_for_list(const Program& p) {
   return range;
 }
 
+// Which two of 16 dimensions a thread has: e4m3 comes in pairs of neighbours.
+constexpr int OWN = FP8_CACHE ? 2 : 1, OTHER = FP8_CACHE ? 1 : 8;
+
 // The running softmax of a warp, for the heads of a thread's two columns.
 struct Softmax {
-  float acc[STEPS][4];  // of the value's dimensions j * 16 + row8 and + 8
+  float acc[STEPS][4];  // of the value's dimensions j * 16 + OWN * row8 and + OTHER
   float max0, max1, sum0, sum1;
 
   DEVICE Softmax() : max0(-1e30f), max1(-1e30f), sum0(0.f), sum1(0.f) {
@@ -209,11 +219,11 @@ struct Softmax {
   }
 
   // Adds the page in a slot; the row's newest page may be filled in part.
-  DEVICE void add_page(const Program& p, const u32* q, u32 slot, bool is_newest) {
+  DEVICE void add_page(const Program& p, const Queries& queries, u32 slot, bool is_newest) {
     float logit[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries(logit, odd, slot, q, p.lane);
+    times_queries<FP8_CACHE>(logit, odd, slot, queries.q, p.lane);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * p.a.scale_log2;
+    for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
     if (is_newest) {
       const int inside = p.tokens - P * (p.pages - 1);
       if (p.row8 >= inside) logit[0] = logit[1] = -infinity();
@@ -236,14 +246,35 @@ struct Softmax {
     const float w0 = exp2_of(logit[0] - max0), w1 = exp2_of(logit[1] - max1);
     const float w2 = exp2_of(logit[2] - max0), w3 = exp2_of(logit[3] - max1);
     sum0 += w0 + w2, sum1 += w1 + w3;
+    add_values(slot + TILE, p.lane, w0, w1, w2, w3);
+  }
+
+  // Adds values times weights; tokens are columns of the left-hand side.
+  DEVICE void add_values(u32 tile, int lane, float w0, float w1, float w2, float w3) {
+    const int row = (lane & 7) + (lane >> 4) * 8, chunk = (lane >> 3) & 1;
+#if FP8_CACHE
+    const u32 right0 = transposed(pack_halves(w0, w1)), right1 = transposed(pack_halves(w2, w3));
+#pragma unroll
+    for (int j = 0; j < STEPS; j += 2) {
+      u32 x[4];  // two neighbouring dimensions of each of two tokens
+      load_tiles_transposed(x, tile + swizzled<ROW>(row, j + chunk));
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 first = x[i], second = x[i + 2];  // tokens 0 to 7 and 8 to 15
+        const u32 left[4] = {from_e4m3(__byte_perm(first, 0, 0x0020)), from_e4m3(__byte_perm(first, 0, 0x0031)),
+                             from_e4m3(__byte_perm(second, 0, 0x0020)), from_e4m3(__byte_perm(second, 0, 0x0031))};
+        multiply<false>(acc[j + i], left, right0, right1);
+      }
+    }
+#else
     const u32 right0 = transposed(pack(w0, w1)), right1 = transposed(pack(w2, w3));
-    const int row = (p.lane & 7) + (p.lane >> 4) * 8, chunk = (p.lane >> 3) & 1;  // of values: tokens are columns
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       u32 left[4];
-      load_tiles_transposed(left, slot + TILE + swizzled(row, 2 * j + chunk));
+      load_tiles_transposed(left, tile + swizzled<ROW>(row, 2 * j + chunk));
       multiply(acc[j], left, right0, right1);
     }
+#endif
   }
 
   // The sums of a warp's rows; every thread of a column gets them.
@@ -259,7 +290,7 @@ struct Softmax {
 // Attends to the pages that were prefetched and turned out to be kept (`fetched_kept`, a bit for each), then to every
 // WARPS-th of the range; STAGES pages are in flight.
 DEVICE void attend_pages(
-    const Program& p, const u32* q, int fetched, u32 fetched_kept, const Range& range, Softmax& softmax) {
+    const Program& p, const Queries& queries, int fetched, u32 fetched_kept, const Range& range, Softmax& softmax) {
   const int* const ids = p.a.rows + p.item * p.a.rows_row;
   const int first = range.begin + p.warp;
   const int own = first < range.end ? (range.end - range.begin - p.warp + WARPS - 1) / WARPS : 0, all = fetched + own;
@@ -283,7 +314,7 @@ DEVICE void attend_pages(
     __syncwarp();
     if (i >= fetched || fetched_kept >> i & 1) {
       const bool is_newest = p.listed ? p.ranks && p.warp == 0 && i == 0 : first + i * WARPS == p.pages - 1;
-      softmax.add_page(p, q, p.warp_ring + slot * SLOT, is_newest);
+      softmax.add_page(p, queries, p.warp_ring + slot * SLOT, is_newest);
     }
     __syncwarp();
     if (i + STAGES < all) load_next(i + STAGES - fetched, slot);
@@ -294,7 +325,8 @@ DEVICE void attend_pages(
 }
 
 DEVICE void store(const Program& p, int i, float acc, float sum) {
-  const float result = acc * __fdividef(1.f, sum > 0.f ? sum : 1.f);  // a row without tokens returns zeros
+  const float scale = FP8_CACHE ? __ldg(p.a.v_scales + p.head) : 1.f;
+  const float result = acc * __fdividef(scale, sum > 0.f ? sum : 1.f);  // a row without tokens returns zeros
   p.a.out[p.b * p.a.out_row + (p.head * G + i / D) * p.a.out_head + i % D] = (u16)pack(result, 0.f);
 }
 
@@ -307,9 +339,9 @@ DEVICE void add_warps(const Program& p, Softmax& softmax) {
   const int head0 = 2 * p.column2, head1 = head0 + 1;
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
-    float* const to = warp_acc + p.warp * G * D + j * 16 + p.row8;
-    if (head0 < G) to[head0 * D] = softmax.acc[j][0], to[head0 * D + 8] = softmax.acc[j][2];
-    if (head1 < G) to[head1 * D] = softmax.acc[j][1], to[head1 * D + 8] = softmax.acc[j][3];
+    float* const to = warp_acc + p.warp * G * D + j * 16 + OWN * p.row8;
+    if (head0 < G) to[head0 * D] = softmax.acc[j][0], to[head0 * D + OTHER] = softmax.acc[j][2];
+    if (head1 < G) to[head1 * D] = softmax.acc[j][1], to[head1 * D + OTHER] = softmax.acc[j][3];
   }
   if (p.row8 == 0) {
     warp_max[p.warp * 8 + head0] = softmax.max0, warp_max[p.warp * 8 + head1] = softmax.max1;
@@ -365,12 +397,12 @@ DEVICE void add_parts(const Program& p) {
 DEVICE void write_landmark(const Program& p) {
   const int page = p.page_at(p.pages - 1), block = page / PER_BLOCK, inside = page % PER_BLOCK;
   for (int d = threadIdx.x; d < D; d += THREADS) {
-    const u16* const from = p.a.k + block * p.a.block + p.head * p.a.head + (i64)inside * P * p.a.token + d;
+    const Entry* const from = p.a.k + block * p.a.block + p.head * p.a.head + (i64)inside * P * p.a.token + d;
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < P; ++i) sum += widen(from[i * p.a.token]);
     Mark* const to = p.a.landmarks + block * p.a.landmark_block + inside * p.a.landmark_page + d;
-#if FP8
+#if FP8_LANDMARKS
     to[p.head * p.a.landmark_head] = to_e4m3(sum / P);
 #else
     to[p.head * p.a.landmark_head] = (u16)pack(sum / P, 0.f);
@@ -383,8 +415,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
   if (!a.rank_before_wait) wait_for_launch_before();
   const Program p(a, memory);
   if (p.b >= a.count) return;
-  u32 q[2 * STEPS];
-  load_queries(q, p);
+  Queries queries = load_queries<FP8_CACHE>(p);
+  queries.factor *= a.scale_log2 * (FP8_CACHE ? __ldg(a.k_scales + p.head) : 1.f);
   int fetched = 0;
   u32 fetched_kept = 0;
   Range range = {0, p.pages};
@@ -392,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     stage_blocks(p);
     Seen seen = {infinity(), -infinity(), 0, 0};
     if (p.budget > 0) {
-      seen = score_pages(p, q);
+      seen = score_pages(p, FP8_CACHE == FP8_LANDMARKS ? queries : load_queries<FP8_LANDMARKS>(p));
     } else {
       wait_for_all_but<0>();
       __syncthreads();
@@ -428,7 +460,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
   }
   if (!p.ranks && a.rank_before_wait) wait_for_launch_before();
   Softmax softmax;
-  attend_pages(p, q, fetched, fetched_kept, range, softmax);
+  attend_pages(p, queries, fetched, fetched_kept, range, softmax);
   add_warps(p, softmax);
   if (p.parts > 1) add_parts(p);
   if (p.part == 0 && p.tokens > 0 && p.tokens % P == 0) write_landmark(p);

@@ -24,6 +24,7 @@ from sparrow.attention.decode import (
     device_limits,
 )
 from sparrow.attention.division import Division, divide
+from sparrow.attention.pages import FP8
 
 PAGE_SIZE, HEAD_DIMS, MAX_GROUP = 16, (64, 128), 8
 BINS, CANDIDATES = 1024, 256
@@ -41,9 +42,9 @@ class CudaConfig:
     parts: int = 1  # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
     part_pages: int = 8  # kept pages worth a program of their own
 
-    def shared_bytes(self, head_dim: int, capacity: int) -> int:
-        """Shared memory of a program whose rows have up to ``capacity`` pages."""
-        ring = self.warps * self.stages * 2 * PAGE_SIZE * 2 * head_dim
+    def shared_bytes(self, head_bytes: int, capacity: int) -> int:
+        """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of ``head_bytes``."""
+        ring = self.warps * self.stages * 2 * PAGE_SIZE * head_bytes
         return ring + capacity * 4 + capacity // 4 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
@@ -57,13 +58,16 @@ class CudaConfig:
 
 
 @cache
-def choose_config(items: int, head_dim: int, capacity: int, limits: DeviceLimits) -> CudaConfig:
+def choose_config(items: int, head_dim: int, capacity: int, limits: DeviceLimits, entry_bytes: int = 2) -> CudaConfig:
     """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages."""
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
     else:  # at 1 to 1.5 items per multiprocessor, whole rows would leave a third of the multiprocessors idle
         config = CudaConfig(warps=4, stages=3, resident=2, parts=4 if items <= 1.5 * limits.multiprocessors else 1)
-    while config.shared_bytes(head_dim, capacity) > (limits.shared_memory + 1024) // config.resident - 1024:
+    config = replace(config, stages=config.stages * 2 // entry_bytes)  # as many bytes in flight
+    while (
+        config.shared_bytes(entry_bytes * head_dim, capacity) > (limits.shared_memory + 1024) // config.resident - 1024
+    ):
         config = replace(config, stages=config.stages - 1) if config.stages > 1 else replace(config, resident=1)
     return config
 
@@ -81,10 +85,19 @@ def unsupported_reason(
         return "the CUDA kernel is for Hopper GPUs (H100, H200); take Triton's"
     if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
         return "the CUDA kernel is compiled with cuda-bindings, which are not installed; take Triton's"
-    if page_size != PAGE_SIZE or head_dim not in HEAD_DIMS or group > MAX_GROUP or dtype not in QUERY_DTYPES:
+    if (
+        page_size != PAGE_SIZE
+        or head_dim not in HEAD_DIMS
+        or group > MAX_GROUP
+        or dtype
+        not in (
+            *QUERY_DTYPES,
+            FP8,
+        )
+    ):
         return (
-            f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to {MAX_GROUP} and 16-bit "
-            f"caches, got pages of {page_size}, head dim {head_dim}, group {group} and {dtype}; take Triton's"
+            f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to {MAX_GROUP} and caches "
+            f"in 16 or 8 bits, got pages of {page_size}, head dim {head_dim}, group {group} and {dtype}; take Triton's"
         )
     return None
 
@@ -128,6 +141,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "q", "k", "v", "landmarks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
+            "k_scales", "v_scales",
         )),
         *((name, ctypes.c_longlong) for name in (
             "q_row", "q_head", "block", "head", "token", "landmark_block", "landmark_page", "landmark_head",
@@ -145,7 +159,9 @@ class Launches:
         limits = device_limits(batch.q_BHD.device)
         self.batch, self.workspace = batch, workspace
         self.capacity = -(-batch.max_pages // 32) * 32
-        self.config = config or choose_config(batch.items, batch.head_dim, self.capacity, limits)
+        self.config = config or choose_config(
+            batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.element_size()
+        )
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
@@ -158,21 +174,23 @@ class Launches:
         defines = dict(
             D=b.head_dim, G=b.group, K=b.kv_heads, PER_BLOCK=b.pages_per_block, SINK=b.layout.sink_pages,
             RECENT=b.layout.recent_pages, BF16=int(b.q_BHD.dtype == torch.bfloat16),
-            FP8=int(b.layout.landmark_dtype == "fp8_e4m3"), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
+            FP8_CACHE=int(b.k_cache.dtype == FP8), FP8_LANDMARKS=int(b.landmark_cache.dtype == FP8),
+            WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
             BINS=BINS, CANDIDATES=CANDIDATES,
         )  # fmt: skip
-        kernel = _kernel(tuple(defines.items()), c.shared_bytes(b.head_dim, self.capacity), b.q_BHD.device)
+        shared_bytes = c.shared_bytes(b.k_cache.element_size() * b.head_dim, self.capacity)
+        kernel = _kernel(tuple(defines.items()), shared_bytes, b.q_BHD.device)
         tensors = (
             b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
-            *w.counters, w.plan,
+            *w.counters, w.plan, *(() if b.cache_scales is None else (b.cache_scales.k_K, b.cache_scales.v_K)),
         )  # fmt: skip
         strides = (
             *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0),
             *b.out_BHD.stride()[:2], w.rows.stride(0),
         )  # fmt: skip
         arguments = _Arguments(
-            *(x.data_ptr() for x in tensors), *strides, b.scale * math.log2(math.e),
-            len(b.q_BHD), int(rank_before_wait), self.capacity,
+            *(x.data_ptr() for x in tensors), *(() if b.cache_scales else (None, None)), *strides,
+            b.scale * math.log2(math.e), len(b.q_BHD), int(rank_before_wait), self.capacity,
         )  # fmt: skip
         kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)
 

@@ -11,14 +11,14 @@ constexpr int TILES_IN_FLIGHT = STAGES * SLOT / MARK_TILE;  // of landmarks, per
 constexpr int AT_ONCE = 8;                    // scores that a thread looks at before it waits for the first
 constexpr int ALWAYS = SINK + RECENT;         // pages always kept; a row with ranked pages has them all
 
-#if FP8
-typedef unsigned char Mark;
-#else
-typedef u16 Mark;
-#endif
+template <bool FP8> struct Stored { typedef u16 Type; };
+template <> struct Stored<true> { typedef unsigned char Type; };
+typedef Stored<FP8_CACHE>::Type Entry;     // of a key or value
+typedef Stored<FP8_LANDMARKS>::Type Mark;  // of a landmark
 
 struct Args {
-  const u16 *q, *k, *v;
+  const u16 *q;
+  const Entry *k, *v;
   Mark *landmarks;
   const int* table;
   u16 *out;
@@ -26,6 +26,7 @@ struct Args {
   float *partial, *stats;
   int *ready, *counters;
   const int4 *plan;
+  const float *k_scales, *v_scales;
   i64 q_row, q_head, block, head, token, landmark_block, landmark_page, landmark_head, table_row, out_row, out_head;
   i64 rows_row;
   float scale_log2;
@@ -59,7 +60,7 @@ struct Program {
   // Where this thread copies to and from.
   u32 warp_ring;
   int copy_row, copy_chunk, mark_row, mark_chunk;
-  const u16 *keys, *values;
+  const Entry *keys, *values;
   const Mark *landmarks;
 
   DEVICE Program(const Args& a, unsigned char* memory)
@@ -81,7 +82,8 @@ struct Program {
     warp_ring = shared_address(ring) + warp * STAGES * SLOT;
     copy_row = lane / CHUNKS, copy_chunk = lane % CHUNKS;
     mark_row = lane / MARK_CHUNKS, mark_chunk = lane % MARK_CHUNKS;
-    keys = a.k + head * a.head + copy_chunk * 8, values = a.v + head * a.head + copy_chunk * 8;
+    keys = a.k + head * a.head + copy_chunk * (16 / (int)sizeof(Entry));
+    values = a.v + head * a.head + copy_chunk * (16 / (int)sizeof(Entry));
     landmarks = a.landmarks + head * a.landmark_head + mark_chunk * (16 / (int)sizeof(Mark));
   }
 
@@ -96,7 +98,7 @@ struct Program {
     i64 from = (i64)(page / PER_BLOCK) * a.block + (page % PER_BLOCK * P + copy_row) * a.token;
 #pragma unroll
     for (int row = copy_row; row < P + copy_row; row += COPY_ROWS, from += COPY_ROWS * a.token) {
-      const int at = swizzled(row, copy_chunk), bytes = row < inside ? 16 : 0;
+      const int at = swizzled<ROW>(row, copy_chunk), bytes = row < inside ? 16 : 0;
       copy16(to + at, keys + from, bytes);
       copy16(to + TILE + at, values + from, bytes);
     }
@@ -108,7 +110,7 @@ struct Program {
     for (int j = 0; j < 16 / MARK_COPY_ROWS; ++j) {
       const int row = j * MARK_COPY_ROWS + mark_row;
       const int n = min((warp + i * WARPS) * 16 + row, pages - 1);
-      copy16(warp_ring + place * MARK_TILE + swizzled_mark(row, mark_chunk),
+      copy16(warp_ring + place * MARK_TILE + swizzled<MARK_ROW>(row, mark_chunk),
              landmarks + list[n] * a.landmark_block + n % PER_BLOCK * a.landmark_page);
     }
   }

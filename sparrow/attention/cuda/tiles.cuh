@@ -9,19 +9,20 @@ typedef long long i64;
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int P = 16;              // tokens of a page
-constexpr int ROW = 2 * D;         // bytes of a row
-constexpr int TILE = P * ROW;      // keys of a page, its values, or 16 landmarks
-constexpr int CHUNKS = ROW / 16;   // 16 bytes each, swizzled within a row so that a column of tiles has no conflicts
-constexpr int STEPS = D / 16;      // of a product of tiles
-constexpr int MARK_ROW = FP8 ? D : ROW;         // bytes of a landmark
+constexpr int ROW = FP8_CACHE ? D : 2 * D;           // bytes of a key or value
+constexpr int TILE = P * ROW;                        // keys of a page, or its values
+constexpr int CHUNKS = ROW / 16;                     // copied 16 bytes at a time
+constexpr int STEPS = D / 16;                        // of a product of tiles
+constexpr int MARK_ROW = FP8_LANDMARKS ? D : 2 * D;  // bytes of a landmark
 constexpr int MARK_TILE = 16 * MARK_ROW;
 constexpr int MARK_CHUNKS = MARK_ROW / 16;
 
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-DEVICE int swizzled(int row, int chunk) { return row * ROW + ((chunk ^ (row & 7)) << 4); }
-DEVICE int swizzled_mark(int row, int chunk) {  // rows of 4 chunks are half as wide as the banks
-  return row * MARK_ROW + ((chunk ^ (MARK_CHUNKS == 4 ? row >> 1 & 3 : row & 7)) << 4);
+// Where a chunk of a row of so many bytes lies: chunks change places so that a column of tiles has no bank conflicts.
+template <int BYTES>
+DEVICE int swizzled(int row, int chunk) {  // rows of 4 chunks are half as wide as the banks
+  return row * BYTES + ((chunk ^ (BYTES == 64 ? row >> 1 & 3 : row & 7)) << 4);
 }
 // Of what is read once in a step, and leaves the cache to what is read again; zeros beyond `bytes`, 0 or 16.
 DEVICE void copy16(u32 to, const void* from, int bytes = 16) {
@@ -62,16 +63,6 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
   if constexpr (IN_BF16) MULTIPLY("bf16");
   else MULTIPLY("f16");
 }
-// A tile's 16 rows times the queries, even and odd steps added apart, which do not wait for each other.
-DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
-  const int row = lane % 16, chunk = lane / 16;
-#pragma unroll
-  for (int j = 0; j < STEPS; ++j) {
-    u32 left[4];
-    load_tiles(left, tile + swizzled(row, 2 * j + chunk));
-    multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
-  }
-}
 DEVICE u32 pack(float low, float high) {
   u32 y;
 #if BF16
@@ -96,19 +87,36 @@ DEVICE u32 from_e4m3(u32 pair) {  // two in the lower half, as float16, which ho
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)pair));
   return y;
 }
-// 16 landmarks in e4m3 times queries in float16. A thread gets 4 dimensions in a row, 4 * column2 on, of each 16: these
+// A tile's 16 rows in 16 bits times the queries, even and odd steps added apart, which do not wait for each other.
+template <bool FP8>
+DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
+  const int row = lane % 16, chunk = lane / 16;
+#pragma unroll
+  for (int j = 0; j < STEPS; ++j) {
+    u32 left[4];
+    load_tiles(left, tile + swizzled<2 * D>(row, 2 * j + chunk));
+    multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
+  }
+}
+// 16 rows in e4m3 times queries in float16. A thread gets 4 dimensions in a row, 4 * column2 on, of each 16: these
 // stand for a step's 2 * column2 and 2 * column2 + 8, in the queries too.
-DEVICE void marks_times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
+template <>
+DEVICE void times_queries<true>(float* even, float* odd, u32 tile, const u32* q, int lane) {
   const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
   for (int j = 0; j < STEPS; j += 2) {
     u32 x[4];
-    load_tiles(x, tile + swizzled_mark(row, j + chunk));
+    load_tiles(x, tile + swizzled<D>(row, j + chunk));
     const u32 left[4] = {from_e4m3(x[0]), from_e4m3(x[1]), from_e4m3(x[0] >> 16), from_e4m3(x[1] >> 16)};
     const u32 next[4] = {from_e4m3(x[2]), from_e4m3(x[3]), from_e4m3(x[2] >> 16), from_e4m3(x[3] >> 16)};
     multiply<false>(even, left, q[2 * j], q[2 * j + 1]);
     multiply<false>(odd, next, q[2 * j + 2], q[2 * j + 3]);
   }
+}
+DEVICE float widen(unsigned char x) {  // of e4m3
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)from_e4m3(x)));
+  return y;
 }
 DEVICE float widen(u16 x) {
 #if BF16

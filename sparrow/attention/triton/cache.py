@@ -32,11 +32,14 @@ def landmark_kernel(
 
 @triton.jit
 def store_kernel(
-    key, value, k_cache, v_cache, slots,
+    key, value, k_cache, v_cache, k_scales, v_scales, clipped, slots,
     stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Stores the keys and values of one token in the block and place that its slot gives, if it has a slot."""
+    """Stores the keys and values of one token in the block and place that its slot gives, if it has a slot.
+
+    In a cache in 8 bits they are divided by their scales; ``clipped`` counts the tokens that e4m3 cannot hold then.
+    """
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -49,6 +52,14 @@ def store_kernel(
         place = slot // TOKENS * stride_block + slot % TOKENS * stride_token + h * stride_head + d
         key_KD = tl.load(key + t * stride_key_row + h * stride_key_head + d, mask=mask)
         value_KD = tl.load(value + t * stride_value_row + h * stride_value_head + d, mask=mask)
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            key_KD = key_KD.to(tl.float32) / tl.load(k_scales + h, mask=h < K, other=1.0)
+            value_KD = value_KD.to(tl.float32) / tl.load(v_scales + h, mask=h < K, other=1.0)
+            largest = tl.max(tl.max(tl.where(mask, tl.maximum(tl.abs(key_KD), tl.abs(value_KD)), 0.0), 1), 0)
+            if largest > 448.0:
+                tl.atomic_add(clipped, 1, sem="relaxed")
+            key_KD = round_to_e4m3(key_KD).to(tl.float8e4nv)
+            value_KD = round_to_e4m3(value_KD).to(tl.float8e4nv)
         tl.store(k_cache + place, key_KD, mask=mask)
         tl.store(v_cache + place, value_KD, mask=mask)
 

@@ -184,6 +184,7 @@ def _attend(
     """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head.
 
     ``ids`` are the pages of a list, or the blocks of the block table where all are kept; a page starts at ``begin``.
+    Keys and values in 8 bits are multiplied as they are stored, in the queries' dtype.
     """
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
@@ -205,24 +206,26 @@ def _attend(
             block = page // PER_BLOCK
             token += (page % PER_BLOCK) * P
         k_TD = _load_block_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
-        logit = tl.dot(q_GD, tl.trans(k_TD)) * scale_log2
+        logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
         v_TD = _load_block_rows(v + token[:, None] * stride_token, block, inside, stride_block, D, DP)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v_TD.dtype), v_TD)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD.to(q_GD.dtype))
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
     return acc, total, maximum
 
 
 @triton.jit
-def _store_output(out, stride_head, acc, total, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+def _store_output(
+    out, stride_head, acc, total, v_scale, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr
+):
     g = tl.arange(0, GP)
     d = tl.arange(0, DP)
     total = tl.where(total > 0.0, total, 1.0)  # a row without tokens returns zeros
-    result = acc * (1.0 / total)[:, None]
+    result = acc * (v_scale / total)[:, None]
     mask = (g < G)[:, None] & (d < D)[None, :]
     tl.store(out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask)
 
@@ -279,7 +282,7 @@ def rank_kernel(
 
 @triton.jit(do_not_specialize=["count"])
 def attend_kernel(
-    q, k_cache, v_cache, table, out, rows, partial, stats, counters, plan, count,
+    q, k_cache, v_cache, k_scales, v_scales, table, out, rows, partial, stats, counters, plan, count,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_table, stride_out_row,
     stride_out_head, stride_rows, scale_log2,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -308,6 +311,10 @@ def attend_kernel(
         ids = (rows + item * stride_rows).to(tl.pointer_type(tl.int32), bitcast=True)
         size = ((tokens + parts - 1) // parts + P - 1) // P * P
         begin = part * size
+        v_scale = 1.0
+        if k_cache.dtype.element_ty == tl.float8e4nv:
+            scale_log2 *= tl.load(k_scales + head)
+            v_scale = tl.load(v_scales + head)
         if PDL:
             tl.extra.cuda.gdc_wait()
         acc, total, maximum = _attend(
@@ -317,7 +324,7 @@ def attend_kernel(
         )  # fmt: skip
         out += at * stride_out_row + head * G * stride_out_head
         if parts == 1:
-            _store_output(out, stride_out_head, acc, total, G, GP, D, DP)
+            _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)
         else:
             g = tl.arange(0, GP)
             d = tl.arange(0, DP)
@@ -341,4 +348,4 @@ def attend_kernel(
                     theirs = tl.load(partial + other * G * D + cell, mask=mask, other=0.0)
                     acc = acc * shrink[:, None] + weight[:, None] * theirs
                     maximum = highest
-                _store_output(out, stride_out_head, acc, total, G, GP, D, DP)
+                _store_output(out, stride_out_head, acc, total, v_scale, G, GP, D, DP)

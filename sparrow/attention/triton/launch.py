@@ -12,6 +12,8 @@ import triton
 from torch import Tensor
 
 from sparrow.attention.decode import (
+    FP8_CACHE,
+    CacheScales,
     DecodeBatch,
     DecodeWorkspace,
     check_cache,
@@ -20,7 +22,7 @@ from sparrow.attention.decode import (
     fp8_lacking,
 )
 from sparrow.attention.division import Division, divide
-from sparrow.attention.pages import PageLayout
+from sparrow.attention.pages import FP8, PageLayout
 from sparrow.attention.triton import cache, kernels
 from sparrow.attention.triton.tuning import LaunchConfig, choose
 
@@ -87,9 +89,10 @@ class Launches:
 
     def attend(self) -> None:
         """Attention over the kept pages."""
-        b, w, c = self.batch, self.workspace, self.config
+        b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
         kernels.attend_kernel[(b.items + c.extra_programs,)](
-            b.q_BHD, b.k_cache, b.v_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats, w.counters[1],
+            b.q_BHD, b.k_cache, b.v_cache, scales and scales.k_K, scales and scales.v_K, b.block_table_BM, b.out_BHD,
+            w.rows, w.partial, w.stats, w.counters[1],
             w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], b.block_table_BM.stride(0),
             *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * math.log2(math.e),
             TILE=c.attend_tokens, **self.constants, **self.options,
@@ -113,16 +116,22 @@ def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Te
     )  # fmt: skip
 
 
-def store_tokens(key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor) -> None:
+def store_tokens(
+    key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor,
+    scales: CacheScales | None = None, clipped: Tensor | None = None,
+) -> None:  # fmt: skip
     """Stores each token's keys and values in its slot (-1: none); the caches are as in ``DecodeBatch``.
 
-    If the next launch on the stream is a decode step that reuses its plan, it ranks pages meanwhile.
+    A cache in 8 bits needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of which a key or value was
+    beyond 448 times its scale, and clamped to that. If the next launch on the stream is a decode step that reuses its
+    plan, it ranks pages meanwhile.
     """
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:
         return
     cache.store_kernel[(T,)](
-        key_TKD, value_TKD, k_cache, v_cache, slot_mapping_T, *key_TKD.stride()[:2], *value_TKD.stride()[:2],
+        key_TKD, value_TKD, k_cache, v_cache, scales and scales.k_K, scales and scales.v_K, clipped, slot_mapping_T,
+        *key_TKD.stride()[:2], *value_TKD.stride()[:2],
         *k_cache.stride()[:3], K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
         TOKENS=k_cache.shape[2], PDL=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
@@ -137,4 +146,6 @@ def _check_device(k_cache: Tensor, layout: PageLayout) -> None:
     if k_cache.device.type == "cpu" and not interpreted:
         raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
     if layout.landmark_dtype == "fp8_e4m3" and (lacking := fp8_lacking(k_cache.device)):
+        raise ValueError(lacking)
+    if k_cache.dtype == FP8 and (lacking := fp8_lacking(k_cache.device, *FP8_CACHE)):
         raise ValueError(lacking)

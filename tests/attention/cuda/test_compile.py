@@ -14,29 +14,39 @@ from sparrow.attention.cuda.compile import compiled
 from sparrow.attention.decode import H200
 
 DEFINES = dict(
-    D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, FP8=0, WARPS=4, STAGES=3, RESIDENT=2, BINS=1024,
-    CANDIDATES=256,
+    D=128, G=2, K=8, PER_BLOCK=1, SINK=1, RECENT=2, BF16=1, FP8_CACHE=0, FP8_LANDMARKS=0, WARPS=4, STAGES=3, RESIDENT=2,
+    BINS=1024, CANDIDATES=256,
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("FP8", [0, 1])
+@pytest.mark.parametrize("FP8_LANDMARKS", [0, 1])
+@pytest.mark.parametrize("FP8_CACHE", [0, 1])
 @pytest.mark.parametrize("changes", [{}, dict(D=64, G=8, BF16=0, PER_BLOCK=4, WARPS=8, STAGES=1, SINK=0, RECENT=3)])
-def test_the_source_compiles_for_hopper(changes, FP8):
+def test_the_source_compiles_for_hopper(changes, FP8_CACHE, FP8_LANDMARKS):
     pytest.importorskip("cuda.bindings.nvrtc")
-    code, _ = compiled("decode.cu", tuple((DEFINES | changes | dict(FP8=FP8)).items()), "sm_90")
+    defines = DEFINES | changes | dict(FP8_CACHE=FP8_CACHE, FP8_LANDMARKS=FP8_LANDMARKS)
+    code, _ = compiled("decode.cu", tuple(defines.items()), "sm_90")
     assert code.startswith(b"\x7fELF") and b"attend" in code
     assert [bytes([n])[0] for n in range(256)] == list(range(256)), "the compiler wrote into bytes that Python shares"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "D, G, FP8", [(128, 1, 0), (128, 2, 0), (128, 4, 0), (128, 8, 0), (64, 2, 0), (64, 8, 0), (128, 4, 1), (64, 8, 1)]
-)
+    "D, G, FP8_CACHE, FP8_LANDMARKS", [
+        *((D, G, 0, 0) for D, G in ((128, 1), (128, 2), (128, 4), (128, 8), (64, 2), (64, 8))),
+        (128, 4, 0, 1), (64, 8, 0, 1), (128, 4, 1, 0), (64, 8, 1, 0), (128, 8, 1, 1),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("items", [8, 512])
-def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(items, D, G, FP8):
+def test_shipped_configurations_spill_nothing_and_their_programs_fit_side_by_side(
+    items, D, G, FP8_CACHE, FP8_LANDMARKS
+):
     pytest.importorskip("cuda.bindings.nvrtc")
-    config = launch.choose_config(items, D, 2560, H200)
-    defines = DEFINES | dict(D=D, G=G, FP8=FP8, WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident)
+    config = launch.choose_config(items, D, 2560, H200, 2 - FP8_CACHE)
+    defines = DEFINES | dict(
+        D=D, G=G, FP8_CACHE=FP8_CACHE, FP8_LANDMARKS=FP8_LANDMARKS, WARPS=config.warps, STAGES=config.stages,
+        RESIDENT=config.resident,
+    )  # fmt: skip
     _, log = compiled("decode.cu", tuple(defines.items()), "sm_90", "--ptxas-options=-v")
     assert set(re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log)) == {"0"}
     registers = -(-int(re.search(r"Used (\d+) registers", log)[1]) // 8) * 8
@@ -67,11 +77,12 @@ def test_a_gpu_that_is_not_there_is_named():
 
 
 @pytest.mark.parametrize(
-    "items, D, capacity", list(itertools.product([1, 132, 140, 512], [64, 128], [32, 2560, 16384]))
+    "items, D, capacity, entry_bytes",
+    list(itertools.product([1, 132, 140, 512], [64, 128], [32, 2560, 16384], [1, 2])),
 )
-def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity):
-    config = launch.choose_config(items, D, capacity, H200)
-    assert config.resident * (config.shared_bytes(D, capacity) + 1024) <= H200.shared_memory + 1024
+def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacity, entry_bytes):
+    config = launch.choose_config(items, D, capacity, H200, entry_bytes)
+    assert config.resident * (config.shared_bytes(entry_bytes * D, capacity) + 1024) <= H200.shared_memory + 1024
     division = config.division(items, 1, H200.multiprocessors)
     assert 1 <= division.extra_programs <= 5 * H200.multiprocessors
     assert config.parts == 1 or division.extra_programs == (config.parts - 1) * items
@@ -79,4 +90,4 @@ def test_every_configuration_fits_the_device_and_the_workspace(items, D, capacit
 
 def test_the_shared_memory_holds_what_the_source_lays_out():
     ring, bins, candidates, words = 4 * 3 * 2 * 16 * 256, 4 * 1024, 8 * 256, 4 * (3 * 4 + 2)
-    assert CudaConfig(4, 3, 2).shared_bytes(128, 2560) >= ring + bins + candidates + words + 4 * 2560 + 2560 // 4
+    assert CudaConfig(4, 3, 2).shared_bytes(256, 2560) >= ring + bins + candidates + words + 4 * 2560 + 2560 // 4

@@ -28,6 +28,7 @@ else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 from sparrow.attention import (  # noqa: E402
+    CacheScales,
     DecodeWorkspace,
     PageLayout,
     cuda,
@@ -43,7 +44,7 @@ from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
-FP8 = PageLayout(landmark_dtype="fp8_e4m3")
+FP8, E4M3 = PageLayout(landmark_dtype="fp8_e4m3"), torch.float8_e4m3fn
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
 CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
@@ -65,6 +66,7 @@ class Case:
     length: torch.Tensor
     top_k: torch.Tensor
     layout: PageLayout
+    scales: CacheScales | None = None
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return (
@@ -74,22 +76,25 @@ class Case:
 
     def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
         out = torch.empty_like(self.q) if out is None else out
-        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5)
+        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.scales)
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """The reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
-        return reference.run(replace(self, q=q.to(dtype), **dict(zip(names, rest, strict=True))).batch())
+        scales = self.scales and CacheScales(self.scales.k_K.cpu(), self.scales.v_K.cpu())
+        return reference.run(replace(self, q=q.to(dtype), scales=scales, **dict(zip(names, rest, strict=True))).batch())
 
 
 def make_caches(
-    kind: str, blocks: int, K: int, block_tokens: int, D: int, layout: PageLayout, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    kind: str, blocks: int, K: int, block_tokens: int, D: int, layout: PageLayout, dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each block's padded tail."""
     tail, pages, mark = 64, block_tokens // layout.page_size, layout.landmark_type(dtype)
+    dtype = cache_dtype or dtype
     size = 2 * block_tokens * K * D
-    stride = size + pages * K * D + tail
+    stride = size + pages * K * D * max(1, mark.itemsize // dtype.itemsize) + tail
     memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
     if kind == "2NHD":  # vLLM 0.24: (blocks, 2, N, H, D)
         kv = memory.as_strided((blocks, 2, block_tokens, K, D), (stride, block_tokens * K * D, K * D, D, 1))
@@ -100,9 +105,9 @@ def make_caches(
     else:  # NH2D: tokens before heads
         kv = memory.as_strided((blocks, block_tokens, K, 2 * D), (stride, K * 2 * D, 2 * D, 1)).transpose(1, 2)
         k, v = kv.split(D, dim=-1)
-    ratio = dtype.itemsize // mark.itemsize
-    marks = memory.view(mark).as_strided((blocks, pages, K, D), (stride * ratio, K * D, D, 1), size * ratio)
-    marks.view(torch.uint8 if ratio > 1 else torch.int16).fill_(0x7F if ratio > 1 else 0x7FFF)  # NaN
+    in_marks = [n * dtype.itemsize // mark.itemsize for n in (stride, size)]
+    marks = memory.view(mark).as_strided((blocks, pages, K, D), (in_marks[0], K * D, D, 1), in_marks[1])
+    marks.view(torch.uint8 if mark.itemsize == 1 else torch.int16).fill_(0x7F if mark.itemsize == 1 else 0x7FFF)  # NaN
     return k, v, marks
 
 
@@ -119,13 +124,15 @@ def make_case(
     kind: str = "HN2D",
     extra_blocks: int = 3,
     seed: int = 0,
+    fp8_cache: bool = False,
 ) -> Case:
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
     block_tokens = P * pages_per_block
     needed = [-(-length // block_tokens) for length in lengths]
     blocks = sum(needed) + extra_blocks
-    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, layout, dtype)
+    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, layout, dtype, E4M3 if fp8_cache else None)
+    scales = [2.0 ** (torch.arange(K) % 3 - i).to(DEVICE) for i in (4, 1)] if fp8_cache else []
     order = torch.randperm(blocks, generator=rng)
     table = torch.full((B, max(1, *needed) + 1), 2**30, dtype=torch.int32)
     used = 0
@@ -135,8 +142,9 @@ def make_case(
             table[b, i] = block
             used += 1
             tokens = min(block_tokens, length - i * block_tokens)
-            for cache in (k, v):
-                cache[block, :, :tokens] = torch.randn(K, tokens, D, generator=rng).to(DEVICE, dtype)
+            for i, cache in enumerate((k, v)):
+                entries = torch.randn(K, tokens, D, generator=rng).to(DEVICE)
+                cache[block, :, :tokens] = (entries / scales[i][:, None, None] if scales else entries).to(cache.dtype)
             full = tokens // P
             marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
     q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
@@ -145,7 +153,7 @@ def make_case(
     qkv[:, : K * G] = q_BKGD.flatten(1, 2).to(DEVICE, dtype)
     return Case(
         qkv[:, : K * G], k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout,
+        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, CacheScales(*scales) if scales else None,
     )  # fmt: skip
 
 
@@ -233,14 +241,66 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("fp8_cache", [False, True], ids=["16-bit cache", "fp8 cache"])
 @pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config, landmark_dtype):
+def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config, fp8_cache, landmark_dtype):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
     case = make_case(
         [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=layout, pages_per_block=per_block, dtype=dtype,
-        kind=kind,
+        kind=kind, fp8_cache=fp8_cache,
     )  # fmt: skip
     check(case, config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cache_in_8_bits(config, dtype):
+    case = make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, fp8_cache=True)
+    check(case, config)
+    before, scales = run(case, config).clone(), case.scales
+    # Powers of 2 in the scales are powers of 2 in queries and results, so this holds to the bit.
+    assert torch.equal(run(replace(case, scales=CacheScales(scales.k_K, scales.v_K * 4)), config), before * 4)
+    case.q.mul_(0.5)
+    assert torch.equal(run(replace(case, scales=CacheScales(scales.k_K * 2, scales.v_K)), config), before)
+    # Queries beyond float16's range, and a group whose queries are all zero.
+    if dtype == torch.bfloat16:
+        case.q.mul_(2.0**41)
+        case.q[2] = 0
+        check(replace(case, scales=CacheScales(scales.k_K * 2.0**-40, scales.v_K)), config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+def test_every_key_and_value_in_8_bits_is_read_exactly(config):
+    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
+    every = every[~every.isnan()].to(DEVICE)
+    case = make_case([len(every)], [ALL_PAGES], K=1, G=1, dtype=torch.float16, fp8_cache=True)
+    blocks = case.table[0, : -(-len(every) // 16)].long()
+
+    def fill(cache: torch.Tensor, x_TD: torch.Tensor) -> None:
+        rows = torch.zeros(16 * len(blocks), 64, device=DEVICE)
+        rows[: len(every)] = x_TD
+        cache[blocks, 0] = rows.view(-1, 16, 64).to(E4M3)
+
+    case.q.zero_()  # all tokens weigh the same: each dimension holds one of them, times what is left of the mean
+    for first in range(0, len(every), 64):
+        own = torch.arange(64, device=DEVICE) + first
+        held = torch.zeros(len(every), 64, device=DEVICE)
+        inside = own < len(every)
+        held[own[inside], torch.arange(64, device=DEVICE)[inside]] = every[own[inside]]
+        fill(case.v_cache, held)
+        scales = CacheScales(case.scales.k_K, torch.full_like(case.scales.v_K, 256.0))
+        out = run(replace(case, scales=scales), config)[0, 0][inside].float() * len(every) / 256
+        assert torch.allclose(out, every[own[inside]], rtol=2**-10, atol=0)
+    # The weight of a token says what its key was.
+    fill(case.k_cache, every[:, None] * (torch.arange(64, device=DEVICE) == 7))
+    fill(case.v_cache, torch.zeros(len(every), 64, device=DEVICE))
+    case.q[..., 7] = 1.0
+    expected = (every.double() * 2**-6).softmax(0)
+    for t in range(0, len(every), 5):
+        fill(case.v_cache, (torch.arange(len(every), device=DEVICE) == t)[:, None] * torch.ones(64, device=DEVICE))
+        scales = CacheScales(torch.full_like(case.scales.k_K, 2**-3), torch.ones_like(case.scales.v_K))
+        weight = run(replace(case, scales=scales), config)[0, 0]
+        assert torch.allclose(weight.double(), expected[t].expand(64), rtol=2e-3, atol=1e-7)
 
 
 @pytest.mark.parametrize("config", PATHS)
@@ -417,12 +477,15 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
     [(config, dtype) for config in (ONE, THREE, *CUDA_CONFIGS) for dtype in (torch.float16, torch.bfloat16)],
 )
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
-def test_decoding_completes_landmarks(config, dtype, layout):
+@pytest.mark.parametrize("fp8_cache", [False, True], ids=["16-bit cache", "fp8 cache"])
+def test_decoding_completes_landmarks(config, dtype, layout, fp8_cache):
     case = make_case(
         [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
-        dtype=dtype, layout=layout,
+        dtype=dtype, layout=layout, fp8_cache=fp8_cache,
     )  # fmt: skip
-    if layout is FP8:  # sums are exact, so that landmarks are the reference's to the bit; some are beyond 448
+    if fp8_cache:
+        case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape).float().to(E4M3))
+    elif layout is FP8:  # sums are exact, so that landmarks are the reference's to the bit; some are beyond 448
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
@@ -500,6 +563,26 @@ def test_tokens_are_stored_in_their_slots(kind):
         assert int((~cache.isnan()).sum()) == 3 * K * D
 
 
+@pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
+def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
+    K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
+    qkv = torch.randn(5, 9, D).to(DEVICE, torch.bfloat16) * 2.0 ** torch.randint(-12, 6, (5, 9, D)).to(DEVICE)
+    key, value = qkv.clamp_(-50, 50)[:, 3:6], qkv[:, 6:]
+    key[0, 1, 7], value[2, 2, 5], key[2, 0, 0], value[4, 0, 0] = 1e4, -1e30, 1e30, 448 * 2.0**-3
+    scales = CacheScales(*(2.0 ** torch.tensor([-3.0, 0.0, 2.0], device=DEVICE) for _ in "kv"))
+    stored = []
+    for store in (sparrow_triton.store_tokens, reference.store_tokens):
+        k, v, _ = make_caches(kind, 5, K, 16, D, PageLayout(), torch.bfloat16, E4M3)
+        clipped = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        store(key, value, k, v, slots, scales, clipped)
+        stored.append([k.float(), v.float()])
+        assert clipped.item() == 2
+    for a, b in zip(*stored, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        assert int((~a.isnan()).sum()) == 4 * K * D
+    assert stored[0][0][2, 1, 5, 7] == 448 and stored[0][1][4, 2, 0, 5] == -448
+
+
 @pytest.mark.parametrize("config", PATHS)
 def test_decoding_reads_what_was_stored_just_before(config):
     case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0])
@@ -572,16 +655,17 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
     config = cuda.launch.choose_config(80, 64, 32, H200)
     assert defines == dict(
-        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, FP8=0, WARPS=config.warps, STAGES=config.stages,
-        RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
+        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, FP8_CACHE=0, FP8_LANDMARKS=0, WARPS=config.warps,
+        STAGES=config.stages, RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
     )  # fmt: skip
-    assert (shared_bytes, threads) == (config.shared_bytes(64, 32), 32 * config.warps)
+    assert (shared_bytes, threads) == (config.shared_bytes(128, 32), 32 * config.warps)
     assert programs == 80 + config.division(80, 4, 132).extra_programs
     tensors = dict(
         q=case.q, k=case.k_cache, v=case.v_cache, landmarks=case.landmark_cache, table=case.table, out=out,
         rows=workspace.rows, partial=workspace.partial, stats=workspace.stats, ready=workspace.counters[0],
         counters=workspace.counters[1], plan=workspace.plan,
     )  # fmt: skip
+    assert fields.pop("k_scales") is fields.pop("v_scales") is None
     strides = dict(
         q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),
         token=case.k_cache.stride(2), landmark_block=case.landmark_cache.stride(0), landmark_page=4 * 64,
@@ -590,15 +674,21 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     )  # fmt: skip
     scalars = dict(scale_log2=pytest.approx(0.125 * 1.442695), count=20, rank_before_wait=0, capacity=32)
     assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
-    assert again == fields | {"rank_before_wait": 1}
+    assert again == fields | {"rank_before_wait": 1, "k_scales": None, "v_scales": None}
+    case = make_case([333] * 20, [4] * 20, K=4, fp8_cache=True)
+    decode(config, case.batch(), workspace)
+    *_, (defines, shared_bytes, *_, fields) = launched
+    assert (defines["FP8_CACHE"], defines["FP8_LANDMARKS"], shared_bytes) == (1, 0, config.shared_bytes(64, 32))
+    assert [fields["k_scales"], fields["v_scales"]] == [case.scales.k_K.data_ptr(), case.scales.v_K.data_ptr()]
 
 
 def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **changes) -> None:
     case = replace(case, **changes)
     with pytest.raises(ValueError, match=match):
         paged_decode(
-            *case.inputs(), layout=case.layout, implementation="triton", workspace=workspace or make_workspace(case)
-        )
+            *case.inputs(), layout=case.layout, implementation="triton", cache_scales=case.scales,
+            workspace=workspace or make_workspace(case),
+        )  # fmt: skip
 
 
 def test_what_the_kernels_cannot_serve_is_refused_by_name():
@@ -610,6 +700,11 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
     refuse("landmarks must be", case, landmark_cache=case.landmark_cache[:, :, :1])
     refuse(r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8)
+    fp8 = make_case([100], [2], fp8_cache=True)
+    refuse("needs scales, and no other has any; got .* no scales", fp8, scales=None)
+    refuse("needs scales, and no other has any; got .* and scales", case, scales=fp8.scales)
+    refuse("scales must be contiguous float32", fp8, scales=CacheScales(fp8.scales.k_K, fp8.scales.v_K[:1]))
+    refuse("landmarks must be in torch.float16", fp8, landmark_cache=fp8.landmark_cache.bfloat16())
     refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
     refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     with pytest.raises(ValueError, match="cannot be ranked"):
