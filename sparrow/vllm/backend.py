@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
@@ -20,14 +21,24 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 from sparrow import attention
+from sparrow.attention.pages import FP8
 from sparrow.errors import ConfigError
-from sparrow.vllm import config
+from sparrow.vllm import config, fp8
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
     VLLMClass = Any  # the mixins below are combined with a class of vLLM's
 else:
     VLLMClass = object
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Rows of a batch that vLLM's own attention serves."""
+
+    tokens: slice  # of the batch
+    metadata: Any  # vLLM's own, of these rows
+    blocks: Tensor | None = None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,9 @@ class Step:
     # layer
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
-    prefill: Any  # vLLM's own metadata of the remaining rows, None if there are none
-    # int32 [B], ``ALL_PAGES`` in every row; only for draft steps, whose dense layers run Sparrow's kernels too
+    prefills: tuple[Prefill, ...]  # the remaining rows
+    # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in draft steps, and with
+    # an fp8 cache
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
 
@@ -72,38 +84,63 @@ class SparseBuilder(VLLMClass):
             # Whatever vLLM itself runs is dense: prefill, verification, and steps without drafts.
             metadata.sparrow = Step(
                 rows=0, lengths=common.seq_lens[:0], top_k=self.runtime.begin_step(0, None),
-                block_table=common.block_table_tensor[:0], prefill=metadata,
+                block_table=common.block_table_tensor[:0], prefills=(Prefill(slice(None), metadata),),
             )  # fmt: skip
             return metadata
-        rows, prefills, tokens, prefill_tokens = split_decodes_and_prefills(common, decode_threshold=1)
-        prefill = None
-        if prefills:
-            # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
-            prefill = super().build(0, _tail(common, rows, tokens, prefills, prefill_tokens), fast_build=True)
+        rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         is_prefilling = self.is_prefilling if common.is_prefilling is None else common.is_prefilling
+        prefills: list[Prefill] = []
+        if self.runtime.fp8_cache is not None:
+            if prefill_rows or not self.runtime.fp8_cache.is_set:
+                prefills = self._copied_prefills(common, rows, is_prefilling)
+        elif prefill_rows:
+            # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
+            rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
+            prefills = [Prefill(slice(tokens, None), rest)]
         metadata.sparrow = Step(
             rows=rows,
             lengths=common.seq_lens[:rows],
             top_k=self.runtime.begin_step(rows, is_prefilling),
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
-            prefill=prefill,
+            prefills=tuple(prefills),
+            everything=None if self.runtime.fp8_cache is None else self.runtime.everything(rows),
         )
         return metadata
 
+    def _copied_prefills(self, common: Any, rows: int, is_prefilling: Tensor | None) -> list[Prefill]:
+        """The rows after the first ``rows``, in groups that read a copy of their blocks."""
+        assert self.runtime is not None and self.runtime.fp8_cache is not None
+        upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.numpy()
+        lengths = (common.seq_lens.cpu() if upper_bound is None else upper_bound).numpy()[: common.num_reqs]
+        in_prefill = 0 if is_prefilling is None else int(np.count_nonzero(is_prefilling.numpy()[:rows]))
+        table, block_tokens = common.block_table_tensor[: common.num_reqs], self.kv_cache_spec.block_size
+        self.runtime.fp8_cache.begin_step(in_prefill, table, lengths - np.diff(start)[: common.num_reqs], block_tokens)
+        lengths = lengths[rows:]
+        prefills = []
+        for first, last in fp8.groups(lengths) if len(lengths) else ():
+            part = _rows(common, rows + first, rows + last)
+            copied = fp8.copied_blocks(part.block_table_tensor, lengths[first:last], block_tokens)
+            metadata = super().build(0, part.replace(block_table_tensor=copied.table), fast_build=True)
+            tokens = slice(int(start[rows + first]), int(start[rows + last]))
+            prefills.append(Prefill(tokens, metadata, copied.blocks))
+        return prefills
 
-def _tail(common: Any, rows: int, tokens: int, prefills: int, prefill_tokens: int) -> Any:
-    """The batch without its first ``rows`` sequences, which have ``tokens`` query tokens."""
-    upper_bound = common.seq_lens_cpu_upper_bound
+
+def _rows(common: Any, first: int, last: int) -> Any:
+    """The sequences ``first .. last - 1`` of a batch; the last ones may end in padding tokens."""
+    upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu
+    begin = int(start[first])
+    end = common.num_actual_tokens if last == common.num_reqs else int(start[last])
     return common.replace(
-        query_start_loc=common.query_start_loc[rows:] - tokens,
-        query_start_loc_cpu=common.query_start_loc_cpu[rows:] - tokens,
-        seq_lens=common.seq_lens[rows:],
-        seq_lens_cpu_upper_bound=None if upper_bound is None else upper_bound[rows:],
+        query_start_loc=common.query_start_loc[first : last + 1] - begin,
+        query_start_loc_cpu=start[first : last + 1] - begin,
+        seq_lens=common.seq_lens[first:last],
+        seq_lens_cpu_upper_bound=None if upper_bound is None else upper_bound[first:last],
         is_prefilling=None,
-        num_reqs=prefills,
-        num_actual_tokens=prefill_tokens,
-        block_table_tensor=common.block_table_tensor[rows:],
-        slot_mapping=common.slot_mapping[tokens:],
+        num_reqs=last - first,
+        num_actual_tokens=end - begin,
+        block_table_tensor=common.block_table_tensor[first:last],
+        slot_mapping=common.slot_mapping[begin:end],
     )
 
 
@@ -113,7 +150,9 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    has_landmarks = False  # true for sparse layers, and in lossless mode for all
+    # true for sparse layers, and for all in lossless mode or with an fp8 cache
+    has_landmarks = False
+    scales: fp8.LayerScales | None = None  # the scales of an fp8 cache
     begins_step = False
     begins_decode = False
 
@@ -121,7 +160,10 @@ class SparseImpl(VLLMClass):
         asked = signature(super().__init__).bind(*args, **kwargs)
         asked.apply_defaults()
         config.check_layer(asked.arguments)
-        super().__init__(*args, **kwargs)
+        if asked.arguments["kv_cache_dtype"] in fp8.CACHE_DTYPES:
+            asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's own attention reads a 16-bit copy
+        super().__init__(*asked.args, **asked.kwargs)
+        self.supports_quant_query_input = False
         self._viewed: Tensor | None = None
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,9 +178,11 @@ class SparseImpl(VLLMClass):
         if self._viewed is not kv_cache:
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
+            if self.scales is not None:
+                keys, values = keys.view(FP8), values.view(FP8)
             blocks, K, N, D = keys.shape
             pages, interior = N // self.runtime.layout.page_size, 2 * K * N * D * kv_cache.itemsize
-            dtype, block = self.runtime.layout.landmark_type(kv_cache.dtype), kv_cache.stride(0) * kv_cache.itemsize
+            dtype, block = self.runtime.landmark_dtype, kv_cache.stride(0) * kv_cache.itemsize
             if block < interior + pages * K * D * dtype.itemsize:
                 raise ConfigError(
                     f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {interior}; "
@@ -176,10 +220,11 @@ class SparseImpl(VLLMClass):
         assert self.runtime is not None
         B = step.rows
         keys, values, marks = self._views(layer, kv_cache)
-        if step.prefill is not None:
-            super().forward(layer, query[B:], key[B:], value[B:], kv_cache, step.prefill, output[B:])
+        for part in step.prefills:
+            cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
+            super().forward(layer, query[at], key[at], value[at], cache, part.metadata, output[at])
             attention.update_landmarks(
-                keys, marks, step.prefill.slot_mapping, layout=self.runtime.layout,
+                keys, marks, part.metadata.slot_mapping, layout=self.runtime.layout,
                 implementation=self.kernels.implementation,
             )  # fmt: skip
         if B:
@@ -187,9 +232,21 @@ class SparseImpl(VLLMClass):
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
-                workspace=self.runtime.workspace, reuse_plan=step.may_reuse_plan and not self.begins_decode,
+                cache_scales=None if self.scales is None else self.scales.values, workspace=self.runtime.workspace,
+                reuse_plan=step.may_reuse_plan and not self.begins_decode,
             )  # fmt: skip
         return output
+
+    def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
+        """What vLLM's own attention reads: the cache or, of an fp8 cache, these blocks in the query's dtype."""
+        if blocks is None or self.scales is None:
+            return kv_cache
+        copy = torch.empty((len(blocks), *kv_cache.shape[1:]), dtype=query.dtype, device=query.device)
+        keys, values, _ = self._views(layer, kv_cache)
+        to_keys, to_values = self.key_value(layer, copy)
+        fp8.copy_blocks(keys, blocks, self.scales.values.k_K, to_keys)
+        fp8.copy_blocks(values, blocks, self.scales.values.v_K, to_values)
+        return copy
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
@@ -217,15 +274,21 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
+        is_fp8 = vllm_config.cache_config.cache_dtype in fp8.CACHE_DTYPES
+        runtime.fp8_cache = fp8.Fp8Cache(device) if is_fp8 else None
+        runtime.quantization = vllm_config.model_config.quantization
+        runtime.landmark_dtype = runtime.layout.landmark_type(vllm_config.model_config.dtype if is_fp8 else spec.dtype)
         runtime.kernels = attention.choose(
             config.kernels(vllm_config), page_size=schedule.page_size, head_dim=spec.head_size,
-            kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=spec.dtype,
+            kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=FP8 if is_fp8 else spec.dtype,
             device=device, landmark_dtype=schedule.landmark_dtype,
         )  # fmt: skip
         layer.impl.begins_step = True  # vLLM asks in the order of the model, so this layer is the first
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
-    layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless
+    layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless or runtime.fp8_cache is not None
+    if runtime.fp8_cache is not None and layer.impl.scales is None:
+        layer.impl.scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache)
     layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
@@ -235,7 +298,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
             layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
             runtime.last_decoded = layer.impl.is_sparse_layer
     elements = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size
-    marks = elements * runtime.layout.landmark_type(spec.dtype).itemsize
+    marks = elements * runtime.landmark_dtype.itemsize
     marks = -(-marks // spec.dtype.itemsize) * spec.dtype.itemsize
     runtime.landmark_share = marks / (spec.page_size_bytes + marks)
     return replace(spec, page_size_padded=spec.page_size_bytes + marks)

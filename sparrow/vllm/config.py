@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
-from sparrow.vllm import lossless
+from sparrow.vllm import fp8, lossless
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
@@ -19,8 +19,7 @@ MODE_ENVIRONMENT = "SPARROW_MODE"  # these variables say how to decode, for fram
 ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
 KERNELS = ("cuda", "triton")
-KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
-"""The model's own precision; a quantised cache would need landmarks and scales of its own."""
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *fp8.CACHE_DTYPES)
 
 
 def from_environment() -> Decoding | None:
@@ -93,7 +92,22 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (
             cache.cache_dtype not in KV_CACHE_DTYPES,
             f"kv_cache_dtype={cache.cache_dtype!r}",
-            "set kv_cache_dtype='auto'",
+            "set kv_cache_dtype='auto' or 'fp8'",
+        ),
+        (
+            cache.cache_dtype in fp8.CACHE_DTYPES and decoding.mode == "lossless",
+            f"kv_cache_dtype={cache.cache_dtype!r} in lossless mode, where vLLM would verify with 8-bit queries",
+            "set kv_cache_dtype='auto' or mode 'lossy'",
+        ),
+        (
+            bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
+            "a KV cache of several dtypes (kv_cache_dtype_skip_layers)",
+            "drop it",
+        ),
+        (
+            bool(getattr(cache, "calculate_kv_scales", False)),
+            "vLLM's own KV scales",
+            "drop calculate_kv_scales: Sparrow sets scales from the first prefill",
         ),
     ):
         if is_used:

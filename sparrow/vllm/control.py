@@ -28,7 +28,8 @@ def sparrow_counters(self: Any) -> dict[str, int]:
     those that a dense actor would have read, both over rows and this worker's layers; ``pages_read`` counts the pages
     read in sparse layers. Rows that read everything are counted by reason: ``dense_rows_schedule`` (a bin without
     limit), ``dense_rows_short`` (no more pages than would be kept) and ``dense_rows_prefill`` (a one-token chunk of a
-    prompt, not in ``rows``). ``preemptions`` counts sequences whose cache vLLM dropped, to prefill them again.
+    prompt, not in ``rows``). ``preemptions`` counts sequences whose cache vLLM dropped, to prefill them again. With an
+    fp8 KV cache ``kv_clipped`` counts tokens, once in each layer, with a key or value beyond the range of its scale.
 
     In lossless mode, rows are those of draft steps, ``tokens_read`` includes verification, and ``tokens_held`` is what
     dense decoding would have read for the ``emitted`` tokens; ``drafted`` and ``accepted`` count tokens too.
@@ -55,19 +56,59 @@ def sparrow_describe(self: Any) -> dict[str, Any]:
 def sparrow_load_weights(self: Any, weights: Iterable[tuple[str, Tensor]] | str) -> None:
     """Take weights by Hugging Face name, from this process or from a safetensors file; reset the prefix cache after.
 
-    Raises ConfigError: a name that the model does not have.
+    An engine that quantises its weights (``quantization="fp8"``) does so again, and needs all of a layer in one call.
+
+    Raises ConfigError: a name that the model does not have, or a part of a layer that is quantised as a whole.
     """
     if isinstance(weights, str):
         from safetensors.torch import load_file
 
         weights = load_file(weights, device=str(self.device)).items()
     try:
-        self.model_runner.model.load_weights(weights)
+        if self.vllm_config.quant_config is None:
+            self.model_runner.model.load_weights(weights)
+        else:
+            # A generator: vLLM need not hold the weights of all layers, and what it misses shows at the end.
+            self.model_runner.reload_weights(weights_iterator=_whole(weights, self.model_runner.model))
     except (KeyError, ValueError) as error:
         raise ConfigError(f"vLLM cannot take these weights: {error}; give them by Hugging Face name") from error
 
 
-METHODS = (sparrow_set_schedule, sparrow_counters, sparrow_acceptance, sparrow_describe, sparrow_load_weights)
+def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[str, Tensor]]:
+    """``weights``, of which those that vLLM quantises as one must be complete."""
+    given = set()
+    for name, weight in weights:
+        given.add(name)
+        yield name, weight
+    for parts in getattr(model, "packed_modules_mapping", {}).values():
+        for name in given:
+            part = next((each for each in parts if f".{each}." in name), None)
+            missing = [each for each in parts if part and name.replace(f".{part}.", f".{each}.") not in given]
+            if missing:
+                raise ValueError(f"{name} is quantised together with {missing}, which were not given with it")
+
+
+def sparrow_renew_kv_scales(self: Any) -> None:
+    """Have the next prefill set the scales of an fp8 KV cache again, after new weights; nothing may be cached by then.
+
+    Raises ConfigError: the engine has no fp8 KV cache.
+    """
+    cache = _runtime(self).fp8_cache
+    if cache is None:
+        raise ConfigError(
+            "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
+        )
+    cache.renew()
+
+
+METHODS = (
+    sparrow_set_schedule,
+    sparrow_counters,
+    sparrow_acceptance,
+    sparrow_describe,
+    sparrow_load_weights,
+    sparrow_renew_kv_scales,
+)
 
 
 def _runtime(worker: Any) -> Runtime:
@@ -137,10 +178,11 @@ def check(vllm_config: Any) -> None:
             return
         logger.info(
             "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s; "
-            "landmarks (%s) %.1f%% of the KV cache",
+            "landmarks (%s) %.1f%% of the KV cache%s",
             runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,
             schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"], schedule.landmark_dtype,
             100 * runtime.landmark_share,
+            "" if runtime.fp8_cache is None else ", which is fp8_e4m3 (scales by layer and kv head)",
         )  # fmt: skip
         below, above = between_graphs(vllm_config)
         if below < above:

@@ -12,6 +12,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from sparrow.attention import reference
 from sparrow.vllm import patches
 from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 from sparrow.vllm.versions import installed
@@ -30,6 +31,16 @@ class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
 class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         return installed(on_cpu=True).cpu_key_value(kv_cache, layer.isa)
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """vLLM's own, except for an fp8 cache."""
+        if self.scales is None:
+            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
+        self.scales.settle(key, value, slot_mapping)
+        keys, values, _ = self._views(layer, kv_cache)
+        reference.store_tokens(key, value, keys, values, slot_mapping, self.scales.values, self.scales.cache.clipped)
 
 
 class CpuBackend(CPUAttentionBackend):

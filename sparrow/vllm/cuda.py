@@ -43,11 +43,16 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Like vLLM's own, but in a sparse layer decoding may begin during the update."""
-        if not self.is_sparse_layer:
-            return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        keys, values, _ = self._views(layer, kv_cache)
-        store_tokens(key, value, keys, values, slot_mapping)
+        """Like vLLM's own, but in a sparse layer decoding may begin during the update; and for an fp8 cache."""
+        if self.scales is not None:
+            self.scales.settle(key, value, slot_mapping)
+            keys, values, _ = self._views(layer, kv_cache)
+            store_tokens(key, value, keys, values, slot_mapping, self.scales.values, self.scales.cache.clipped)
+        elif self.is_sparse_layer:
+            keys, values, _ = self._views(layer, kv_cache)
+            store_tokens(key, value, keys, values, slot_mapping)
+        else:
+            super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> DecodeWorkspace:
         return DecodeWorkspace(max_rows, self.num_kv_heads, self.num_queries_per_kv, self.head_size, max_pages, device)

@@ -90,11 +90,13 @@ def _checked_init_device(stock: Any) -> Any:
     return init_device
 
 
-def _counting_preemptions(stock: Any) -> Any:
+def _watching_steps(stock: Any) -> Any:
     @wraps(stock)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if scheduler_output.preempted_req_ids and (runtime := find(self.vllm_config)) is not None:
-            runtime.count_preempted(len(scheduler_output.preempted_req_ids))
+        if (runtime := find(self.vllm_config)) is not None:
+            runtime.begin_serving()
+            if scheduler_output.preempted_req_ids:
+                runtime.count_preempted(len(scheduler_output.preempted_req_ids))
         return stock(self, scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -254,8 +256,9 @@ ALWAYS = (
 
 WORKER = (
     Patch(
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ">=0.24", "count preempted sequences; vLLM's own "
-        "count is among statistics that cost the host time for each token", _counting_preemptions,
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ">=0.24", "count preempted sequences, as vLLM's "
+        "own count is among statistics that cost the host time for each token; know when the warm-up is over, whose "
+        "prompts must not set the scales of an fp8 KV cache", _watching_steps,
         ("scheduler_output",),
     ),
 )  # fmt: skip

@@ -19,6 +19,7 @@ from sparrow.attention import Choice, DecodeWorkspace, PageLayout
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, PAGE_LAYOUT, SparsitySchedule
+from sparrow.vllm.fp8 import Fp8Cache
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers")
 """What CUDA graphs and landmarks are made for: a running engine cannot change it."""
@@ -47,6 +48,9 @@ class Runtime:
         self.last_decoded: bool | None = None  # whether the layer attached last is sparse; None before the first
         self.draft_bytes = 0  # memory of the logits that drafts are drawn from
         self.landmark_share = 0.0  # the landmarks' share of the KV cache
+        self.landmark_dtype = torch.get_default_dtype()
+        self.fp8_cache: Fp8Cache | None = None  # of an engine with an fp8 KV cache
+        self.quantization: str | None = None  # how vLLM quantises the weights
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
@@ -119,6 +123,11 @@ class Runtime:
         """Page counts ``[rows]``, int32, that leave nothing out."""
         return self._everything_B[:rows]
 
+    def begin_serving(self) -> None:
+        """vLLM's warm-up is over: steps are a user's from now on."""
+        if self.fp8_cache is not None:
+            self.fp8_cache.is_serving = True
+
     def count_preempted(self, sequences: int) -> None:
         """Count sequences whose cache vLLM has dropped, to prefill them again."""
         self._counts["preemptions"] += sequences
@@ -172,6 +181,9 @@ class Runtime:
         """What decode steps did since the last call; see ``control.sparrow_counters``."""
         self._settle()
         counts, self._counts = {"preemptions": 0, **self._counts}, Counter()
+        if self.fp8_cache is not None:
+            counts["kv_clipped"] = int(self.fp8_cache.clipped)
+            self.fp8_cache.clipped.zero_()
         return counts
 
     def acceptance(self) -> dict[str, Any]:
@@ -194,6 +206,8 @@ class Runtime:
             "schedule": self.schedule.to_dict(),
             "sparse_layers": self.sparse_layers,
             "dense_layers": self.dense_layers,
+            **({} if self.fp8_cache is None else self.fp8_cache.describe()),
+            **({} if self.quantization is None else {"weights": self.quantization}),
         }
 
     def _settle(self) -> None:

@@ -251,7 +251,7 @@ class SparseSpeculator(DraftModelSpeculator):
         """What the layers are told about a sparse step of ``rows`` rows."""
         return Step(
             rows=rows, lengths=self.input_buffers.seq_lens[:rows], top_k=self.runtime.begin_step(rows, None),
-            block_table=self.block_tables.input_block_tables[0][:rows], prefill=None,
+            block_table=self.block_tables.input_block_tables[0][:rows], prefills=(),
             everything=self.runtime.everything(rows),
         )  # fmt: skip
 

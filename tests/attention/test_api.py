@@ -60,7 +60,7 @@ def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
     for asked in (None, "triton"):
         with pytest.raises(ConfigError, match=r"compute capability 8\.9 or more, A100 has less; set landmark_dtype to"):
             choose(asked, **MODEL, **stored, device=GPU)
-        with pytest.raises(ConfigError, match="keys and values in fp8_e4m3 need a GPU of .* set kv_cache_dtype to"):
+        with pytest.raises(ConfigError, match=r"keys and values in fp8_e4m3 need a GPU of .* set kv_cache_dtype to"):
             choose(asked, **cache, device=GPU)
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
 

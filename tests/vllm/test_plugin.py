@@ -1,6 +1,7 @@
 """The plugin's parts on their own; only what is marked so needs vLLM itself."""
 
 import contextlib
+import importlib.util
 import inspect
 import json
 import re
@@ -19,7 +20,7 @@ from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES
-from sparrow.vllm import config, control, v024, v026, v032, versions
+from sparrow.vllm import config, control, fp8, v024, v026, v032, versions
 from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -299,7 +300,18 @@ def vllm_config(model=None, **parts):
         (dict(model=dict(get_total_num_hidden_layers=lambda: 0)), "layer 0 dense but the model has 0 layers"),
         (dict(speculative_config=SimpleNamespace(method="eagle3")), r"speculative decoding \(eagle3\)"),
         (dict(kv_transfer_config=object()), "a KV connector"),
-        (dict(cache_config=SimpleNamespace(cache_dtype="fp8")), "kv_cache_dtype='fp8'"),
+        (
+            dict(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2")),
+            "kv_cache_dtype='fp8_e5m2'; set kv_cache_dtype='auto' or 'fp8'",
+        ),
+        (
+            dict(cache_config=SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])),
+            "kv_cache_dtype_skip_layers.*drop it",
+        ),
+        (
+            dict(cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)),
+            "vLLM's own KV scales; drop calculate_kv_scales",
+        ),
         (
             dict(parallel_config=SimpleNamespace(decode_context_parallel_size=2, use_ubatching=False)),
             "decode context parallelism",
@@ -316,6 +328,51 @@ def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
+def test_an_fp8_cache_is_for_lossy_decoding():
+    for name in ("fp8", "fp8_e4m3"):
+        quantised = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
+        config.check_supported(quantised, Decoding.lossy(SCHEDULE), on_cpu=True)
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}' in lossless mode.*'auto' or mode 'lossy'"):
+            config.check_supported(quantised, Decoding.lossless(SCHEDULE), on_cpu=True)
+
+
+def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
+    made, said = runtime(), []
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            compilation_config=SimpleNamespace(
+                cudagraph_mode=None, cudagraph_capture_sizes=[],
+                static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))},
+            ),
+            scheduler_config=SimpleNamespace(max_num_seqs=8),
+        )
+    )  # fmt: skip
+    logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    assert not {"kv_cache", "kv_scales"} & set(made.describe()) and "kv_clipped" not in made.counters()
+    with pytest.raises(ConfigError, match=r"no fp8 KV cache.*kv_cache_dtype='fp8'"):
+        control.sparrow_renew_kv_scales(worker)
+    cache = made.fp8_cache = fp8.Fp8Cache(torch.device("cpu"))
+    layers = [fp8.LayerScales(2, cache) for _ in range(2)]
+    assert made.describe()["kv_cache"] == "fp8_e4m3" and made.describe()["kv_scales"] is None
+    for layer in layers:
+        assert not cache.is_set
+        layer.is_set = True
+    layers[1].values.v_K[0], layers[0].values.k_K[1] = 0.25, 8
+    assert made.describe()["kv_scales"] == [0.25, 8.0]
+    cache.clipped += 3
+    assert [made.counters()["kv_clipped"] for _ in range(2)] == [3, 0]
+    control.sparrow_renew_kv_scales(worker)
+    assert made.describe()["kv_scales"] is None
+    if importlib.util.find_spec("vllm"):
+        monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+        monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
+        control.check(worker.vllm_config)
+        assert said[0].endswith("of the KV cache, which is fp8_e4m3 (scales by layer and kv head)")
+        made.fp8_cache = None
+        control.check(worker.vllm_config)
+        assert said[1].endswith("of the KV cache")
+
+
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
     odd = vllm_config(dict(get_head_size=lambda: 48))
     config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=True)
@@ -327,7 +384,7 @@ def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        (dict(kv_cache_dtype="fp8_e4m3"), "a KV cache in 'fp8_e4m3'"),
+        (dict(kv_cache_dtype="fp8_e5m2"), "a KV cache in 'fp8_e5m2'"),
         (dict(sliding_window=128), "a sliding window of 128"),
         (dict(attn_type="encoder_decoder"), "'encoder_decoder'"),
         (dict(alibi_slopes=[0.5]), "ALiBi"),

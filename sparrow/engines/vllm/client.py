@@ -63,9 +63,9 @@ class Client(ABC):
 
         Raises ConfigError: a name the model does not have.
         """
-        for path in weight_files(weights):
+        for path in weight_files(weights, whole="weights" in self._described[0]):
             self.rpc("sparrow_load_weights", path)
-        self.drop_prefixes()
+        self._forget_cached()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; CUDA graphs stay as they are.
@@ -75,6 +75,12 @@ class Client(ABC):
         self.rpc("sparrow_set_schedule", schedule.to_json())
         self.schedule = schedule
         self.drop_prefixes()
+
+    def _forget_cached(self) -> None:
+        """After new weights: drop prefixes, and take new scales for an fp8 KV cache from the next prompts."""
+        self.drop_prefixes()
+        if "kv_scales" in self._described[0]:
+            self.rpc("sparrow_renew_kv_scales")
 
     def drop_prefixes(self) -> None:
         """Drop cached prefixes, whose keys and values were computed with other weights or under other budgets.
@@ -121,10 +127,10 @@ def tally(
     return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, *measured)
 
 
-def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
     """Weights for other processes of this machine, as paths of safetensors files; in ``/dev/shm`` if it is writable.
 
-    A file is gone once the next one is asked for.
+    A file is gone once the next one is asked for. ``whole``: one file, for an engine that quantises its weights.
     """
     from safetensors.torch import save_file
 
@@ -136,7 +142,7 @@ def weight_files(weights: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         for name, tensor in weights:
             chunk[name] = tensor.detach().to("cpu").contiguous()
             size += chunk[name].nbytes
-            if size >= CHUNK_BYTES:
+            if size >= CHUNK_BYTES and not whole:
                 save_file(chunk, path)
                 yield path
                 chunk, size = {}, 0

@@ -105,7 +105,7 @@ class VLLMEngine(Client):
         if not self._in_process:
             return super().update_weights(weights)
         self.rpc("sparrow_load_weights", weights)
-        self.drop_prefixes()
+        self._forget_cached()
 
     def rpc(self, method: str, *args: Any) -> list[Any]:
         return self.llm.collective_rpc(method, args=args)

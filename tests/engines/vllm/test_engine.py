@@ -318,7 +318,7 @@ def test_what_cannot_be_sparse_is_refused_by_name(tmp_path, folder, monkeypatch)
         engine(folder, speculative_config=speculative),
     ):
         pass
-    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8'"), engine(folder, kv_cache_dtype="fp8"):
+    with pytest.raises(ConfigError, match="kv_cache_dtype='fp8_e5m2'"), engine(folder, kv_cache_dtype="fp8_e5m2"):
         pass
     with (
         pytest.raises(ConfigError, match="layer 4 dense but the model has 4"),
