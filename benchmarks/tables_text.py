@@ -132,6 +132,29 @@ def text_kept() -> str:
     return table(["sink pages", "recent pages", "mean", "p5"], rows)
 
 
+def text_control() -> str:
+    """GRPO on the text model by arm; mean and 95 % interval over seeds, differences to the dense run of the seed."""
+    rows = []
+    for row in load("text_control")["rows"]:
+        dense = row["arm"] == "dense"
+        p5, read, kl = f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}"
+        cells = [f"`{row['arm']}`", len(row["seeds"]), p5, read, kl]
+        cells += [_spread(row["reward_end"]), "" if dense else _spread(row["reward_minus_dense"], "+")]
+        cells += [f"{row['held_out_start'][0]:.3f}", _spread(row["held_out_end"])]
+        cells += ["" if dense else _spread(row["held_out_minus_dense"], "+")]
+        rows.append([*cells, f"{row['collapsed']} of {len(row['seeds'])}"])
+    head = ["arm", "seeds", "p5", "KV read", "KL", "actor's reward, last 5 steps", "minus dense"]
+    return table([*head, "held-out reward, start", "end", "minus dense", "collapsed"], rows)
+
+
+def _spread(interval: list[float | None], sign: str = "") -> str:
+    """A mean over seeds and the half width of its interval, if there are several seeds."""
+    mean, _, high = interval
+    if mean is None:
+        return "no dense run"
+    return f"{mean:{sign}.3f}" if high is None else f"{mean:{sign}.3f} ± {high - mean:.3f}"
+
+
 def reasoner_acceptance() -> str:
     rows = []
     for model in load("reasoner_acceptance")["models"]:

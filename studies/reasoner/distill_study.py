@@ -35,7 +35,6 @@ from typing import Any
 
 import numpy as np
 import tyro
-from graph_engine import GraphEngine
 from stability_study import HELD_OUT, load, longest, response, use_gpu
 
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
@@ -112,6 +111,8 @@ def bins_of(report: dict[str, Any]) -> list[list[float]]:
 def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
     """One training run with the measurements before and after it."""
     device = use_gpu(gpu)
+    from graph_engine import GraphEngine
+
     from sparrow.engines.hf import HFEngine, eos_ids
     from sparrow.tasks import load_task
     from sparrow.train.trainer import Trainer

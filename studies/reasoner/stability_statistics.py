@@ -29,13 +29,14 @@ FEWEST_STEPS = 25
 RESAMPLES = 2000
 
 
-def shortened(path: Path) -> Run | None:
-    """A run's settings and series, every number to its significant digits; None for a run cut off early."""
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def shortened(path: Path, fewest: int = FEWEST_STEPS) -> Run | None:
+    """A run's settings and series, every number to its significant digits; None for a run that was cut off before
+    ``fewest`` steps."""
+    rows = logged_rows(path)
     steps = [row for row in rows if "reward" in row]
-    ended = rows[-1].get("ended", "killed")
+    ended = rows[-1].get("ended", "killed") if rows and "step" not in rows[-1] else "killed"
     cut_off = ended in ("time is over", "killed")
-    if not (ended == "done" or ended.startswith("TrainingDiverged") or (cut_off and len(steps) >= FEWEST_STEPS)):
+    if not (ended == "done" or ended.startswith("TrainingDiverged") or (cut_off and len(steps) >= fewest)):
         return None
     run = {k: v for k, v in rows[0].items() if k != "options"}
     run |= {name: [float(f"{row[name]:.4g}") for row in steps] for name in SERIES}
@@ -58,6 +59,12 @@ def shortened(path: Path) -> Run | None:
     run["held_out"] = [[row["step"], row["held_out"]["policy"]] for row in rows if "held_out" in row]
     run["ended"] = ended
     return run
+
+
+def logged_rows(path: Path) -> list[Run]:
+    """The lines of a log, but for one that a kill has cut off."""
+    text = path.read_text(encoding="utf-8")
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _whole_bins(row: Run) -> list[list[float]]:

@@ -15,13 +15,10 @@ from __future__ import annotations
 
 import copy
 import json
-import multiprocessing
-import os
-import tempfile
+import sys
 import time
-import traceback
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +26,9 @@ import numpy as np
 import tyro
 from stability_arms import TARGETS, Arm, arms
 
-PERCENTILES = (1, 5, 10)
-HELD_OUT = 10**9
-ENOUGH = 0.65
-"""A run that the clock cuts off counts if it did about this share of its steps."""
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+from many_runs import HELD_OUT, calibrated, logged, side_by_side, train_logged, use_gpu
+
 LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
 
 
@@ -64,40 +60,13 @@ def main(options: Options) -> None:
     """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
     deadline = time.time() + options.seconds
     options.out.mkdir(parents=True, exist_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.rewards"])
     names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in arms())
     jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
     schedules = options.out / "schedules.json"
     wanted = {arms()[name.rpartition("-")[0]].schedule.rpartition(":")[2] for name in jobs}
-    if not schedules.exists() and any(name.startswith("p") for name in wanted):
-        first = context.Process(target=calibrate, args=(options, schedules))
-        first.start()
-        first.join()
-    free_gpus = [gpu for turn in range(max(options.slots)) for gpu, slots in enumerate(options.slots) if turn < slots]
-    running: list[tuple[Any, int, float]] = []
-    took = 0.0  # seconds of the longest run so far; a run that would not get far enough to count is not begun
-    while (jobs and time.time() + ENOUGH * took < deadline) or running:
-        for process, gpu, began in [r for r in running if not r[0].is_alive()]:
-            running.remove((process, gpu, began))
-            free_gpus.append(gpu)
-            took = max(took, time.time() - began)
-        while jobs and free_gpus and time.time() + ENOUGH * took < deadline:
-            gpu = free_gpus.pop(0)
-            process = context.Process(target=run, args=(options, jobs.pop(0), gpu, deadline))
-            process.start()
-            running.append((process, gpu, time.time()))
-        time.sleep(0.2)
-
-
-def use_gpu(index: int) -> Any:
-    """The device of this process; to be set before anything looks for one."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
-    import torch
-
-    torch.set_num_threads(1)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    needed = not schedules.exists() and any(name.startswith("p") for name in wanted)
+    first = partial(calibrate, options, schedules) if needed else None
+    side_by_side(jobs, options.slots, deadline, partial(run, options), first)
 
 
 def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
@@ -124,7 +93,6 @@ def calibrate(options: Options, out: Path) -> None:
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
-    from sparrow.measure import calibrate_engine
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks import Trace
@@ -135,37 +103,15 @@ def calibrate(options: Options, out: Path) -> None:
     engine = GraphEngine(model, layout, eos_ids(model, tokenizer), options.calibration, longest(lines))
     task = Trace(lines)  # longer than those trained on, so that every bin is measured
     prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
-    tables = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for target in TARGETS:
-            schedule = calibrate_engine(
-                engine, engine, prompts, Sampling(response(lines)), Path(folder), target=target,
-                layout=layout, budgets=(2, 4, 6, 8, 12, 16, 24, 32), refine=2, on_policy=0, provenance={},
-            ).schedule  # fmt: skip
-            # Only a failing response gets longer than those measured; it reads as much as in the last bin.
-            tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
+    budgets = (2, 4, 6, 8, 12, 16, 24, 32)
+    tables = calibrated(engine, prompts, Sampling(response(lines)), layout, TARGETS, budgets)
     out.write_text(json.dumps(tables), encoding="utf-8")
 
 
 def run(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """Run one arm with one seed; the last line of its log says what ended it."""
-    device = use_gpu(gpu)
-    path = options.out / f"{name}.jsonl"
-    try:
-        train(options, name, device, deadline, path)
-        ended = "done"
-    except TimeoutError:
-        ended = "time is over"
-    except Exception as error:
-        ended = f"{type(error).__name__}: {error}"
-        path.with_suffix(".error.txt").write_text(traceback.format_exc(), encoding="utf-8")
-    write(path, {"ended": ended})
-
-
-def write(path: Path, row: dict[str, Any]) -> None:
-    """Append one line."""
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    """Run one arm with one seed."""
+    device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
+    logged(path, lambda: train(options, name, device, deadline, path))
 
 
 def train(options: Options, name: str, device: Any, deadline: float, path: Path) -> None:
@@ -174,8 +120,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
 
     from sparrow.dial import Dial
     from sparrow.engines.hf import eos_ids
-    from sparrow.errors import TrainingDiverged
-    from sparrow.mismatch import Tau, split_by_bin
+    from sparrow.mismatch import Tau
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
     from sparrow.tasks import Trace
@@ -187,7 +132,6 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         RolloutConfig,
         TrainConfig,
     )
-    from sparrow.train.trainer import Trainer
 
     arm_name, _, number = name.rpartition("-")
     arm, seed = arms()[arm_name], int(number)
@@ -206,35 +150,14 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     sampling = Sampling(response(options.held_out_lines), 1.0, 0)
 
-    def held_out() -> dict[str, float]:
+    def held_out() -> float:
         texts = tokenizer.batch_decode([r.response_ids for r in policy.generate(prompts, sampling)])
         policy.counters()
-        return {"policy": float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))}
+        return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
-    def listener(event: str, metrics: dict[str, Any]) -> None:
-        if event != "step":
-            return
-        step = metrics["step"]
-        evaluate = step % options.held_out_every == 0 or step == options.steps
-        write(path, condensed(metrics, tail) | ({"held_out": held_out()} if evaluate else {}))
-        if arm.actor in (f"halved:{step}", f"unworn:{step}"):
+    def after(trainer: Any) -> None:
+        if arm.actor in (f"halved:{trainer.step}", f"unworn:{trainer.step}"):
             fail(trainer, arm.actor.partition(":")[0])
-        if time.time() > deadline:
-            raise TimeoutError
-
-    tail: dict[str, Any] = {}
-
-    def recorded(experience: Any, schedule: SparsitySchedule) -> Any:
-        """What the learner finds; the other percentiles are noted as well."""
-        result = assess(experience, schedule)
-        lower = np.concatenate([a.lower for a in result[0].acceptances])
-        # As in ``token_acceptance``: the length that the schedule looked at.
-        cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
-        position = schedule.page_end(np.concatenate(cached))
-        bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, LAYOUT["bin_tokens"])]
-        tail["all"] = np.percentile(lower, PERCENTILES).tolist()
-        tail["bins"] = [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins]
-        return result
 
     distill = DistillConfig(
         enabled=arm.actor.partition(":")[0].endswith("worn"), learning_rate=1e-3,
@@ -249,17 +172,13 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         loss=LossConfig(normalization=arm.normalization), distill=distill,
     )  # fmt: skip
     dial = Dial(Tau(config.tau), as_if_large(schedule, batch_size)) if kind == "dial" else None
-    trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener, kind == "auto", dial)
-    assess, trainer.learner.assess = trainer.learner.assess, recorded
     start = {"arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate}
     start["top_k"] = schedule.to_dict()["top_k"]
-    write(path, start | {"options": json.loads(json.dumps(asdict(options), default=str))})
-    write(path, {"step": 0, "held_out": held_out()})
-    try:
-        trainer.train()
-    except TrainingDiverged:
-        write(path, {"step": trainer.step, "held_out": held_out()})
-        raise
+    start["options"] = json.loads(json.dumps(asdict(options), default=str))
+    train_logged(
+        path, start, held_out, options.held_out_every, deadline, config, model, tokenizer, task, engine, schedule,
+        closed_loop=kind == "auto", dial=dial, after=after,
+    )  # fmt: skip
 
 
 def fail(trainer: Any, fault: str) -> None:
@@ -336,36 +255,6 @@ def quantized(weight: Any, bits: int) -> Any:
     weight = weight.detach()
     scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-8) / (2 ** (bits - 1) - 1)
     return (weight / scale).round() * scale
-
-
-def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
-    """What the study needs of a step's metrics, and its other percentiles."""
-    return {
-        "step": metrics["step"],
-        "reward": metrics["reward"]["mean"],
-        "length": metrics["response"]["mean"],
-        "ended": metrics["response"]["ended_fraction"],
-        "entropy": metrics["entropy"],
-        "mean": metrics["mismatch"]["mean"],
-        "tail": _rounded(tail["all"]),
-        "bins": _rounded(tail["bins"]),
-        "p5_interval": _rounded(
-            [[b["bin"], b["lower_bound"], b["interval_low"], b["interval_high"]] for b in metrics["mismatch"]["bins"]]
-        ),
-        "kl": metrics["correction"]["kl_k3"],
-        "ess": metrics["correction"]["ess_token"],
-        "grad_norm": metrics["loss"]["grad_norm"],
-        "read": metrics["kv"]["read_fraction"],
-        "top_k": metrics["schedule"]["top_k"],
-        "seconds": _rounded(list(metrics["seconds"].values()), 2),
-        **({"dial": metrics["dial"]} if "dial" in metrics else {}),
-    }
-
-
-def _rounded(values: Any, digits: int = 4) -> Any:
-    if isinstance(values, float):
-        return round(values, digits)
-    return [_rounded(v, digits) for v in values] if isinstance(values, Iterable) else values
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python studies/text/train.py OUT --text DIR --suffix .md --held-out guide appendix
 
 OUT then holds what transformers and vLLM load (``config.json``, ``model*.safetensors`` in bfloat16, the tokenizer), the
-held-out tokens (``held_out.npy``), and ``card.json``: sizes, tokens seen, seconds, held-out loss.
+held-out tokens (``held_out.npy``), problems for reinforcement learning (``problems.json``), and ``card.json``: sizes,
+tokens seen, seconds, held-out loss.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import corpus
 import numpy as np
+import task
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -155,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
     copy.deepcopy(model).bfloat16().save_pretrained(args.out)
     tokenizer.save_pretrained(args.out)
     np.save(args.out / "held_out.npy", held_tokens)
+    problems = task.write_problems(args.out, tokenizer, train, held) if args.suffix == ".py" else {}
     count = min(32, len(held_tokens) // args.context)
     card = {
         "size": args.size,
@@ -170,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[Qwen3ForCausalLM, dict[str,
         "training_loss": round(float(np.mean(losses[-50:])), 4),
         "held_out": list(args.held_out),
         "held_out_tokens": len(held_tokens),
+        "problems": problems,
         "held_out_loss": round(held_out_loss(model, windows(held_tokens, count, args.context)), 4),
     }
     (args.out / "card.json").write_text(json.dumps(card, indent=1) + "\n")

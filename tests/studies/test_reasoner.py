@@ -17,6 +17,7 @@ from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
 from tests.train.test_distill import ON, SCHEDULE, run
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "common"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "reasoner"))
 import draft_acceptance
 from graph_engine import GraphEngine

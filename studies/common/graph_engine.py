@@ -1,8 +1,9 @@
 """An engine for many small runs: a whole decode step of a small Qwen3, sampling included, is one CUDA graph.
 
 A model of a million parameters spends nearly all of a decode step launching kernels; replayed as a graph the step takes
-a fraction of a millisecond. Attention looks at the whole cache through a mask, which costs a GPU almost nothing at a
-few hundred tokens and makes all shapes fixed. For comparison it can be three other actors.
+a fraction of a millisecond. Attention looks at the cache through a mask, which costs a GPU almost nothing at a few
+hundred tokens and makes all shapes fixed; where contexts are longer there is a graph for each multiple of ``SPAN``
+columns, so that it looks no further than the longest sequence. For comparison it can be three other actors.
 
 Eviction: tokens that attention has not looked at lately leave the cache and never come back. As in SnapKV (arXiv
 2404.14469) a token's worth is the attention that the latest queries paid to it, first those at the end of the prompt;
@@ -21,6 +22,7 @@ N = S / P pages, V vocabulary, n top tokens. Row b's sequence is columns 0 .. le
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +31,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import Qwen3ForCausalLM
 
 from sparrow.engines.base import Counters
@@ -41,7 +44,8 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 WINDOW = 16
 """Queries over which attention is remembered for eviction."""
-TOP_N = 20
+SPAN = 256
+"""Columns by which attention's part of the cache grows."""
 MEASURED_EVERY = 4
 """One response in this many is measured under the schedule while it is verified."""
 
@@ -55,19 +59,24 @@ class GraphEngine(HFEngine):
         max_length: cached tokens per sequence, prompt included.
         evict: evict tokens instead of selecting pages.
         noise: the share of positions that are mixed with the uniform distribution, and its weight there.
+        top_n: the longest lists of most likely tokens that ``generate`` can give.
+        token_budget: padded tokens that are scored together.
     """
 
     def __init__(
         self, model: Qwen3ForCausalLM, schedule: SparsitySchedule, eos_ids: Sequence[int], batch_size: int,
-        max_length: int, evict: bool = False, noise: tuple[float, float] = (0.0, 0.0),
+        max_length: int, evict: bool = False, noise: tuple[float, float] = (0.0, 0.0), top_n: int = 20,
+        token_budget: int = 65_536,
     ) -> None:  # fmt: skip
         config, device, P = model.config, model.device, schedule.page_size
         self.evict, self.noise = evict, noise
+        self.top_n = min(top_n, config.vocab_size)
         self.max_length = S = -(-max_length // P) * P
         B, K, D, layers = batch_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers
         self._layout = schedule
         self._keys = torch.zeros(layers, B, K, S, D, device=device)
         self._values = torch.zeros_like(self._keys)
+        self._landmarks = torch.zeros(layers, B, K, S // P, D, device=device)
         self._alive = torch.zeros(layers, B, K, S, dtype=torch.bool, device=device)
         self._worth = torch.zeros(layers, B, K, S, device=device)
         self._cos, self._sin = (x[0] for x in model.model.rotary_emb(self._keys, torch.arange(S, device=device)[None]))
@@ -81,11 +90,11 @@ class GraphEngine(HFEngine):
         self._uniform_weight = torch.zeros(S, B, device=device)
         self._tokens = torch.zeros(S, B, dtype=torch.long, device=device)
         self._logprobs = torch.zeros(S, B, device=device)
-        self._best_ids = torch.zeros(S, B, TOP_N, dtype=torch.long, device=device)
-        self._best = torch.zeros(S, B, TOP_N, device=device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._best_ids = torch.zeros(S, B, self.top_n, dtype=torch.int32, device=device)
+        self._best = torch.zeros(S, B, self.top_n, device=device)
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}  # by the columns that attention looks at
         self._dense_below: float | None = None
-        super().__init__(model, schedule, eos_ids, batch_size)
+        super().__init__(model, schedule, eos_ids, batch_size, token_budget)
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
@@ -157,27 +166,27 @@ class GraphEngine(HFEngine):
         share, weight = self.noise
         noisy = torch.rand(self._uniform.shape, generator=generator, device=device) < share
         self._uniform_weight.copy_(noisy * weight)
-        if device.type == "cuda" and self._graph is None:
-            self._capture()
+        longest, span = int(lengths.max()), math.lcm(SPAN, self._layout.page_size)
         for t in range(steps):
-            self._graph.replay() if self._graph else self._decode_step()
+            columns = -(-(longest + t) // span) * span
+            self._advance(self.max_length if self.evict else min(self.max_length, columns))
             if t % 16 == 15:
                 self._wait()
                 if torch.isin(self._tokens[: t + 1], self._eos).any(0).all():
                     break
         self._wait()
+        n = min(sampling.top_n, self.top_n)
         tokens, logprobs, best_ids, best = (
             x[: t + 1, :count].transpose(0, 1).clone().cpu().numpy()  # copies: the next batch overwrites the buffers
-            for x in (self._tokens, self._logprobs, self._best_ids, self._best)
+            for x in (self._tokens, self._logprobs, self._best_ids[..., :n], self._best[..., :n])
         )
         ended = np.isin(tokens, self._eos.cpu().numpy())
         stopped = ended.any(1)
         length = np.where(stopped, ended.argmax(1) + 1, t + 1)
         self._count_read(prompts, length)
-        n = min(sampling.top_n, TOP_N)
         return [
             Rollout(
-                prompts[b], tokens[b, :m], logprobs[b, :m], best_ids[b, :m, :n].astype(np.int32), best[b, :m, :n],
+                prompts[b], tokens[b, :m], logprobs[b, :m], best_ids[b, :m], best[b, :m],
                 "stop" if stopped[b] else "length",
             )
             for b, m in enumerate(length.tolist())
@@ -198,45 +207,62 @@ class GraphEngine(HFEngine):
             while not event.query():
                 time.sleep(1e-3)
 
-    def _capture(self) -> None:
-        state = [x.clone() for x in (self._step, self._position, self._token, self._alive, self._worth)]
+    def _advance(self, span: int) -> None:
+        """One decode step whose attention looks at the first ``span`` columns, by its graph where there are graphs."""
+        if not self._keys.is_cuda:
+            return self._decode_step(span)
+        if span not in self._graphs:
+            self._graphs[span] = self._capture(span)
+        self._graphs[span].replay()
+
+    def _capture(self, span: int) -> torch.cuda.CUDAGraph:
+        state = [self._step, self._position, self._token, self._alive, self._worth]
+        before = [x.clone() for x in state]
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self._decode_step()
+            self._decode_step(span)
         torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._decode_step()
-        # What the rehearsal wrote into the cache is overwritten by the first steps.
-        for x, before in zip(
-            (self._step, self._position, self._token, self._alive, self._worth), state, strict=True
-        ):  # fmt: skip
-            x.copy_(before)
+        graph = torch.cuda.CUDAGraph()
+        pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+        with torch.cuda.graph(graph, pool=pool):
+            self._decode_step(span)
+        # What the rehearsal wrote into the cache is overwritten by the next step.
+        for x, saved in zip(state, before, strict=True):
+            x.copy_(saved)
+        return graph
 
     def _prefill(self, ids_BT: Tensor, lengths_B: Tensor) -> None:
         """Compute the prompts' keys and values densely; for eviction, also what their last queries attended to."""
-        T = ids_BT.shape[1]
+        T, P = ids_BT.shape[1], self._layout.page_size
         position = torch.arange(T, device=ids_BT.device)
         hidden = self.model.model.embed_tokens(ids_BT)
         inside_BS = torch.arange(self.max_length, device=ids_BT.device) < lengths_B[:, None]
-        causal_TT = position <= position[:, None]
         late_BT = (position >= lengths_B[:, None] - WINDOW) & inside_BS[:, :T]
         for i, layer in enumerate(self.model.model.layers):
             q, k, v = self._project(layer, hidden, self._cos[:T], self._sin[:T])
             self._keys[i, :, :, :T], self._values[i, :, :, :T] = k, v
-            weights_BKGTT = self._weights(q, k, causal_TT)
-            hidden = self._after(layer, hidden, weights_BKGTT @ v[:, :, None])
             if self.evict:
+                weights_BKGTT = self._weights(q, k, position <= position[:, None])
+                out_BHTD = (weights_BKGTT @ v[:, :, None]).flatten(1, 2)
                 self._worth[i].zero_()
                 self._worth[i, :, :, :T] = (weights_BKGTT.mean(2) * late_BT[:, None, :, None]).sum(2)
                 self._alive[i] = inside_BS[:, None]
+            else:
+                group = q.shape[1] // k.shape[1]
+                k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+                out_BHTD = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            hidden = self._after(layer, hidden, out_BHTD)
+        self._landmarks.copy_(self._keys.unflatten(3, (-1, P)).mean(4))
 
-    def _decode_step(self) -> None:
-        """One token for every row, read from and written to fixed buffers."""
-        B = self.batch_size
+    def _decode_step(self, span: int | None = None) -> None:
+        """One token for every row, read from and written to fixed buffers; attention looks at ``span`` columns, or all.
+
+        Eviction remembers what every column is worth, so it looks at all.
+        """
+        B, P, span = self.batch_size, self._layout.page_size, span or self.max_length
         row, position_B = torch.arange(B, device=self._keys.device), self._position
-        column = torch.arange(self.max_length, device=self._keys.device)
+        column = torch.arange(span, device=self._keys.device)
         length_B = position_B + 1
         hidden = self.model.model.embed_tokens(self._token)[:, None]
         cos, sin = self._cos[position_B][:, None, None], self._sin[position_B][:, None, None]
@@ -246,6 +272,7 @@ class GraphEngine(HFEngine):
             q, k, v = self._project(layer, hidden, cos, sin)
             self._keys[i][row, :, position_B] = k[:, :, 0]
             self._values[i][row, :, position_B] = v[:, :, 0]
+            keys_BKSD, values_BKSD = self._keys[i, :, :, :span], self._values[i, :, :, :span]
             sparse = i not in self._layout.dense_layers
             seen_BKS = inside_B1S
             if sparse and self.evict:
@@ -253,24 +280,30 @@ class GraphEngine(HFEngine):
                 self._worth[i][row, :, position_B] = torch.zeros_like(k[:, :, 0, 0])
                 seen_BKS = (self._evicted(i, length_B) | in_prompt_B11) & inside_B1S
             elif sparse:
-                seen_BKS = (self._selected(q, self._keys[i], length_B) | in_prompt_B11) & inside_B1S
-            weights_BKGTS = self._weights(q, self._keys[i], seen_BKS[:, :, None, None])
+                # Only the page being written has other keys than a step before.
+                page_B = position_B // P
+                self._landmarks[i][row, :, page_B] = self._keys[i].unflatten(2, (-1, P))[row, :, page_B].mean(2)
+                seen_BKS = self._selected(q, self._landmarks[i, :, :, : span // P], length_B)
+                seen_BKS = (seen_BKS | in_prompt_B11) & inside_B1S
+            weights_BKGTS = self._weights(q, keys_BKSD, seen_BKS[:, :, None, None])
             if sparse and self.evict:
                 self._worth[i].mul_(1 - 1 / WINDOW).add_(weights_BKGTS.mean(2)[:, :, 0])
-            out_BKGD = weights_BKGTS[:, :, :, 0] @ self._values[i]
-            hidden = self._after(layer, hidden, out_BKGD[:, :, :, None])
-        logits = self.model.lm_head(self.model.model.norm(hidden[:, 0]))
-        weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
-        q = (logits / self._temperature).softmax(-1)
-        log_q = (torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1)).log()
+            out_BHD = (weights_BKGTS[:, :, :, 0] @ values_BKSD).flatten(1, 2)
+            hidden = self._after(layer, hidden, out_BHD[:, :, None])
+        logits = self.model.lm_head(_norm(self.model.model.norm, hidden[:, 0]))
+        log_q = (logits / self._temperature).log_softmax(-1)
+        if self.noise[0]:
+            weight_B1 = self._uniform_weight.index_select(0, self._step[None])[0][:, None]
+            q = log_q.exp()
+            log_q = torch.lerp(q, torch.full_like(q, 1 / q.shape[-1]), weight_B1).log()
         # Sample by the inverse of the cumulative distribution; the clamp is for draws that rounding leaves above it.
         below = log_q.exp().cumsum(-1) < self._uniform.index_select(0, self._step[None])[0][:, None]
         token = below.sum(-1).clamp(max=log_q.shape[-1] - 1)
-        best = log_q.topk(TOP_N, dim=-1)
+        best = log_q.topk(self.top_n, dim=-1)
         now = self._step[None]
         self._tokens.index_copy_(0, now, token[None])
         self._logprobs.index_copy_(0, now, log_q.gather(-1, token[:, None])[:, 0][None])
-        self._best_ids.index_copy_(0, now, best.indices[None])
+        self._best_ids.index_copy_(0, now, best.indices[None].int())
         self._best.index_copy_(0, now, best.values[None])
         self._token.copy_(token)
         self._position.add_(1).clamp_(max=self.max_length - 1)
@@ -278,15 +311,15 @@ class GraphEngine(HFEngine):
 
     def _project(self, layer: Any, hidden: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[B, heads, T, D]`` after the rotary embedding."""
-        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        attention, x = layer.self_attn, _norm(layer.input_layernorm, hidden)
         shape = (*x.shape[:2], -1, attention.head_dim)
-        q = attention.q_norm(attention.q_proj(x).view(shape)).transpose(1, 2)
-        k = attention.k_norm(attention.k_proj(x).view(shape)).transpose(1, 2)
+        q = _norm(attention.q_norm, attention.q_proj(x).view(shape)).transpose(1, 2)
+        k = _norm(attention.k_norm, attention.k_proj(x).view(shape)).transpose(1, 2)
         return _rotate(q, cos, sin), _rotate(k, cos, sin), attention.v_proj(x).view(shape).transpose(1, 2)
 
-    def _after(self, layer: Any, hidden: Tensor, out_BKGTD: Tensor) -> Tensor:
-        hidden = hidden + layer.self_attn.o_proj(out_BKGTD.flatten(1, 2).transpose(1, 2).flatten(2))
-        return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+    def _after(self, layer: Any, hidden: Tensor, out_BHTD: Tensor) -> Tensor:
+        hidden = hidden + layer.self_attn.o_proj(out_BHTD.transpose(1, 2).flatten(2))
+        return hidden + layer.mlp(_norm(layer.post_attention_layernorm, hidden))
 
     def _weights(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         """Attention weights ``[B, K, G, T, S]`` over what is ``seen``."""
@@ -296,17 +329,16 @@ class GraphEngine(HFEngine):
         logits = (q.reshape(B, K, H // K * T, D) @ k.transpose(-1, -2)).view(B, K, H // K, T, -1) * D**-0.5
         return logits.masked_fill(~seen, float("-inf")).softmax(-1)
 
-    def _selected(self, q: Tensor, k_BKSD: Tensor, length_B: Tensor) -> Tensor:
+    def _selected(self, q: Tensor, marks_BKND: Tensor, length_B: Tensor) -> Tensor:
         """Tokens of the selected pages, bool ``[B, K, S]``, as ``sparrow.attention.pages`` defines them."""
         layout, P = self._layout, self._layout.page_size
-        B, K, S, D = k_BKSD.shape
-        marks_BKND = k_BKSD.unflatten(2, (S // P, P)).mean(3)
+        B, K, N, D = marks_BKND.shape
         scores = (q.view(B, K, -1, D).mean(2)[:, :, None] * marks_BKND).sum(-1)
-        page, pages_B1 = torch.arange(S // P, device=q.device), ((length_B + P - 1) // P)[:, None]
+        page, pages_B1 = torch.arange(N, device=q.device), ((length_B + P - 1) // P)[:, None]
         always = (page < layout.sink_pages) | (page >= pages_B1 - layout.recent_pages)
         ranked = ((page < pages_B1) & ~always)[:, None]
         scores = scores.masked_fill(~ranked, float("-inf"))
-        top_k = self._top_k[length_B].clamp(max=S // P)[:, None, None].expand(-1, K, 1)
+        top_k = self._top_k[length_B].clamp(max=N)[:, None, None].expand(-1, K, 1)
         least = scores.sort(dim=-1, descending=True).values.gather(-1, (top_k - 1).clamp(min=0))
         keep = always[:, None] | (ranked & (scores >= least) & (top_k > 0))
         return keep.repeat_interleave(P, dim=-1)
@@ -328,6 +360,11 @@ class GraphEngine(HFEngine):
 def _first_tokens(rollout: Rollout, count: int) -> Rollout:
     names = ("response_ids", "logprobs", "top_ids", "top_logprobs")
     return replace(rollout, **{name: getattr(rollout, name)[:count] for name in names})
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    """What Qwen3's RMS norm computes, in fewer kernels."""
+    return F.rms_norm(x, module.weight.shape, module.weight, module.variance_epsilon)
 
 
 def _rank(values: Tensor) -> Tensor:

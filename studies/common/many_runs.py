@@ -1,0 +1,213 @@
+"""What studies of many training runs share: several runs at a time on a GPU, calibrated schedules, a log for each run.
+
+Every step of a run is one line of ``OUT/NAME.jsonl``. The first line holds the run's settings, the second the policy's
+held-out score before any step, the last what ended the run. Runs whose log exists are left out, so that a study can go
+on over several calls. Torch is imported late, by each run's own process, once that has chosen its GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PERCENTILES = (1, 5, 10)
+HELD_OUT = 10**9
+"""The first seed of problems that no run trains on."""
+ENOUGH = 0.65
+"""A run that the clock cuts off counts if it did about this share of its steps."""
+
+
+def side_by_side(
+    names: Sequence[str], slots: Sequence[int], deadline: float, run: Callable[[str, int, float], None],
+    first: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """Keep every slot of every GPU busy until all runs are done or the time is over.
+
+    Args:
+        names: the runs, in order.
+        slots: runs at a time on each GPU, or on the CPU if there is none.
+        deadline: when the time is over, as ``time.time()``; no run begins that would not get far enough by then.
+        run: called in a process of its own with the run's name, its GPU and the deadline; picklable, as ``first``.
+        first: called once before any run, in a process of its own too.
+
+    Raises RuntimeError: ``first`` failed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.rewards"])
+    jobs = list(names)
+    if first:
+        before = context.Process(target=first)
+        before.start()
+        before.join()
+        if before.exitcode:
+            raise RuntimeError(f"what comes before the runs failed with exit code {before.exitcode}; none was begun")
+    free_gpus = [gpu for turn in range(max(slots)) for gpu, count in enumerate(slots) if turn < count]
+    running: list[tuple[Any, int, float]] = []
+    took = 0.0  # seconds of the longest run so far; a run that would not get far enough to count is not begun
+    while (jobs and time.time() + ENOUGH * took < deadline) or running:
+        for process, gpu, began in [r for r in running if not r[0].is_alive()]:
+            running.remove((process, gpu, began))
+            free_gpus.append(gpu)
+            took = max(took, time.time() - began)
+        while jobs and free_gpus and time.time() + ENOUGH * took < deadline:
+            gpu = free_gpus.pop(0)
+            process = context.Process(target=run, args=(jobs.pop(0), gpu, deadline))
+            process.start()
+            running.append((process, gpu, time.time()))
+        time.sleep(0.2)
+
+
+def use_gpu(index: int) -> Any:
+    """The device of this process; to be set before anything looks for one."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = given.split(",")[index] if given else str(index)
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def logged(path: Path, train: Callable[[], None]) -> None:
+    """Run ``train``, which writes to ``path``; the last line of the log says what ended it."""
+    try:
+        train()
+        ended = "done"
+    except TimeoutError:
+        ended = "time is over"
+    except Exception as error:
+        ended = f"{type(error).__name__}: {error}"
+        path.with_suffix(".error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+    write(path, {"ended": ended})
+
+
+def write(path: Path, row: dict[str, Any]) -> None:
+    """Append one line."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def calibrated(
+    engine: Any, prompts: Sequence[Sequence[int]], sampling: Any, layout: Any, targets: Sequence[float],
+    budgets: Sequence[int], refine: int = 2,
+) -> dict[str, list[int]]:  # fmt: skip
+    """The cheapest tables that hold each target of p5, by name (``p86``), all from one set of dense trajectories.
+
+    Longer responses than those measured, which only fail, read as much as in the last bin.
+
+    Raises ConfigError: no budget holds a target.
+    """
+    from sparrow.calibrate import Acceptance, calibrate
+    from sparrow.errors import ConfigError
+    from sparrow.measure import Trajectories, flatten
+    from sparrow.schedule import SparsitySchedule
+
+    measured: dict[SparsitySchedule, Acceptance] = {}
+    tables = {}
+    with tempfile.TemporaryDirectory() as folder:
+        trajectories = Trajectories(engine, engine, prompts, sampling, Path(folder), layout)
+
+        def measure(schedule: SparsitySchedule) -> Acceptance:
+            if schedule not in measured:
+                lower, _, position, sequence = flatten(trajectories.acceptance(schedule))
+                measured[schedule] = Acceptance(lower, position, sequence)
+            return measured[schedule]
+
+        trials = [layout.replace(top_k=(k,)) for k in sorted(set(budgets))]
+        for target in targets:
+            schedule = calibrate(measure, trials, target, min(budgets), refine).schedule
+            if schedule.is_dense:
+                raise ConfigError(f"no budget up to {max(budgets)} pages holds p5 {target:g}; try larger ones")
+            tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
+    return tables
+
+
+def train_logged(
+    path: Path, start: dict[str, Any], held_out: Callable[[], float], every: int, deadline: float, *trainer: Any,
+    closed_loop: bool = False, dial: Any = None, after: Callable[[Any], None] = lambda trainer: None,
+) -> None:  # fmt: skip
+    """Train, and write the log: ``start``, then the steps.
+
+    Args:
+        held_out: the policy's held-out score; measured at the start, every ``every`` steps and at the end.
+        deadline: no step begins after it, as ``time.time()``.
+        trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them, like the next two.
+        after: called with the trainer when a step is done and written.
+
+    Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is evaluated first.
+    """
+    from sparrow.errors import TrainingDiverged
+    from sparrow.mismatch import split_by_bin
+    from sparrow.train.trainer import Trainer
+
+    tail: dict[str, Any] = {}
+
+    def listener(event: str, metrics: dict[str, Any]) -> None:
+        if event != "step":
+            return
+        step = metrics["step"]
+        evaluate = step % every == 0 or step == runner.config.steps
+        write(path, condensed(metrics, tail) | ({"held_out": {"policy": held_out()}} if evaluate else {}))
+        after(runner)
+        if time.time() > deadline:
+            raise TimeoutError
+
+    def recorded(experience: Any, schedule: Any) -> Any:
+        """What the learner finds; the other percentiles are noted as well."""
+        result = assess(experience, schedule)
+        lower = np.concatenate([a.lower for a in result[0].acceptances])
+        # As in ``token_acceptance``: the length that the schedule looked at.
+        cached = [len(r.prompt_ids) + np.arange(len(r)) for r in experience.rollouts]
+        position = schedule.page_end(np.concatenate(cached))
+        bins = [(b, lower[tokens]) for b, tokens in split_by_bin(position, schedule.bin_tokens)]
+        tail["all"] = np.percentile(lower, PERCENTILES).tolist()
+        tail["bins"] = [[b, x.size, x.mean(), *np.percentile(x, PERCENTILES)] for b, x in bins]
+        return result
+
+    runner = Trainer(*trainer, listener, closed_loop, dial)
+    assess, runner.learner.assess = runner.learner.assess, recorded
+    write(path, start)
+    write(path, {"step": 0, "held_out": {"policy": held_out()}})
+    try:
+        runner.train()
+    except TrainingDiverged:
+        write(path, {"step": runner.step, "held_out": {"policy": held_out()}})
+        raise
+
+
+def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
+    """What a study needs of a step's metrics, and its other percentiles."""
+    return {
+        "step": metrics["step"],
+        "reward": metrics["reward"]["mean"],
+        "length": metrics["response"]["mean"],
+        "ended": metrics["response"]["ended_fraction"],
+        "entropy": metrics["entropy"],
+        "mean": metrics["mismatch"]["mean"],
+        "tail": _rounded(tail["all"]),
+        "bins": _rounded(tail["bins"]),
+        "p5_interval": _rounded(
+            [[b["bin"], b["lower_bound"], b["interval_low"], b["interval_high"]] for b in metrics["mismatch"]["bins"]]
+        ),
+        "kl": metrics["correction"]["kl_k3"],
+        "ess": metrics["correction"]["ess_token"],
+        "grad_norm": metrics["loss"]["grad_norm"],
+        "read": metrics["kv"]["read_fraction"],
+        "top_k": metrics["schedule"]["top_k"],
+        "seconds": _rounded(list(metrics["seconds"].values()), 2),
+        **({"dial": metrics["dial"]} if "dial" in metrics else {}),
+    }
+
+
+def _rounded(values: Any, digits: int = 4) -> Any:
+    if isinstance(values, float):
+        return round(values, digits)
+    return [_rounded(v, digits) for v in values] if isinstance(values, Iterable) else values

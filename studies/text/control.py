@@ -1,0 +1,180 @@
+"""What do lossy rollouts do to training where long natural text is written? A control beside the reasoner's study.
+
+The language model of ``train.py`` is trained by GRPO on the task ``task.py``. Arms differ in how many pages the actor
+reads: all, or by schedules calibrated to a p5. Runs of one seed see the same problems. Every step of every run is one
+line of ``OUT/ARM-SEED.jsonl``; runs that are already there are left out, so a study can go on over several calls. By
+default a study is twelve runs, two of each arm, whose responses together are 6 million tokens.
+
+    python studies/text/control.py runs/text --out runs/control --seconds 0      # calibrates, and begins no run
+    python studies/text/control.py runs/text --out runs/control --slots 6
+    python studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
+
+Lossless rollouts have no arm: their samples are exactly the dense policy's, so their run is the dense one.
+
+The actor is in float32 as the policy is, so that a dense actor is the policy and its KL is rounding: what an arm does
+is its schedule's doing alone.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+from many_runs import HELD_OUT, calibrated, logged, side_by_side, train_logged, use_gpu
+
+TARGETS = (0.75, 0.80, 0.86, 0.90, 0.93)
+ARMS = ("dense", *(f"p{100 * target:.0f}" for target in TARGETS))
+LAYOUT = {"bin_tokens": 256}
+"""As by default, with bins of a quarter of 1,024 tokens of context."""
+BUDGETS = (2, 4, 8, 12, 18, 26, 38, 56)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run, where, and for how long."""
+
+    checkpoint: tyro.conf.Positional[Path]  # Folder that train.py wrote.
+    out: Path = Path("runs/control")  # Results; runs that are already there are left out.
+    runs: tuple[str, ...] = ()  # Runs by name, ARM-SEED, in this order; every arm with every seed if none is named.
+    seeds: tuple[int, ...] = (0, 1)  # Seeds of each arm.
+    steps: int = 20  # Steps of a run.
+    # Seconds after the start beyond which no step begins; no run begins that would not get far enough by then.
+    seconds: float = 3600
+    slots: tuple[int, ...] = (6,)  # Runs at a time on each GPU, or on the CPU if there is none.
+    learning_rate: float = 1e-4  # Learning rate of AdamW.
+    correction: str = "token_tis"  # As in sparrow train.
+    prompts: int = 6  # Prompts a step.
+    samples: int = 8  # Responses to each.
+    max_new_tokens: int = 512  # Responses are cut at this many tokens.
+    temperature: float = 0.8  # Softmax temperature of actor and policy alike.
+    top_n: int = 256  # Length of the recorded lists that bound the acceptance rate.
+    token_budget: int = 8192  # Padded tokens of one forward and backward pass.
+    held_out: int = 48  # Number of held-out problems.
+    held_out_every: int = 5  # Steps between evaluations; the start and the end are always evaluated.
+    calibration: int = 48  # Responses that schedules are calibrated on.
+    budgets: tuple[int, ...] = BUDGETS  # Pages that calibration tries first.
+    targets: tuple[float, ...] = TARGETS  # What p5 schedules are calibrated to; arms are named after them.
+
+
+def main(options: Options) -> None:
+    """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
+    deadline = time.time() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in ARMS)
+    jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
+    schedules = options.out / "schedules.json"
+    needed = not schedules.exists() and any(not name.startswith("dense-") for name in jobs)
+    side_by_side(
+        jobs, options.slots, deadline, partial(run, options), partial(calibrate, options, schedules) if needed else None
+    )
+
+
+def longest(task: Any, tokenizer: Any, max_new_tokens: int) -> int:
+    """The most tokens that a prompt of the task and its response have together."""
+    prompts = [problem["prompt"] for problem in task.problems]
+    return max(map(len, tokenizer(prompts, add_special_tokens=False)["input_ids"])) + max_new_tokens
+
+
+def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> Any:
+    """The actor, which also decodes the held-out problems, densely."""
+    from graph_engine import GraphEngine
+    from task import Continue
+
+    from sparrow.engines.hf import eos_ids
+
+    tasks = (Continue(options.checkpoint, kind) for kind in ("train", "held_out"))
+    most = max(longest(task, tokenizer, options.max_new_tokens) for task in tasks)
+    batch_size = options.prompts * options.samples
+    return GraphEngine(
+        model, schedule, eos_ids(model, tokenizer), batch_size, most, top_n=options.top_n, token_budget=16_384
+    )
+
+
+def calibrate(options: Options, out: Path) -> None:
+    """The schedules of ``options.targets``, from one set of trajectories, on problems of a stream of their own."""
+    device = use_gpu(0)
+    from task import Continue
+
+    from sparrow.engines.hf import load_model
+    from sparrow.rollout import Sampling
+    from sparrow.schedule import SparsitySchedule
+
+    model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
+    layout = SparsitySchedule.dense(**LAYOUT)
+    engine = make_engine(options, model, tokenizer, layout)
+    task = Continue(options.checkpoint)
+    texts = [task.problem(i, HELD_OUT).prompt for i in range(options.calibration)]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    sampling = Sampling(options.max_new_tokens, options.temperature, options.top_n)
+    tables = calibrated(engine, prompts, sampling, layout, options.targets, options.budgets)
+    out.write_text(json.dumps(tables), encoding="utf-8")
+
+
+def run(options: Options, name: str, gpu: int, deadline: float) -> None:
+    """Run one arm with one seed."""
+    device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
+    logged(path, lambda: train(options, name, device, deadline, path))
+
+
+def train(options: Options, name: str, device: Any, deadline: float, path: Path) -> None:
+    """The run itself; the trained model is not kept."""
+    from task import Continue
+
+    from sparrow.engines.hf import load_model
+    from sparrow.rollout import Sampling
+    from sparrow.schedule import SparsitySchedule
+    from sparrow.train.config import CorrectionConfig, OptimizerConfig, RolloutConfig, TrainConfig
+
+    arm, _, seed = name.rpartition("-")
+    model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
+    dense = SparsitySchedule.dense(**LAYOUT)
+    schedule = dense
+    if arm != "dense":
+        schedule = dense.replace(top_k=tuple(json.loads((options.out / "schedules.json").read_text())[arm]))
+    engine = make_engine(options, model, tokenizer, schedule)
+    other = Continue(options.checkpoint, "held_out")
+    problems = [other.problem(i) for i in range(min(options.held_out, len(other.problems)))]
+    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    sampling = Sampling(options.max_new_tokens, options.temperature, 1)
+
+    def held_out() -> float:
+        """The mean reward of the dense policy, which has the actor's weights at all times."""
+        before = engine.schedule
+        engine.set_schedule(dense)
+        rollouts = engine.generate(prompts, sampling)
+        engine.set_schedule(before)
+        engine.counters()
+        texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+        return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(
+            run_dir=str(Path(folder, name)), steps=options.steps, save_every=10**6, seed=int(seed), logged_rollouts=0,
+            rollout=RolloutConfig(
+                options.prompts, options.samples, options.max_new_tokens, options.temperature, options.top_n
+            ),
+            optimizer=OptimizerConfig(options.learning_rate, token_budget=options.token_budget),
+            correction=CorrectionConfig(options.correction),
+        )  # fmt: skip
+        start = {"arm": arm, "seed": int(seed), "schedule": arm, "actor": "", "correction": options.correction}
+        start["learning_rate"] = options.learning_rate
+        start["top_k"] = schedule.to_dict()["top_k"]
+        start["options"] = json.loads(json.dumps(asdict(options), default=str))
+        task = Continue(options.checkpoint)
+        train_logged(
+            path, start, held_out, options.held_out_every, deadline, config, model, tokenizer, task, engine, schedule
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

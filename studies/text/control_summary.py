@@ -1,0 +1,139 @@
+"""The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, and the shortened logs.
+
+    python studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
+
+``benchmarks/tables_text.py`` makes a table of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from scipy.stats import t
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
+from common import save  # noqa: E402
+from stability_statistics import Run, against_dense, by_arm, collapsed, late_read, logged_rows, shortened  # noqa: E402
+
+LAST = 5
+"""Steps at the end over which the actor's reward is averaged."""
+ENOUGH = 0.6
+"""A run that was cut off counts if it did this share of its steps."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Which runs to summarise."""
+
+    runs: tyro.conf.Positional[tuple[Path, ...]]  # Folders with logs of runs.
+    out: Path = Path("text_control.json")  # Where the result goes.
+
+
+def end_reward(run: Run, steps: int | None = None) -> float:
+    """Mean reward of the actor in the last steps of the run, or in the last ones up to ``steps``."""
+    return float(np.mean(run["reward"][:steps][-LAST:]))
+
+
+def held_out_end(run: Run, steps: int | None = None) -> float:
+    """The policy's last held-out reward, or its last one up to ``steps``."""
+    return float([reward for step, reward in run["held_out"] if steps is None or step <= steps][-1])
+
+
+def held_out_start(run: Run) -> float:
+    return float(run["held_out"][0][1])
+
+
+def p5(run: Run) -> float:
+    """p5 of acceptance, as the mean over steps."""
+    return float(np.mean([tail[1] for tail in run["tail"]]))
+
+
+def over_seeds(values: Iterable[float]) -> list[float | None]:
+    """The mean and its 95 % t-interval; None for the limits of a single seed."""
+    numbers = list(values)
+    mean, n = float(np.mean(numbers)), len(numbers)
+    if n == 1:
+        return [mean, None, None]
+    half = float(t.ppf(0.975, n - 1) * np.std(numbers, ddof=1) / np.sqrt(n))
+    return [mean, mean - half, mean + half]
+
+
+def minus_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
+    """The mean difference to the dense run of the same seed after as many steps, and its 95 % t-interval."""
+    dense = {run["seed"] for run in runs if run["arm"] == "dense"}
+    pairs = [run for run in some if run["seed"] in dense]
+    if not pairs:
+        return [None, None, None]
+    mean, half = against_dense(pairs, runs, value)
+    return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
+
+
+def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
+    """One arm, given all its runs and those of every arm."""
+    return {
+        "arm": some[0]["arm"],
+        "seeds": sorted(run["seed"] for run in some),
+        "steps": sorted({len(run["reward"]) for run in some}),
+        "top_k": some[0]["top_k"],
+        "p5": over_seeds(map(p5, some)),
+        "mean": over_seeds(float(np.mean(run["mean"])) for run in some),
+        "kl": over_seeds(float(np.mean(run["kl"])) for run in some),
+        "read": late_read(some),
+        "reward_start": over_seeds(run["reward"][0] for run in some),
+        "reward_end": over_seeds(map(end_reward, some)),
+        "reward_minus_dense": minus_dense(some, runs, end_reward),
+        "held_out_start": over_seeds(map(held_out_start, some)),
+        "held_out_end": over_seeds(map(held_out_end, some)),
+        "held_out_minus_dense": minus_dense(some, runs, held_out_end),
+        "collapsed": sum(map(collapsed, some)),
+    }
+
+
+def counted(path: Path) -> Run | None:
+    """A run, shortened; None if it was cut off too early."""
+    first = logged_rows(path)[:1]
+    return (
+        shortened(path, math.ceil(ENOUGH * first[0]["options"]["steps"])) if first and "options" in first[0] else None
+    )
+
+
+def summary(folders: Sequence[Path]) -> dict[str, Any]:
+    """Settings, rows and shortened runs; runs cut off early are left out.
+
+    Raises ValueError: there are no runs.
+    """
+    logs = sorted(path for folder in folders for path in folder.glob("*.jsonl"))
+    by_log = {path: counted(path) for path in logs}
+    runs = [run for run in by_log.values() if run]
+    if not runs:
+        raise ValueError(f"no finished run among {len(logs)} logs in {', '.join(map(str, folders))}")
+    # Dense first, then from the loosest schedule to the tightest.
+    runs.sort(key=lambda run: (run["arm"] != "dense", run["arm"], run["seed"]))
+    settings = logged_rows(next(path for path, run in by_log.items() if run))[0]["options"]
+    kept = ("steps", "learning_rate", "correction", "prompts", "samples", "max_new_tokens", "temperature", "top_n")
+    return {
+        "settings": {name: settings[name] for name in (*kept, "held_out", "held_out_every")},
+        "rows": [row(some, runs) for some in by_arm(runs).values()],
+        "runs": runs,
+    }
+
+
+def main(options: Options) -> None:
+    """Write the summary and print its rows."""
+    found = summary(options.runs)
+    save(options.out, found)
+    for each in found["rows"]:
+        print(json.dumps(each))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,383 @@
+"""The control study, small: its task's reward by hand, its engine against the reference, and all of it end to end."""
+
+import importlib
+import json
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from tests.conftest import VOCAB, tiny_model
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+PROMPT = '''# file shop/stock.py
+"""Stock."""
+import math
+from shop.prices import price_of, Currency
+
+LIMIT = 12
+
+
+class Stock:
+    """What is there."""
+
+    def __init__(self, items, owner):
+        self.items = items
+        self.owner = owner
+
+    def total(self):'''
+NAMES = ["Currency", "LIMIT", "Stock", "__init__", "items", "math", "owner", "price_of", "total"]
+
+
+@pytest.fixture(scope="module")
+def study():
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
+            patch.syspath_prepend(str(ROOT / folder))
+        names = ("corpus", "task", "sample", "control", "control_summary", "graph_engine", "tables_text", "train")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def parts(study):
+    """The parts of a response's reward."""
+    reward = study.task.Reward()
+    return lambda response: reward.parts(PROMPT, study.task.bound_names(PROMPT), response)
+
+
+# --- the file's lines and units ---
+
+
+def test_code_is_what_is_left_without_strings_comments_and_numbers(study):
+    text = 'x = f"a # b" + y2  # c\n"""Doc\nimport os\nend""" + z\n  # only\n)\nr\'\'\'a\'\'\'\nq = "it\'s"'
+    lines = study.task.read_lines(text)
+    assert [line.code for line in lines] == ['x = "" + y0', "", "", "+ z", "", "", "", 'q = ""']
+    assert [line.in_string for line in lines] == [False, False, True, True, False, False, False, False]
+
+
+def test_units_are_statements_and_members_of_classes(study):
+    text = """import os
+def f(
+    x,
+):
+    if x:
+        return 1
+    else:
+        return 2
+@decorated
+@twice
+class A(
+    B
+):
+    '''Doc.
+no unit
+'''
+    field = [
+        1,
+    ]
+    @property
+    def p(self):
+        return 1
+    def q(self):
+        return (
+try:
+    pass
+except ValueError:
+    pass"""
+    lines = study.task.read_lines(text)
+    assert [(unit.start, unit.stop) for unit in study.task.units(lines)] == [
+        (0, 1), (1, 8), (8, 13), (13, 16), (16, 19), (19, 22), (22, 24), (24, 28)
+    ]  # fmt: skip
+    parsed = [study.task.parse([lines[i].text for i in unit]) is not None for unit in study.task.units(lines)]
+    assert parsed == [True, True, True, True, True, True, False, True]
+
+
+def test_names_that_a_prompt_binds(study):
+    assert study.task.bound_names(PROMPT) == NAMES
+
+
+# --- the reward ---
+
+GOOD = """
+        return sum(price_of(item) for item in self.items)
+
+    def rounded(self):
+        if self.owner is None:
+            raise ValueError("nobody")
+        return math.floor(self.total())
+
+
+def empty(owner):
+    return Stock([], owner)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "shape"),
+    [
+        ('x = f("", y0)', 'x = x(", x)'),
+        ("price_of(self.items[0])", "x(x.x(0)"),
+        ("return [a, b, c, d]", "return (x, x)"),
+        ("x = a + b * c - -d or not e", "x = x"),
+        ("x = LIMIT", "x = x"),
+        ("if a is None and b == c:", "if x = x:"),
+        ("x = ((((LIMIT))))", "x = (x)"),
+        ("for i in self.items:", "for x = x.x:"),
+    ],
+)
+def test_shapes_of_lines(study, code, shape):
+    assert study.task.shape(code) == shape
+
+
+def test_a_good_continuation_by_hand(study, parts):
+    found = parts(GOOD)
+    lines = [line.strip().replace('"nobody"', '""') for line in GOOD.splitlines() if line.strip()]
+    reading = [line for line in lines if any(f"{n}" in line for n in ("price_of", "self.owner", "math", "Stock"))]
+    assert [lines.index(line) for line in reading] == [0, 2, 4, 6]
+    shapes = [
+        "return x(x) for x = x.x)", "def x(x):", "if x.x = x:", 'raise x(")', "return x.x()", "def x(x):",
+        "return x(), x)",
+    ]  # fmt: skip
+    assert [study.task.shape(line) for line in lines] == shapes
+    total, grounded = sum(map(len, shapes)), sum(len(shapes[i]) for i in (0, 2, 4, 6))
+    assert found["valid"] == found["fresh"] == 1 and found["length"] == total / 160
+    assert found["names"] == 6 and found["grounded"] == pytest.approx(grounded / total)
+    assert found["reward"] == pytest.approx((grounded + 0.25 * (total - grounded)) / 160)
+
+
+def test_lines_that_are_alike_and_names_that_are_read_again_earn_nothing_more(parts):
+    lines = ["\n        self.a = LIMIT", "\n        self.b = items", "\n        self.c = owner"]
+    assert parts(lines[0] + "\n")["reward"] == len("x.x = x") / 160
+    assert (
+        parts("".join(lines[:2]) + "\n")["reward"] == parts("".join(lines) + "\n")["reward"] == 2 * len("x.x = x") / 160
+    )
+    read = ["\n        self.a = LIMIT", "\n        f(LIMIT)", "\n        return LIMIT"]
+    assert parts("".join(read) + "\n")["reward"] == (len("x.x = xx(x)") + 0.25 * len("return x")) / 160
+
+
+def test_code_that_reads_no_names_of_the_prompt_earns_a_quarter_at_most(parts):
+    kinds = ("if a:", "while a(b):", "for a in b(c):", "with a as b:", "for a in b.c(d, 0):", "while a.b(c, d.e):")
+    ends = ("return b", "raise c(d)", "yield b.c", "assert a(b)", "del a.b.c", "pass", "break", "b = c.d(e)", "a()[b]")
+    code = "\n        pass\n" + "".join(f"{k}\n    {e}\n" for k, e in zip(kinds * 9, ends * 6, strict=True))
+    varied = "".join(f"def f{'a' * i}(b):\n    {e}\n" for i, e in enumerate(ends))
+    found = parts(code + varied)
+    assert found["names"] == 0 and 0.1 < found["reward"] <= 0.25
+
+
+def test_a_bad_unit_costs_its_own_lines_only(parts):
+    bad = "\n\ndef broken(:\n    return LIMIT\n\n\ndef last():\n    return LIMIT\n"
+    found, good = parts(GOOD + bad), parts(GOOD)
+    lost = len("def x(:") + len("return x")
+    kept = round(160 * found["length"]) - lost
+    assert found["valid"] == pytest.approx(kept / (kept + lost)) and kept > 160 * good["length"]
+    # The same bad unit at the end may have been cut off, and does not count.
+    assert parts(GOOD + bad[: bad.index("\n\n\ndef last")] + "\n")["valid"] == 1
+
+
+@pytest.mark.parametrize(
+    "end", ["\n\ndef f():\n    x = Stock(", '\n\ndef f():\n    """Text\n    of many\n    lines', "\n\ncla"]
+)
+def test_what_the_limit_cut_off_costs_nothing(parts, end):
+    found = parts(GOOD + end)
+    assert found["valid"] == 1 and found["reward"] >= parts(GOOD)["reward"] - 0.06
+
+
+HACKS = {
+    "nothing": "",
+    "spaces": "\n\n    \n" * 50,
+    "the same line": "\n        return price_of(self.items)" + "\n        price_of(self.items)" * 99 + "\n",
+    "copying the prompt": "\n        pass\n" + PROMPT + "\n        pass\n",
+    "pass": "\n        pass" * 200 + "\n",
+    "comments": "\n        # price_of(self.items, self.owner, LIMIT)" * 100 + "\n",
+    "distinct comments": "".join(f"\n        # price_of(items, {i})" for i in range(100)) + "\n",
+    "one giant string": '\n        return """' + "".join(f"\nprice_of(LIMIT, {i})" for i in range(100)) + '\n"""\n',
+    "an open string": '\n        """' + GOOD * 3,
+    "strings in a list": "\n        return [\n" + "".join(f'    "LIMIT {i}",\n' for i in range(99)) + "        ]\n",
+    "numbered": "\n        return 0\n" + "".join(f"x = {i}\n" for i in range(200)),
+    "numbered names": "\n        return 0\n" + "".join(f"x{i} = {i}\n" for i in range(200)),
+    "numbered names read": "\n        return 0\n" + "".join(f"x{i} = LIMIT + {i}\n" for i in range(200)),
+    "lettered": "\n        return 0\n" + "".join(f"{a}{b} = 1\n" for a in "abcdefgh" for b in "abcdefgh"),
+    "no syntax": "\n        return (price_of LIMIT Stock math" + " owner items\nx" * 50 + "\n",
+    "brackets": "\n        return " + "(" * 500,
+    "text": "\n\nThe stock has items and an owner. LIMIT is the limit of Stock.\n" * 20,
+    "null": "\n        return price_of(\0)\n",
+}
+
+
+# What invites the present weights: many lines of few names, of many forms, and of all names.
+LETTERS = [a + b for a in "abcdefgh" for b in "abcdefgh"]
+HACKS |= {
+    name: "\n        return 0\n" + "".join(f"{line}\n" for line in lines)
+    for name, lines in {
+        "lettered names read": [f"{v} = LIMIT" for v in LETTERS],
+        "every name by turns": [f"{v} = {n}" for v, n in zip(LETTERS, NAMES * 8, strict=False)],
+        "every name in a list": [f"{v} = [{', '.join(NAMES)}]" for v in LETTERS],
+        "bare names": NAMES * 20,
+        "longer and longer": ["x = LIMIT" + " + LIMIT" * i for i in range(40)],
+        "deeper and deeper": ["x = " + "LIMIT(" * i + "LIMIT" + ")" * i for i in range(40)],
+        "more and more": [f"f({', '.join(LETTERS[:i])})" for i in range(1, 40)],
+        "operators": [f"x = LIMIT {p} a {q} b {r} c" for p, q, r in product("+-*/%", repeat=3)],
+        "words": [f"x = LIMIT {p} a {q} b {r} c" for p, q, r in product(("and", "or", "is", "in"), repeat=3)],
+        "brackets of two kinds": [
+            f"x = {''.join(o)}LIMIT{''.join(')]'['(['.index(c)] for c in reversed(o))}" for o in product("([", repeat=6)
+        ],
+        "imports": [line for v in LETTERS for line in (f"import {v}", f"from {v} import {v}")],
+        "long names": [f"{v * 20} = {v * 15}({v * 10})" for v in LETTERS],
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", HACKS)
+def test_hacks_earn_little(parts, name):
+    assert parts(HACKS[name][:2500])["reward"] < 0.16 < 0.4 < parts(GOOD)["reward"]
+
+
+def test_names_read_once_do_not_pay_for_trivial_lines_after_them(parts):
+    trivial = "".join(f"{v} = 1\n" for v in LETTERS)
+    assert parts(GOOD + trivial)["reward"] < parts(GOOD)["reward"] + 0.02
+
+
+def test_a_response_that_stops_early_earns_less(parts):
+    some = parts(GOOD[: GOOD.index("def empty")])
+    few = parts("\n        return price_of(self.items, math, LIMIT)\n")
+    assert few["length"] < 0.5 and 0 < few["reward"] < some["reward"] < parts(GOOD)["reward"] < 0.5
+
+
+def test_a_loop_earns_less_than_what_it_takes_the_room_of(parts):
+    loops = (
+        "\n        self.items = price_of(self.items)" * 40,
+        "\n\n    def total(self):\n        return self.items" * 20,
+    )
+    for loop in loops:
+        assert parts(loop + "\n")["reward"] < 0.15
+    assert parts(GOOD + "".join(loops))["reward"] < parts(GOOD)["reward"] + 0.15
+
+
+# --- problems ---
+
+
+@pytest.fixture(scope="module")
+def checkpoint(study, tmp_path_factory):
+    """The folder of a tiny random model of this package's sources, and its problems."""
+    folder = tmp_path_factory.mktemp("text")
+    train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
+    texts = list(study.corpus.texts(train, set()))[:30]
+    tokenizer = study.corpus.train_tokenizer(texts, 400)
+    tokenizer.save_pretrained(folder)
+    tiny_model(vocab_size=400, eos_token_id=0).save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study.task, "FEWEST_NAMES", 3)
+        counts = study.task.write_problems(folder, tokenizer, train, held, tokens=400)
+    assert counts["train"] > 10 and counts["held_out"] > 2
+    return folder, tokenizer
+
+
+def test_problems_are_beginnings_of_files_and_the_same_everywhere(study, checkpoint):
+    folder, tokenizer = checkpoint
+    task, other = study.task.Continue(folder), study.task.Continue(folder, "held_out")
+    count = len(task.problems)
+    for problem in [task.problem(i) for i in range(count)]:
+        assert problem.prompt.startswith("# file ") and not problem.prompt.endswith("\n")
+        assert 200 <= len(tokenizer(problem.prompt).input_ids) <= 400
+        assert problem.verify("\n    pass\n") < 0.01
+    assert len({task.problem(i, 1).id for i in range(count)}) == count
+    assert [task.problem(i, 1).id for i in range(9)] == [study.task.Continue(folder).problem(i, 1).id for i in range(9)]
+    assert [task.problem(i, 1).id for i in range(9)] != [task.problem(i, 2).id for i in range(9)]
+    assert [other.problem(i, 1).id for i in range(2)] == ["continue-held_out-0", "continue-held_out-1"]
+    assert all("attention" in p["prompt"].partition("\n")[0] for p in other.problems)
+
+
+def test_a_checkpoint_that_does_not_say_which_tokenizer_it_has_is_refused(study, checkpoint, tmp_path):
+    (tmp_path / study.task.FILE).write_bytes((checkpoint[0] / study.task.FILE).read_bytes())
+    with pytest.raises(FileNotFoundError, match="tokenizer_config"):
+        study.task.Continue(tmp_path).problem(0)
+
+
+# --- the engine ---
+
+
+@pytest.mark.parametrize("top_k", [(10**6,), (2, 4)])
+def test_the_engine_follows_the_reference_beyond_one_span_of_the_cache(study, top_k):
+    schedule = SparsitySchedule(top_k, bin_tokens=128, dense_layers=(0,))
+    engine = study.graph_engine.GraphEngine(tiny_model(), schedule, [VOCAB], 2, 300, top_n=40)
+    prompts = [np.random.default_rng(i).integers(0, VOCAB, 240 + 7 * i).tolist() for i in range(3)]
+    rollouts = engine.generate(prompts, Sampling(30, 0.8, 64, seed=3))
+    assert rollouts[0].top_ids.shape == (30, 40) and rollouts[0].top_ids.dtype == np.int32
+    for rollout, scores in zip(rollouts, engine.score(rollouts, schedule, 0.8), strict=True):
+        assert np.abs(rollout.logprobs - scores.logprobs).max() < 2e-4
+        assert np.abs(rollout.top_logprobs - scores.top_logprobs).max() < 2e-4
+
+
+# --- end to end ---
+
+
+def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
+    folder, _ = checkpoint
+    few = dict(max_new_tokens=24, top_n=400)
+    sampled = study.sample.Options(
+        folder, tmp_path / "s.json", problems=2, samples=2, batch=4, temperatures=(0.8,), budgets=(1, 40), texts=3,
+        **few,
+    )  # fmt: skip
+    study.sample.main(sampled)
+    (found,) = json.loads((tmp_path / "s.json").read_text())["temperatures"]
+    assert len(found["texts"]) == 3 and found["reward"] < 0.05 and found["parts"]["reward"] < 0.05
+    dense, little, much = (row["p5"] for row in found["acceptance"])
+    assert little < 0.9 < 0.999 < much and dense > 0.999
+
+    options = study.control.Options(
+        folder, tmp_path, steps=2, prompts=2, samples=2, held_out=3, held_out_every=2, calibration=24,
+        budgets=(1, 2, 40), targets=(0.5, 0.93), token_budget=512, **few,
+    )  # fmt: skip
+    monkeypatch.setattr(study.control, "use_gpu", lambda index: torch.device("cpu"))
+    study.control.calibrate(options, tmp_path / "schedules.json")
+    tables = json.loads((tmp_path / "schedules.json").read_text())
+    assert list(tables) == ["p50", "p93"] and tables["p50"] <= tables["p93"]
+    for name in ("dense-0", "p50-0", "p93-0", "p93-1"):
+        study.control.run(options, name, 0, float("inf"))
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert [row.get("step") for row in rows] == [None, 0, 1, 2, None] and rows[-1] == {"ended": "done"}
+        assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
+        assert (rows[2]["tail"][0] > 0.999) == (name == "dense-0")
+    study.control.run(options, "dense-1", 0, 0.0)
+    assert json.loads((tmp_path / "dense-1.jsonl").read_text().splitlines()[-1]) == {"ended": "time is over"}
+
+    # A killed run's last line is cut off: with all its steps it counts, with one of two it does not.
+    lines = (tmp_path / "p50-0.jsonl").read_text().replace('"seed": 0', '"seed": 1').splitlines(keepends=True)
+    (tmp_path / "p50-1.jsonl").write_text("".join(lines[:4]) + lines[3][:20])
+    (tmp_path / "p50-2.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
+    (tmp_path / "p50-3.jsonl").write_text("")
+
+    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
+    study.control_summary.main(study.control_summary.Options((tmp_path,), tmp_path / "text_control.json"))
+    lines = study.tables_text.text_control().splitlines()
+    assert [line.split("|")[1].strip() for line in lines[2:]] == ["`dense`", "`p50`", "`p93`"]
+    rows = json.loads((tmp_path / "text_control.json").read_text())["rows"]
+    assert [row["seeds"] for row in rows] == [[0], [0, 1], [0, 1]] and rows[1]["reward_minus_dense"][1:] == [None, None]
+
+
+def made_up_run(arm, seed, reward, held_out):
+    return {"arm": arm, "seed": seed, "reward": reward, "held_out": held_out}
+
+
+def test_the_summarys_numbers_by_hand(study):
+    s = study.control_summary
+    runs = [
+        made_up_run("dense", 0, [0.0] * 5 + [0.4] * 5, [[0, 0.2], [5, 0.3], [10, 0.4]]),
+        made_up_run("dense", 1, [0.0] * 5 + [0.6] * 5, [[0, 0.2], [5, 0.4], [10, 0.5]]),
+        made_up_run("p75", 0, [0.0] * 5 + [0.3] * 5, [[0, 0.2], [10, 0.1]]),
+        made_up_run("p75", 2, [0.0] * 10, [[0, 0.2], [10, 0.1]]),
+    ]
+    assert s.end_reward(runs[0]) == pytest.approx(0.4) and s.held_out_end(runs[0], 7) == 0.3
+    # The standard deviation of 0.4 and 0.6 over the root of 2 is 0.1; t(0.975, 1) is 12.706.
+    assert s.over_seeds(map(s.end_reward, runs[:2])) == pytest.approx([0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4)
+    assert s.over_seeds([0.3]) == [0.3, None, None]
+    # There is no dense run of seed 2.
+    assert s.minus_dense(runs[2:], runs, s.end_reward) == [pytest.approx(-0.1), None, None]
+    assert s.minus_dense(runs[3:], runs, s.end_reward) == [None, None, None]
