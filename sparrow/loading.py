@@ -332,7 +332,7 @@ def load_engine(
     """The engine that ``spec`` names: ``hf``, which runs ``model``; ``vllm`` with options of ``vllm.LLM``, which loads
     the model by ``name``; or the addresses of vLLM servers.
 
-    Raises ConfigError: none of these, or more servers than processes.
+    Raises ConfigError: none of these, more servers than processes, or a dtype beside the precision.
     """
     if spec.startswith(("http://", "https://")):
         from sparrow.engines.vllm import VLLMServer
@@ -346,6 +346,10 @@ def load_engine(
         from sparrow.engines.vllm import VLLMEngine
 
         dtype = {"fp32": "float32", "bf16": "bfloat16"}[precision]
+        if "dtype" in options:
+            raise ConfigError(
+                f"engine {spec!r}: vLLM's dtype follows the trainer's, {precision}; leave dtype out, set precision"
+            )
         return VLLMEngine(model_path(name), decoding, dtype=dtype, **options)
     if kind != "hf" or options:
         raise ConfigError(f"no engine {spec!r}; expected hf, vllm, vllm:option=value,... or http://host:port")
