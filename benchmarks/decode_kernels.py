@@ -29,7 +29,7 @@ import triton.language as tl
 from common import RESULTS, machine, save
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
-from sparrow.attention import Choice, DecodeWorkspace, PageLayout, choose, cuda, update_landmarks
+from sparrow.attention import CacheScales, Choice, DecodeWorkspace, PageLayout, choose, cuda, update_landmarks
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
 from sparrow.attention.decode import DecodeBatch
@@ -101,19 +101,23 @@ class Pool:
 
     def __init__(
         self, tokens: int, layers: int, D: int = 128, dtype: torch.dtype = torch.bfloat16, P: int = 16,
-        landmark_dtype: LandmarkDtype = "auto",
+        landmark_dtype: LandmarkDtype = "auto", fp8_cache: bool = False,
     ) -> None:  # fmt: skip
         self.layout = PageLayout(P, landmark_dtype=landmark_dtype)
         self.k, self.v, self.marks, self.D, mark = [], [], [], D, self.layout.landmark_type(dtype)
-        ratio = dtype.itemsize // mark.itemsize
-        blocks, stride = tokens // P, P * K * 2 * D + K * D // ratio
+        self.scales = CacheScales(*(torch.full((K,), 2.0**-4, device="cuda") for _ in "kv")) if fp8_cache else None
+        if fp8_cache:
+            dtype = torch.float8_e4m3fn
+        ratio = dtype.itemsize / mark.itemsize
+        blocks, stride = tokens // P, P * K * 2 * D + int(K * D / ratio)
         for _ in range(layers):
             memory = torch.empty(blocks, stride, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
             kv = memory.as_strided((blocks, K, P, 2 * D), (stride, P * 2 * D, 2 * D, 1))
             self.k.append(kv[..., :D])
             self.v.append(kv[..., D:])
             tail = memory.view(mark)
-            self.marks.append(tail.as_strided((blocks, 1, K, D), (stride * ratio, K * D, D, 1), P * K * 2 * D * ratio))
+            start, block = int(P * K * 2 * D * ratio), int(stride * ratio)
+            self.marks.append(tail.as_strided((blocks, 1, K, D), (block, K * D, D, 1), start))
             self.update_landmarks(-1, torch.arange(blocks * P, device="cuda"))
 
     def update_landmarks(self, layer: int, slots: torch.Tensor) -> None:
@@ -161,7 +165,7 @@ class Case:
         pool = self.pool
         batch = DecodeBatch(
             self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
-            self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5,
+            self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5, pool.scales,
         )  # fmt: skip
         step: Launches
         if isinstance(config, CudaConfig) or (config is None and self.choice.of(len(self.q)) == "cuda"):
@@ -262,6 +266,33 @@ def landmarks(limit: float) -> list[dict[str, Any]]:
     return rows
 
 
+def caches(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
+    """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits, and both in 8."""
+    limit, rows = read_limit(), []
+    print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
+    for fp8_cache, landmark_dtype in ((False, "auto"), (True, "auto"), (True, "fp8_e4m3")):
+        pool = Pool(TOKENS, LAYERS, landmark_dtype=landmark_dtype, fp8_cache=fp8_cache)
+        for B, L, G, k in cases:
+            case = Case(pool, B, L, G, k)
+            everything = torch.full_like(case.top_k, ALL_PAGES)
+            row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, fp8_cache=fp8_cache, landmark_dtype=landmark_dtype)
+            row |= dict(
+                kernel=case.choice.of(B), step=case.time(None, "step"), dense=case.time(None, "step", everything)
+            )
+            row |= dict(
+                limit_us=case.bytes(case.top_k) / limit * 1e6, dense_limit_us=case.bytes(everything) / limit * 1e6
+            )
+            rows.append(row)
+            print(
+                f"{(B, L, G, k)} fp8 cache {fp8_cache}, landmarks {landmark_dtype}, {row['kernel']}: "
+                f"{row['step']['us']:.1f} us, {row['limit_us'] / row['step']['us']:.0%} of limit; dense "
+                f"{row['dense']['us']:.1f} us, {row['dense_limit_us'] / row['dense']['us']:.0%}",
+                flush=True,
+            )
+        del pool, case
+    return dict(triton=triton.__version__, read_limit=limit, cases=rows)
+
+
 def bench(cases: Sequence[tuple[int, int, int, int]], only_landmarks: bool) -> dict[str, Any]:
     limit = read_limit()
     print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
@@ -339,11 +370,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
     parser.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
+    parser.add_argument("--caches", action="store_true", help="keys and values in 16 and in 8 bits, nothing else")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     cases = [CASES[i] for i in args.cases]
     Case.triton = args.triton
+    if args.caches:
+        return save(args.out / "fp8_cache.json", caches(cases))
     save(args.out / ("landmarks.json" if args.landmarks else "kernels.json"), bench(cases, args.landmarks))
 
 

@@ -100,11 +100,14 @@ class Connector(DecodeBenchConnector):
         generator = torch.Generator(next(iter(kv_caches.values())).device).manual_seed(0)
         for name, cache in kv_caches.items():
             layer = self._layers[name]
-            sparse = getattr(layer.impl, "is_sparse_layer", False)
+            has_landmarks = getattr(layer.impl, "has_landmarks", False)
             for begin in range(0, len(cache), 4096):
                 some = cache[begin : begin + 4096]
-                some.copy_(torch.randn(some.shape, generator=generator, device=cache.device, dtype=cache.dtype))
-                if sparse:
+                is_fp8 = cache.dtype == torch.uint8
+                dtype = torch.bfloat16 if is_fp8 else cache.dtype
+                values = torch.randn(some.shape, generator=generator, device=cache.device, dtype=dtype)
+                some.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8) if is_fp8 else values)
+                if has_landmarks:
                     keys, _, marks = layer.impl._views(layer, cache)
                     pages = keys[begin : begin + 4096].unflatten(2, (marks.shape[1], -1))
                     marks[begin : begin + 4096] = pages.float().mean(3).transpose(1, 2).to(marks.dtype)
@@ -114,10 +117,13 @@ class Connector(DecodeBenchConnector):
 
 
 class Bench:
-    """One vLLM engine, stock or with Sparrow."""
+    """One vLLM engine, stock or with Sparrow; ``more`` are options of vLLM's."""
 
-    def __init__(self, shape: str, variant: str, folder: str, memory: float, lossless: Decoding | None = None) -> None:
-        self.shape, self.slots = shape, max(SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
+    def __init__(
+        self, shape: str, variant: str, folder: str, memory: float, lossless: Decoding | None = None, slots: int = 0,
+        **more: Any,
+    ) -> None:  # fmt: skip
+        self.shape, self.slots = shape, max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
         Qwen3Config(
             vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
             architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
@@ -131,6 +137,7 @@ class Bench:
             kv_transfer_config={
                 "kv_connector": "Connector", "kv_connector_module_path": "rollout", "kv_role": "kv_both"
             },
+            **more,
         )  # fmt: skip
         self.engine: VLLMEngine | None = None
         # A connector that carries no landmarks is refused; this one makes them.
@@ -215,7 +222,10 @@ def randomise(model: torch.nn.Module) -> None:
     """Weights of a model before training: vLLM's dummies are too small for activations to be anything but noise."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(0)
     for name, weight in model.named_parameters():
-        weight.fill_(1.0) if "norm" in name else weight.normal_(0.0, 0.02, generator=generator)
+        if "norm" in name:
+            weight.fill_(1.0)
+        elif weight.element_size() > 1 and "scale" not in name:  # vLLM has quantised its dummies with their scales
+            weight.normal_(0.0, 0.02, generator=generator)
 
 
 def measure(arguments: argparse.Namespace) -> None:

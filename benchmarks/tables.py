@@ -12,6 +12,7 @@ from collections.abc import Callable
 import tables_calibration as calibration
 import tables_cost as cost
 import tables_distill as distill
+import tables_fp8 as fp8
 import tables_lossless as lossless
 import tables_runs as runs
 import tables_speed as speed
@@ -20,7 +21,7 @@ from common import ROOT, render
 
 TABLES: dict[str, Callable[[], str]] = {
     name: write
-    for module in (speed, runs, cost, calibration, distill, lossless, text)
+    for module in (speed, runs, cost, calibration, distill, lossless, text, fp8)
     for name, write in module.TABLES.items()
 }
 NAMES = (

@@ -39,7 +39,7 @@ ALLOWED = {
     "attention.decode": ["attention.pages"],
     "attention.division": ["attention.decode"],
     "attention.reference": ["attention.decode", "attention.pages"],
-    "attention.cuda": ["attention.decode", "attention.division"],
+    "attention.cuda": ["attention.decode", "attention.division", "attention.pages"],
     "attention.triton": ["attention.decode", "attention.division", "attention.pages"],
     "engines": [],
     "engines.base": ["mismatch", "rollout", "schedule"],
@@ -49,7 +49,10 @@ ALLOWED = {
     "engines.hf": [
         "engines.base", "engines.responses", "mismatch", "mode", "model", "model.scoring", "rollout", "schedule",
     ],
-    "vllm": ["mismatch", "attention", "attention.decode", "attention.triton", "mode", "schedule"],
+    "vllm": [
+        "mismatch", "attention", "attention.decode", "attention.pages", "attention.reference", "attention.triton",
+        "mode", "schedule",
+    ],
     "engines.vllm": ["engines.base", "mismatch", "mode", "rollout", "schedule", "vllm"],
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],

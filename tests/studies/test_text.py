@@ -27,6 +27,7 @@ def study():
         patch.syspath_prepend(str(ROOT / "benchmarks"))
         patch.syspath_prepend(str(ROOT / "studies" / "text"))
         names = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text")
+        names += ("fewer_bits", "fp8_rounding")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -336,3 +337,62 @@ def test_cycles_are_compared_with_what_their_drafts_predict(study):
     assert first["predicted"]["consecutive"] == pytest.approx(1 + ((0.8 + 0.4) + 2) / 2, abs=1e-3)
     assert second["measured_over_predicted"] == pytest.approx(1.5 / (1 + (0.6 + 0.2 + 0.2) / 2), abs=1e-4)
     assert found["mean_acceptance"] == pytest.approx(alpha.mean(), abs=1e-4)
+
+
+# --- fewer bits ---
+
+
+def cached(model, ids):
+    """Keys and values of layer 0, ``[B, K, T, D]``."""
+    with torch.no_grad():
+        layer = model.model(input_ids=ids, use_cache=True).past_key_values.layers[0]
+    return layer.keys, layer.values
+
+
+def test_a_model_rounds_what_it_caches_to_e4m3_with_the_scales_of_its_prompts(study, sharp):
+    model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
+    exact, logits = cached(model, ids), model(input_ids=ids).logits
+    scales = study.fp8_rounding.scales_of(model, ids[:, :64])
+    prompts = cached(model, ids[:, :64])
+    with study.fp8_rounding.rounded_cache(model, scales):
+        rounded, changed = cached(model, ids), model(input_ids=ids).logits
+    for before, after, prompt, scale_K in zip(exact, rounded, prompts, scales[0], strict=True):
+        room = 448 * scale_K / prompt.abs().amax((0, 2, 3))
+        assert ((room >= 4) & (room < 8)).all() and (scale_K.log2() % 1 == 0).all()
+        codes = (before / scale_K[:, None, None]).to(torch.float8_e4m3fn).float()
+        assert torch.equal(after, codes * scale_K[:, None, None]) and not torch.equal(after, before)
+    assert not torch.allclose(logits, changed, atol=1e-3)
+    assert torch.equal(model(input_ids=ids).logits, logits)  # nothing stays
+
+
+def test_matrices_have_a_scale_per_output_and_inputs_one_per_token(study):
+    model = tiny_model()
+    linear = model.model.layers[1].mlp.up_proj
+    x = torch.randn(3, linear.in_features) * torch.tensor([[1.0], [100.0], [0.01]])
+    weight, exact = linear.weight.detach().clone(), linear(x)
+    with study.fp8_rounding.rounded_matrices(model):
+        rounded = linear(x)
+
+    def through(matrix):
+        scale = matrix.abs().amax(-1, keepdim=True) / 448
+        return (matrix / scale).to(torch.float8_e4m3fn).float() * scale
+
+    assert torch.allclose(rounded, through(x) @ through(weight).T, rtol=1e-4, atol=1e-5)
+    assert torch.equal(linear.weight, weight) and torch.equal(linear(x), exact)
+    assert 0.001 < ((rounded - exact).norm(dim=-1) / exact.norm(dim=-1)).mean() < 0.1
+
+
+def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, trained, tmp_path):
+    out, _, card = trained
+    result = study.fewer_bits.main([
+        str(out), "--out", str(tmp_path / "bits.json"), "--budgets", "64", str(CONTEXT + 64), "--dense-layers",
+        "--texts", "3", "--cycles", "8", "--prompt", "32", "--implementation", "reference",
+    ])  # fmt: skip
+    rows = {(row["rounded"], row["budget"]): row["mean"][0] for row in result["rows"]}
+    assert len(rows) == len(result["rows"]) == 1 + 3 + 4 + 4
+    everything = CONTEXT + 64
+    assert rows["nothing", everything] == 1 and rows["nothing", 64] < 1
+    for name in ("cache", "matrices", "both"):
+        assert rows[name, None] == rows[name, everything] < 1
+        assert rows[name, None] < rows["all to bfloat16", None] < 1
+    assert json.loads((tmp_path / "bits.json").read_text())["model"] == card

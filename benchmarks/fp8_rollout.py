@@ -1,0 +1,117 @@
+"""Rollouts with fp8 KV caches and fp8 weights in vLLM on one GPU, stock dense against Sparrow.
+
+    python benchmarks/fp8_rollout.py --shape qwen3-14b --out benchmarks/results/fp8_qwen3-14b.json
+
+Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16; stock vLLM with both
+in fp8, the fair rival; Sparrow under the published table, in bfloat16, with an fp8 cache, and with both. Weights are
+quantised by vLLM (``quantization="fp8_per_channel"``) in both. The trace is that of ``rollout.py`` and timed as there,
+with top-20 log-probs, once with as many requests at a time as the bfloat16 cache holds, and once with as many as the
+variant's own cache holds. Tokens per second include the prefill of joining requests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import save
+from rollout import LOGPROBS, Bench
+from rollout_trace import PROMPT, SLOTS, responses, simulate, states
+
+FP8_CACHE, FP8_WEIGHTS = dict(kv_cache_dtype="fp8"), dict(quantization="fp8_per_channel")
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "stock": ("stock", {}),
+    "stock fp8": ("stock", {**FP8_CACHE, **FP8_WEIGHTS}),
+    "sparse": ("sparse", {}),
+    "sparse fp8 cache": ("sparse", FP8_CACHE),
+    "sparse fp8": ("sparse", {**FP8_CACHE, **FP8_WEIGHTS}),
+}
+REQUESTS = 240
+MOST = 2.75
+"""Requests that a variant is started for, times those that fit into an H200 in bfloat16."""
+
+
+def trace(bench: Bench, slots: int, count: int) -> dict[str, Any]:
+    """Time a trace served ``slots`` at a time, from ``count`` of its steps."""
+    tokens = responses(REQUESTS)
+    spans = simulate([PROMPT] * REQUESTS, tokens, slots)
+    chosen, steps = states(spans, count), sum(n for n, _, _ in spans)
+    timed = [bench.step(lengths, LOGPROBS["top 20"])["ms"] for _, lengths in chosen]
+    join = bench.join(chosen[count // 4][1], LOGPROBS["top 20"])
+    seconds = (steps * statistics.mean(timed) + REQUESTS * max(0.0, join)) / 1e3
+    return {
+        "slots": slots, "steps": steps, "tokens": sum(tokens), "step_ms": timed, "join_ms": join, "seconds": seconds,
+        "tokens_per_second": sum(tokens) / seconds,
+    }  # fmt: skip
+
+
+def most_slots(kv_tokens: int, block: int, limit: int) -> int:
+    """The largest multiple of 8, up to ``limit``, for which the fullest moment of the trace fits."""
+    tokens = responses(REQUESTS)
+
+    def fits(slots: int) -> bool:
+        spans = simulate([PROMPT] * REQUESTS, tokens, slots)
+        return max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans) + slots * block < kv_tokens
+
+    return max((slots for slots in range(8, limit + 1, 8) if fits(slots)), default=8)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """One variant, in this process; prints JSON."""
+    kind, options = VARIANTS[arguments.variant]
+    shape, limit = arguments.shape, int(MOST * SLOTS[arguments.shape]) // 8 * 8
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(shape, kind, folder, arguments.memory, slots=limit, **options)
+        cache = bench.vllm_config.cache_config
+        for prefilled in (1, 8):  # compiles what is left to compile, and sets the scales of an fp8 cache
+            bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
+            bench.finish()
+        if kind == "sparse":
+            bench.use("published")
+        bench.step([1024] * 8, 20)
+        kv_tokens = cache.num_gpu_blocks * cache.block_size
+        own = most_slots(kv_tokens, cache.block_size, limit)
+        import vllm
+
+        result = {
+            "options": options, "vllm": vllm.__version__, "kv_tokens": kv_tokens,
+            "described": None if bench.engine is None else bench.engine.describe(),
+            "traces": [trace(bench, slots, arguments.states) for slots in sorted({min(own, SLOTS[shape]), own})],
+        }  # fmt: skip
+        Path(arguments.out).write_text(json.dumps(result))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SLOTS, required=True)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variant", choices=VARIANTS, help="only this one, in this process")
+    parser.add_argument("--states", type=int, default=12, help="steps of each trace that are timed")
+    parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
+    parser.add_argument("--out", type=Path, required=True, help="JSON; variants not measured now are kept")
+    arguments = parser.parse_args()
+    if arguments.variant:
+        return measure(arguments)
+    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    variants = before.get("variants", {})
+    for variant in arguments.variants:
+        with tempfile.TemporaryDirectory() as folder:
+            part = Path(folder) / "part.json"
+            common = ["--shape", arguments.shape, "--states", str(arguments.states), "--memory", str(arguments.memory)]
+            command = [sys.executable, __file__, *common, "--variant", variant, "--out", str(part)]
+            subprocess.run(command, check=True)
+            variants[variant] = json.loads(part.read_text())
+        save(arguments.out, {"shape": arguments.shape, "device": torch.cuda.get_device_name(), "variants": variants})
+        for row in variants[variant]["traces"]:
+            print(f"{variant}: {row['slots']} at a time, {row['tokens_per_second']:.0f} tokens/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""A Qwen3 of transformers with keys, values or matrices in e4m3, rounded as in vLLM with Sparrow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3 import modeling_qwen3
+
+from sparrow.attention.pages import FP8_MAX, to_fp8
+from sparrow.vllm.fp8 import power_of_two
+
+Scales = Sequence[tuple[Tensor, Tensor]]
+"""Of keys and of values for each layer, float32 ``[K]``."""
+
+
+def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` as a cache or matrix with this scale holds it, in its own dtype."""
+    return (to_fp8(x.float() / scale).float() * scale).to(x.dtype)
+
+
+@contextmanager
+def _watched(model: Any, change_keys: Any, change_values: Any) -> Iterator[None]:
+    """Inside, keys after the rotary embedding ``[B, K, T, D]`` and values ``[B, T, K, D]`` are what two functions of
+    the layer's number and them return."""
+    layer_now, stock = [0], modeling_qwen3.apply_rotary_pos_emb
+
+    def rotary(q: Tensor, k: Tensor, *more: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        q, k = stock(q, k, *more, **named)
+        return q, change_keys(layer_now[0], k)
+
+    with ExitStack() as stack:
+        for i, layer in enumerate(model.model.layers):
+            attention = layer.self_attn
+            before = attention.register_forward_pre_hook(lambda *_, i=i: layer_now.__setitem__(0, i))
+            stack.callback(before.remove)
+
+            def values(module: Any, inputs: Any, v: Tensor, i: int = i, D: int = attention.head_dim) -> Tensor:
+                return change_values(i, v.unflatten(-1, (-1, D))).flatten(-2)
+
+            stack.callback(attention.v_proj.register_forward_hook(values).remove)
+        modeling_qwen3.apply_rotary_pos_emb = rotary
+        stack.callback(setattr, modeling_qwen3, "apply_rotary_pos_emb", stock)
+        yield
+
+
+def rounded_cache(model: Any, scales: Scales) -> Any:
+    """A context in which the model rounds the keys and values of layer i to e4m3 with ``scales[i]``."""
+    return _watched(
+        model,
+        lambda i, k: through_fp8(k, scales[i][0][:, None, None]),
+        lambda i, v: through_fp8(v, scales[i][1][:, None]),
+    )
+
+
+@torch.no_grad()
+def scales_of(model: Any, prompt_BT: Tensor) -> Scales:
+    """The scales that Sparrow sets from a first prefill with these prompts."""
+    largest: list[dict[int, Tensor]] = [{}, {}]
+
+    def note(which: int, heads: tuple[int, ...]) -> Any:
+        def keep(i: int, x: Tensor) -> Tensor:
+            largest[which][i] = x.float().abs().amax(heads)
+            return x
+
+        return keep
+
+    with _watched(model, note(0, (0, 2, 3)), note(1, (0, 1, 3))):
+        model.model(input_ids=prompt_BT, use_cache=False)
+    keys, values = ([power_of_two(of[i], model.dtype) for i in range(len(of))] for of in largest)
+    return list(zip(keys, values, strict=True))
+
+
+@contextmanager
+def rounded_matrices(model: Any) -> Iterator[None]:
+    """Inside, the layers' matrices are e4m3 with a scale per output, and their inputs with a scale per token, as with
+    vLLM's ``quantization="fp8_per_channel"``; products are exact."""
+
+    def per_row(x: Tensor) -> Tensor:
+        return through_fp8(x, x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_MAX)
+
+    with torch.no_grad(), ExitStack() as stack:
+        for module in model.model.layers.modules():
+            if isinstance(module, nn.Linear):
+                stack.callback(module.weight.copy_, module.weight.clone())
+                module.weight.copy_(per_row(module.weight))
+                before = module.register_forward_pre_hook(lambda _, inputs: (per_row(inputs[0]), *inputs[1:]))
+                stack.callback(before.remove)
+        yield

@@ -1,0 +1,111 @@
+"""Tables of fp8 KV caches and fp8 weights: kernels, rollouts, equalities, acceptance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from common import RESULTS, Column, declared, load, table
+from rollout_trace import SLOTS
+
+SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
+STOCK = "stock fp8"
+NAMES = {
+    "stock": "stock, bfloat16", "stock fp8": "stock, fp8 cache and weights", "sparse": "Sparrow, bfloat16",
+    "sparse fp8 cache": "Sparrow, fp8 cache", "sparse fp8": "Sparrow, fp8 cache and weights",
+}  # fmt: skip
+
+
+def rollouts() -> str:
+    """Every variant at the rows that the bfloat16 cache holds, and at those that its own holds."""
+    rows = []
+    for shape in SLOTS:
+        if not (RESULTS / f"fp8_{shape}.json").exists():
+            continue
+        traces = {name: variant["traces"] for name, variant in load(f"fp8_{shape}")["variants"].items()}
+        stock, rival = traces["stock"], traces.get("stock fp8")
+        for name, own in traces.items():
+            for trace in own:
+
+                def over(other: list[dict[str, Any]] | None, speed: float = trace["tokens_per_second"]) -> str:
+                    return "not measured" if other is None else f"{speed / other[-1]['tokens_per_second']:.2f}x"
+
+                same = [t for t in stock if t["slots"] == trace["slots"]]
+                equal = over(same) if same else "-"
+                speed = f"{trace['tokens_per_second']:,.0f}"
+                rows.append([SHAPES[shape], NAMES[name], trace["slots"], speed, over(stock), equal, over(rival)])
+    head = ["shape", "", "at a time", "tokens/s", "over stock in bfloat16, its most", "the same at a time"]
+    return table([*head, "over stock in fp8, its most"], rows)
+
+
+def attention() -> str:
+    """The decode kernels alone, with keys and values in 16 and in 8 bits and landmarks in 16."""
+    cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
+    wide, narrow = ([row for row in cases if row["fp8_cache"] is fp8] for fp8 in (False, True))
+    cells: dict[str, Column] = {
+        "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
+        "16 bits, us": "{step[us]:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
+        "8 bits, us": "{fp8[step][us]:.0f}",
+        "of its limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['step']['us']:.0%}",
+        "time": lambda row: f"{row['fp8']['step']['us'] / row['step']['us']:.2f}",
+        "every page, 8 bits, us": "{fp8[dense][us]:.0f}",
+        "of its limit, every page": lambda row: f"{row['fp8']['dense_limit_us'] / row['fp8']['dense']['us']:.0%}",
+    }  # fmt: skip
+    return declared([{**row, "fp8": fp8} for row, fp8 in zip(wide, narrow, strict=True)], cells)
+
+
+def equalities() -> str:
+    """How far log-probs are from the float32 truth, and prefill from decoding."""
+    result = load("fp8_equal")
+
+    def cell(row: dict[str, float]) -> str:
+        return f"{row['mean']:.4f} / {row['p99']:.3f}"
+
+    yardstick = result["unbounded fp8 from rounded"]["yardstick"]
+    rows = [
+        ["stock, bfloat16", cell(result["stock from the truth"]), "", cell(result["stock prefill from decode"])],
+        ["stock, fp8 cache", cell(result[f"{STOCK} from the truth"]), "", cell(result[f"{STOCK} prefill from decode"])],
+        [
+            "Sparrow, fp8 cache, every page", cell(result["unbounded fp8 from the truth"]),
+            cell(result["unbounded fp8 from rounded"]["missed"]), cell(result["unbounded fp8 prefill from decode"]),
+        ],
+        ["transformers, float32, rounded", cell(result["unbounded rounded from the truth"]), "0", ""],
+        ["transformers, bfloat16, rounded (yardstick)", "", cell(yardstick), ""],
+        [
+            "Sparrow, fp8 cache, 4 to 16 pages", cell(result["sparse fp8 from the truth"]),
+            cell(result["sparse fp8 from rounded"]["missed"]), "",
+        ],
+        [
+            "transformers, bfloat16, rounded, 4 to 16 pages (yardstick)", "",
+            cell(result["sparse fp8 from rounded"]["yardstick"]), "",
+        ],
+        [
+            "Sparrow, fp8 cache and weights, 4 to 16 pages", cell(result["sparse fp8 with fp8 weights from the truth"]),
+            "", "",
+        ],
+    ]  # fmt: skip
+    head = ["mean / p99 of the difference", "from float32", "from float32 with rounded keys and values"]
+    return table([*head, "prefill from decode"], rows)
+
+
+def acceptance() -> str:
+    """What each rounding costs in acceptance, alone and with sparse attention."""
+    names = {
+        "all to bfloat16": "everything, to bfloat16", "nothing": "nothing", "cache": "keys and values, to fp8",
+        "matrices": "matrices and their inputs, to fp8", "both": "both, to fp8",
+    }  # fmt: skip
+    rows = [
+        [
+            "all" if row["budget"] is None else f"{row['budget']:,}", names[row["rounded"]],
+            *("{:.3f} [{:.3f}, {:.3f}]".format(*row[name]) for name in ("mean", "p5")),
+        ]
+        for row in load("text_bits")["rows"]
+    ]  # fmt: skip
+    return table(["tokens read", "rounded", "mean", "p5"], rows)
+
+
+TABLES = {
+    "fp8 rollouts": rollouts,
+    "fp8 attention": attention,
+    "fp8 equalities": equalities,
+    "fp8 acceptance": acceptance,
+}
