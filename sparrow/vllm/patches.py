@@ -82,24 +82,37 @@ def _checked_init_device(stock: Any) -> Any:
         decoding = config.requested(self.vllm_config)
         if decoding is not None:
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
-            apply(WORKER)
             if decoding.mode == "lossless":
                 apply(LOSSLESS)
         stock(self, *args, **kwargs)
+        if decoding is not None:
+            watch(self.worker, self.vllm_config)
 
     return init_device
 
 
-def _watching_steps(stock: Any) -> Any:
-    @wraps(stock)
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if (runtime := find(self.vllm_config)) is not None:
-            runtime.begin_serving()
-            if scheduler_output.preempted_req_ids:
-                runtime.count_preempted(len(scheduler_output.preempted_req_ids))
-        return stock(self, scheduler_output, *args, **kwargs)
+def watch(worker: Any, vllm_config: Any) -> None:
+    """Count the sequences that a worker's steps preempt, and note when its warm-up is over.
 
-    return execute_model
+    Done to these objects, not to their classes: which runner there is differs, and so does who calls it (Ray's executor
+    passes the worker by).
+    """
+    runner, step, warm_up = worker.model_runner, worker.model_runner.execute_model, worker.compile_or_warm_up_model
+
+    @wraps(step)
+    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.preempted_req_ids and (runtime := find(vllm_config)) is not None:
+            runtime.count_preempted(len(scheduler_output.preempted_req_ids))
+        return step(scheduler_output, *args, **kwargs)
+
+    @wraps(warm_up)
+    def compile_or_warm_up_model(*args: Any, **kwargs: Any) -> Any:
+        result = warm_up(*args, **kwargs)
+        if (runtime := find(vllm_config)) is not None:
+            runtime.begin_serving()
+        return result
+
+    runner.execute_model, worker.compile_or_warm_up_model = execute_model, compile_or_warm_up_model
 
 
 def _checked_initialize_from_config(stock: Any) -> Any:
@@ -232,7 +245,9 @@ def _unpacked_linear(stock: Any) -> Any:
 ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, what "
-        "would be decoded densely or wrongly; a backend sees single layers only", _checked_init_device,
+        "would be decoded densely or wrongly; a backend sees single layers only. And watch the worker: vLLM counts "
+        "preemptions among statistics that cost the host time for each token, and the prompts of its warm-up must not "
+        "set the scales of an fp8 KV cache", _checked_init_device,
     ),
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.24", "check that every layer got "
@@ -253,16 +268,6 @@ ALWAYS = (
     ),
 )  # fmt: skip
 """Made wherever the plugin is loaded; they have no effect on an engine that did not ask for Sparrow."""
-
-WORKER = (
-    Patch(
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.execute_model", ">=0.24", "count preempted sequences, as vLLM's "
-        "own count is among statistics that cost the host time for each token; know when the warm-up is over, whose "
-        "prompts must not set the scales of an fp8 KV cache", _watching_steps,
-        ("scheduler_output",),
-    ),
-)  # fmt: skip
-"""Made in a worker of an engine that asked for Sparrow, before its device is touched."""
 
 ATTENTION = (
     Patch(

@@ -510,3 +510,31 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
         patches.apply(patch(parameters=("b",)))
     with pytest.raises(AttributeError, match="sparrow_gone"):
         patches.apply(patch(target="vllm:sparrow_gone"))
+
+
+def test_a_worker_is_watched_whoever_calls_its_runner():
+    """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no user's."""
+    from sparrow.vllm import patches
+
+    calls = []
+    runtime = SimpleNamespace(
+        count_preempted=lambda n: calls.append(n), begin_serving=lambda: calls.append("serving"),
+    )  # fmt: skip
+    vllm_config = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            static_forward_context={"layer": SimpleNamespace(impl=SimpleNamespace(runtime=runtime))}
+        )
+    )
+    runner = SimpleNamespace(execute_model=lambda output, *rest, dummy_run=False: (output, rest, dummy_run))
+
+    def warm_up():
+        worker.model_runner.execute_model(SimpleNamespace(preempted_req_ids=None), dummy_run=True)
+        return "seconds"
+
+    worker = SimpleNamespace(model_runner=runner, compile_or_warm_up_model=warm_up)
+    patches.watch(worker, vllm_config)
+    assert worker.compile_or_warm_up_model() == "seconds" and calls == ["serving"]
+    step = SimpleNamespace(preempted_req_ids={"a", "b"})
+    assert runner.execute_model(step, None, dummy_run=False) == (step, (None,), False)
+    assert runner.execute_model(SimpleNamespace(preempted_req_ids=set()))[1:] == ((), False)
+    assert calls == ["serving", 2]
