@@ -1,5 +1,6 @@
 """Programs that attack the sandbox, the harness and the machine: none escapes, passes or leaves anything behind."""
 
+import contextlib
 import json
 import os
 import platform
@@ -287,8 +288,9 @@ def test_a_sandbox_closed_in_mid_run_is_gone(program, mode, marked):
         {"mode": "stdio", "prelude": "", "code": program}, Limits(wall_s=60, cpu_s=60), choose_isolation(mode)
     ) as held:
         held.send({"stdin": ""}, time.monotonic() + 60)
-        with pytest.raises(ChildTimeoutError):
-            held.receive(time.monotonic() + (0.3 if "close" not in program else 0))
+        runs_on = "close" not in program  # the other may have ended by the time that this looks
+        with pytest.raises(ChildTimeoutError) if runs_on else contextlib.suppress(ChildTimeoutError):
+            held.receive(time.monotonic() + (0.3 if runs_on else 0))
     assert marked()
 
 
