@@ -13,6 +13,7 @@ decoding engine returned with those that the same engine gives for prompt and re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import tempfile
 import time
@@ -28,6 +29,7 @@ from vllm import LLM, SamplingParams
 
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
+from sparrow.rollout import Rollout
 from sparrow.vllm.runtime import find
 
 
@@ -38,10 +40,8 @@ def options(dtype: str, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def sampled(llm: LLM) -> list[base.Any]:
+def sampled(llm: LLM) -> list[Rollout]:
     """Samples of any vLLM with the settings of ``vllm_check.SAMPLED``, as rollouts."""
-    from sparrow.rollout import Rollout
-
     parameters = [
         SamplingParams(max_tokens=192, temperature=1.0, logprobs=0, seed=seed, detokenize=False, flat_logprobs=True)
         for seed in base.SAMPLED.request_seeds(len(base.LENGTHS))
@@ -71,10 +71,9 @@ def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cpu", action="store_true", help="without stock fp8 and fp8 weights, which need a GPU")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    dtype, device = arguments.dtype, "cpu" if arguments.cpu else "cuda"
+    dtype = arguments.dtype
     results: dict[str, Any] = {"dtype": dtype}
     started = time.monotonic()
 
@@ -85,33 +84,26 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
-        model = base.random_model(folder, dtype).to(device)
+        model = base.random_model(folder, dtype).cuda()
         new_weights = base.random_model(other, dtype, seed=1)
-        truth = HFEngine(base.load(folder, "float32").to(device), base.SMALL, eos_ids=[])
+        truth = HFEngine(base.load(folder, "float32").cuda(), base.SMALL, eos_ids=[])
         in_dtype = HFEngine(model, base.SMALL, eos_ids=[])
 
-        def apart(engine: HFEngine, rollouts: Sequence[Any], schedule: Any, scales: Any = None) -> dict[str, float]:
-            if scales is None:
-                return base.miss(rollouts, engine.score(rollouts, schedule, 1.0))
-            with rounded_cache(engine.model, scales):
-                return base.miss(rollouts, engine.score(rollouts, schedule, 1.0))
-
         def scores(engine: HFEngine, rollouts: Sequence[Any], schedule: Any, scales: Any = None) -> Any:
-            if scales is None:
+            with rounded_cache(engine.model, scales) if scales else contextlib.nullcontext():
                 return engine.score(rollouts, schedule, 1.0)
-            with rounded_cache(engine.model, scales):
-                return engine.score(rollouts, schedule, 1.0)
+
+        def from_truth(rollouts: Sequence[Any], schedule: Any) -> dict[str, float]:
+            return base.miss(rollouts, scores(truth, rollouts, schedule))
 
         kept = []  # to the end: their graphs hold vLLM's pool of graph memory
         for label, more in {"stock": {}, "stock fp8": {"kv_cache_dtype": "fp8"}}.items():
-            if arguments.cpu and more:
-                continue
             llm = LLM(
                 str(folder), skip_tokenizer_init=True, logprobs_mode="processed_logprobs", enable_prefix_caching=False,
                 **options(dtype, **more),
             )  # fmt: skip
             rollouts = sampled(llm)
-            note(f"{label} from the truth", apart(truth, rollouts, base.UNBOUNDED))
+            note(f"{label} from the truth", from_truth(rollouts, base.UNBOUNDED))
             note(f"{label} prefill from decode", prefilled(llm, rollouts))
             kept.append(llm)
 
@@ -134,7 +126,7 @@ def main() -> None:
                 f"{label} fp8 from rounded",
                 {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within},
             )
-            note(f"{label} fp8 from the truth", apart(truth, rollouts, schedule))
+            note(f"{label} fp8 from the truth", from_truth(rollouts, schedule))
             note(f"{label} rounded from the truth", base.miss(exact, scores(truth, rollouts, schedule)))
 
         judge("unbounded", rollouts, base.UNBOUNDED)
@@ -158,13 +150,11 @@ def main() -> None:
         engine = VLLMEngine(str(folder), base.SMALL, **eager)
         note("sparse fp8 from eager", base.gap(first, engine.generate(base.prompts(), base.SAMPLED)))
         engine.close()
-        if arguments.cpu:
-            return
         weights = dict(fp8, quantization="fp8_per_channel")
         engine = VLLMEngine(str(folder), base.SMALL, **options(dtype, **weights))
         first = engine.generate(base.prompts(), base.SAMPLED)
         note("fp8 weights", engine.describe())
-        note("sparse fp8 with fp8 weights from the truth", apart(truth, first, base.SMALL))
+        note("sparse fp8 with fp8 weights from the truth", from_truth(first, base.SMALL))
         engine.update_weights(new_weights.named_parameters())
         updated = engine.generate(base.prompts(), base.SAMPLED)
         engine.update_weights(model.named_parameters())
