@@ -26,7 +26,7 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 NAMES = (
     "performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill", "lossless", "paper",
-    "selectors",
+    "selectors", "stability-text",
 )  # fmt: skip
 PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
 

@@ -140,11 +140,33 @@ def text_control() -> str:
         p5, read, kl = f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}"
         cells = [f"`{row['arm']}`", len(row["seeds"]), p5, read, kl]
         cells += [_spread(row["reward_end"]), "" if dense else _spread(row["reward_minus_dense"], "+")]
+        cells += ["" if dense else _spread(row["whole_reward_minus_dense"], "+")]
         cells += [f"{row['held_out_start'][0]:.3f}", _spread(row["held_out_end"])]
         cells += ["" if dense else _spread(row["held_out_minus_dense"], "+")]
         rows.append([*cells, f"{row['collapsed']} of {len(row['seeds'])}"])
-    head = ["arm", "seeds", "p5", "KV read", "KL", "actor's reward, last 5 steps", "minus dense"]
+    head = ["arm", "seeds", "p5", "KV read", "KL", "actor's reward, last 5 steps", "minus dense", "all steps"]
     return table([*head, "held-out reward, start", "end", "minus dense", "collapsed"], rows)
+
+
+def text_control_model() -> str:
+    """One line: the model that was trained, and how."""
+    result = load("text_control")
+    card, s = result["model"], result["settings"]
+    return (
+        f"{card['parameters'] / 1e6:.0f} M parameters, trained for {card['training_s']:.0f} s on one {card['device']}, "
+        f"held-out loss {card['held_out_loss']:.2f}. {s['steps']} steps of {s['prompts']} prompts x {s['samples']} "
+        f"responses of at most {s['max_new_tokens']} tokens, temperature {s['temperature']:g}, AdamW at "
+        f"{s['learning_rate']:g}, correction `{s['correction']}`. Held-out reward: the policy's, decoded densely, on "
+        f"{s['held_out']} problems.\n"
+    )
+
+
+def text_control_ranks() -> str:
+    """Spearman's correlation of each statistic at step 1 with what a run lost against dense, and 95 % intervals."""
+    ranking = load("text_control")["ranking"]
+    kinds = ("reward", "held_out")
+    rows = [[name, *(_interval(ranking[kind][name], 2) for kind in kinds)] for name in ranking["reward"]]
+    return table(["statistic", "actor's reward, all steps", "held-out reward at the end"], rows)
 
 
 def _spread(interval: list[float | None], sign: str = "") -> str:
@@ -178,6 +200,9 @@ TABLES = {
     "text quest": text_quest,
     "text layers": text_layers,
     "text kept": text_kept,
+    "text control": text_control,
+    "text control model": text_control_model,
+    "text control ranks": text_control_ranks,
     "text model": text_model,
     "text acceptance": text_acceptance,
     "text acceptance by length": text_lengths,

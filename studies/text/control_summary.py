@@ -1,6 +1,8 @@
-"""The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, and the shortened logs.
+"""The control study's runs as one JSON file: a row for each arm with 95 % intervals over seeds, how well each statistic
+of acceptance ranks the runs, and the shortened logs.
 
-    python studies/text/control_summary.py runs/control --out benchmarks/results/text_control.json
+    python studies/text/control_summary.py runs/control --checkpoint runs/text \\
+        --out benchmarks/results/text_control.json
 
 ``benchmarks/tables_text.py`` makes a table of it.
 """
@@ -17,12 +19,23 @@ from typing import Any
 
 import numpy as np
 import tyro
-from scipy.stats import t
+from scipy.stats import spearmanr, t
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
 from common import save  # noqa: E402
-from stability_statistics import Run, against_dense, by_arm, collapsed, late_read, logged_rows, shortened  # noqa: E402
+from stability_statistics import (  # noqa: E402
+    STATISTICS,
+    Run,
+    against_dense,
+    by_arm,
+    collapsed,
+    early,
+    late_read,
+    logged_rows,
+    over_arms,
+    shortened,
+)
 
 LAST = 5
 """Steps at the end over which the actor's reward is averaged."""
@@ -35,12 +48,18 @@ class Options:
     """Which runs to summarise."""
 
     runs: tyro.conf.Positional[tuple[Path, ...]]  # Folders with logs of runs.
+    checkpoint: Path  # Folder that train.py wrote, the model that the runs began with.
     out: Path = Path("text_control.json")  # Where the result goes.
 
 
 def end_reward(run: Run, steps: int | None = None) -> float:
     """Mean reward of the actor in the last steps of the run, or in the last ones up to ``steps``."""
     return float(np.mean(run["reward"][:steps][-LAST:]))
+
+
+def whole_reward(run: Run, steps: int | None = None) -> float:
+    """Mean reward of the actor over the run, or over its first ``steps``."""
+    return float(np.mean(run["reward"][:steps]))
 
 
 def held_out_end(run: Run, steps: int | None = None) -> float:
@@ -91,10 +110,30 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
         "reward_start": over_seeds(run["reward"][0] for run in some),
         "reward_end": over_seeds(map(end_reward, some)),
         "reward_minus_dense": minus_dense(some, runs, end_reward),
+        "whole_reward_minus_dense": minus_dense(some, runs, whole_reward),
         "held_out_start": over_seeds(map(held_out_start, some)),
         "held_out_end": over_seeds(map(held_out_end, some)),
         "held_out_minus_dense": minus_dense(some, runs, held_out_end),
         "collapsed": sum(map(collapsed, some)),
+    }
+
+
+def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[float]]:
+    """Spearman's correlation of each statistic at the first step with what a run lost against the dense run of its
+    seed, over the sparse runs; with 95 % intervals, resampling arms."""
+    dense = {run["seed"] for run in runs if run["arm"] == "dense"}
+    sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
+    lost = {id(run): against_dense([run], runs, value)[0] for run in sparse}
+    return {
+        name: list(
+            over_arms(
+                sparse,
+                lambda some, name=name: float(
+                    spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic
+                ),
+            )
+        )
+        for name in STATISTICS
     }
 
 
@@ -106,7 +145,7 @@ def counted(path: Path) -> Run | None:
     )
 
 
-def summary(folders: Sequence[Path]) -> dict[str, Any]:
+def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
     """Settings, rows and shortened runs; runs cut off early are left out.
 
     Raises ValueError: there are no runs.
@@ -121,15 +160,21 @@ def summary(folders: Sequence[Path]) -> dict[str, Any]:
     settings = logged_rows(next(path for path, run in by_log.items() if run))[0]["options"]
     kept = ("steps", "learning_rate", "correction", "prompts", "samples", "max_new_tokens", "temperature", "top_n")
     return {
+        "model": json.loads((checkpoint / "card.json").read_text(encoding="utf-8")),
         "settings": {name: settings[name] for name in (*kept, "held_out", "held_out_every")},
         "rows": [row(some, runs) for some in by_arm(runs).values()],
+        "ranking": {
+            name: ranking(runs, value)
+            for name, value in {"reward": whole_reward, "held_out": held_out_end}.items()
+            if len({run["arm"] for run in runs} - {"dense"}) > 2
+        },
         "runs": runs,
     }
 
 
 def main(options: Options) -> None:
     """Write the summary and print its rows."""
-    found = summary(options.runs)
+    found = summary(options.runs, options.checkpoint)
     save(options.out, found)
     for each in found["rows"]:
         print(json.dumps(each))

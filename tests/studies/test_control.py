@@ -41,7 +41,8 @@ def study():
     with pytest.MonkeyPatch.context() as patch:
         for folder in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
             patch.syspath_prepend(str(ROOT / folder))
-        names = ("corpus", "task", "sample", "control", "control_summary", "graph_engine", "tables_text", "train")
+        studies = ("corpus", "task", "sample", "control", "control_summary", "control_figure", "train")
+        names = (*studies, "graph_engine", "tables_text")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -272,6 +273,7 @@ def checkpoint(study, tmp_path_factory):
     tokenizer = study.corpus.train_tokenizer(texts, 400)
     tokenizer.save_pretrained(folder)
     tiny_model(vocab_size=400, eos_token_id=0).save_pretrained(folder)
+    (folder / "card.json").write_text(json.dumps({"size": "tiny"}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(study.task, "FEWEST_NAMES", 3)
         counts = study.task.write_problems(folder, tokenizer, train, held, tokens=400)
@@ -355,10 +357,12 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "p50-3.jsonl").write_text("")
 
     monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
-    study.control_summary.main(study.control_summary.Options((tmp_path,), tmp_path / "text_control.json"))
+    study.control_summary.main(study.control_summary.Options((tmp_path,), folder, tmp_path / "text_control.json"))
     lines = study.tables_text.text_control().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["`dense`", "`p50`", "`p93`"]
-    rows = json.loads((tmp_path / "text_control.json").read_text())["rows"]
+    result = json.loads((tmp_path / "text_control.json").read_text())
+    rows = result["rows"]
+    assert result["model"] == {"size": "tiny"} and result["ranking"] == {}  # two arms cannot be ranked
     assert [row["seeds"] for row in rows] == [[0], [0, 1], [0, 1]] and rows[1]["reward_minus_dense"][1:] == [None, None]
 
 
@@ -381,3 +385,21 @@ def test_the_summarys_numbers_by_hand(study):
     # There is no dense run of seed 2.
     assert s.minus_dense(runs[2:], runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus_dense(runs[3:], runs, s.end_reward) == [None, None, None]
+
+
+def test_the_ranking_and_the_figures_points_by_hand(study):
+    # In arms of rising p5 the rewards rise, and the held-out ones fall; dense is not ranked.
+    def run(arm, seed, p5, reward, held_out):
+        measured = {"tail": [[p5, p5, p5]] * 2, "mean": [p5] * 2, "kl": [1 - p5] * 2, "actor": ""}
+        return made_up_run(arm, seed, [reward] * 10, [[0, 0.2], [10, held_out]]) | measured
+
+    runs = [run("dense", seed, 1.0, 0.5, 0.5) for seed in (0, 1)]
+    arms = [(f"p{i}", seed, 0.1 * i + 0.01 * seed) for i in range(4) for seed in (0, 1)]
+    runs += [run(arm, seed, 0.5 + x, 0.1 + x, 0.6 - x) for arm, seed, x in arms]
+    runs.append(run("p9", 7, 0.99, 0.0, 1.0))  # a seed without a dense run
+    ranking = study.control_summary.ranking(runs, study.control_summary.whole_reward)
+    assert set(ranking) == {"p1", "p5", "p10", "mean", "KL"} and all(rho[0] == 1 for rho in ranking.values())
+    ranking = study.control_summary.ranking(runs, study.control_summary.held_out_end)
+    assert all(rho[0] == -1 and rho[1] <= -1 for rho in ranking.values())
+    points = study.control_figure.shares(runs, study.control_summary.end_reward)
+    assert np.array(points) == pytest.approx(np.array([[0.5 + x, 0.2 + 2 * x] for _, _, x in arms]))
