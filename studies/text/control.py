@@ -62,6 +62,7 @@ class Options:
     held_out: int = 48  # Number of held-out problems.
     held_out_every: int = 5  # Steps between evaluations; the start and the end are always evaluated.
     calibration: int = 48  # Responses that schedules are calibrated on.
+    dense_layers: tuple[int, ...] = (0, 1)  # Layers that schedules read whole.
     budgets: tuple[int, ...] = BUDGETS  # Pages that calibration tries first.
     targets: tuple[float, ...] = TARGETS  # What p5 schedules are calibrated to; arms are named after them.
 
@@ -110,7 +111,7 @@ def calibrate(options: Options, out: Path) -> None:
     from sparrow.schedule import SparsitySchedule
 
     model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
-    layout = SparsitySchedule.dense(**LAYOUT)
+    layout = SparsitySchedule.dense(**LAYOUT, dense_layers=options.dense_layers)
     engine = make_engine(options, model, tokenizer, layout)
     task = Continue(options.checkpoint)
     texts = [task.problem(i, HELD_OUT).prompt for i in range(options.calibration)]
@@ -137,7 +138,7 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
 
     arm, _, seed = name.rpartition("-")
     model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
-    dense = SparsitySchedule.dense(**LAYOUT)
+    dense = SparsitySchedule.dense(**LAYOUT, dense_layers=options.dense_layers)
     schedule = dense
     if arm != "dense":
         schedule = dense.replace(top_k=tuple(json.loads((options.out / "schedules.json").read_text())[arm]))

@@ -1,0 +1,307 @@
+"""Reward against wall-clock: GRPO with stock vLLM, lossless and lossy rollouts, everything included, one GPU an arm.
+
+The trained model of text has few heads, so attention takes a small part of its decode steps. Here every head is copied
+``--copies`` times, which leaves the model's function as it is: queries and keys repeat, values and the output
+projection share out the factor. With 32 copies a token takes 262 KB of cache, and what a step spends on attention is
+what it is for large models at long context. The task is that of ``control.py``, with responses four times as long.
+
+    python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0 \\
+        --max-new-tokens 2048 --dense-layers --top-n 64                     # calibrates what the lossy arm reads
+    python studies/text/wall_clock.py runs/text dense --out runs/wall
+    python studies/text/wall_clock.py runs/text lossless --out runs/wall
+    python studies/text/wall_clock.py runs/text p86 --out runs/wall
+    python studies/text/wall_clock_summary.py runs/wall --out benchmarks/results/text_wall_clock.json
+
+``OUT/ARM-SEED.jsonl`` is a log as ``control.py`` writes it, with the seconds of every phase of a step; evaluations on
+held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` says where a decode step's time goes.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import tyro
+from control import LAYOUT, longest
+from task import Continue
+from transformers import PreTrainedModel
+
+from sparrow.engines.base import Counters
+from sparrow.engines.hf import load_model
+from sparrow.engines.vllm import VLLMEngine
+from sparrow.mode import Decoding
+from sparrow.rollout import Sampling
+from sparrow.schedule import ALL_PAGES, SparsitySchedule
+from sparrow.train.config import OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.vllm import plugin
+
+sys.path.append(str(Path(__file__).parents[1] / "common"))
+from many_runs import logged, train_logged
+
+ATTENTION = re.compile(r"flash::|FlashAttn|^attend$|^plan_kernel$|^landmark_kernel$|^store_kernel$|varlen_num_blocks")
+"""Names of the kernels that attend, select pages or keep landmarks, vLLM's and ours."""
+PROFILED = 16
+"""Engine steps whose time is taken apart."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One arm."""
+
+    checkpoint: tyro.conf.Positional[Path]  # Folder that train.py wrote.
+    arm: tyro.conf.Positional[str]  # dense (stock vLLM), lossless, or a schedule of OUT/schedules.json, such as p86.
+    out: Path = Path("runs/wall")  # Results.
+    seed: int = 0  # Of problems and samples.
+    copies: int = 32  # Copies of every head, a power of 2.
+    seconds: float = 480  # Seconds after which no step begins; starting vLLM does not count.
+    steps: int = 1000  # The most steps.
+    prompts: int = 16  # Prompts a step.
+    samples: int = 8  # Responses to each.
+    max_new_tokens: int = 2048  # Responses are cut at this many tokens.
+    temperature: float = 0.8  # Softmax temperature of actor and policy alike.
+    top_n: int = 20  # Length of the recorded lists that bound the acceptance rate.
+    learning_rate: float = 5e-5  # Learning rate of AdamW.
+    token_budget: int = 8192  # Padded tokens of one forward and backward pass.
+    held_out: int = 48  # Number of held-out problems.
+    held_out_every: int = 5  # Steps between evaluations; the start and the end are always evaluated.
+    draft_pages: int = 29  # Pages that lossless drafts read beside the first and the latest.
+    engine: tyro.conf.Suppress[dict[str, Any]] = field(  # Options of vLLM.
+        default_factory=lambda: {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    )
+
+
+def widened(model: PreTrainedModel, copies: int) -> PreTrainedModel:
+    """A model with ``copies`` times as many query and kv heads that computes the same; on the same device.
+
+    Raises ValueError: ``copies`` is no power of 2, by which alone weights can be divided without rounding.
+    """
+    power = math.log2(copies)
+    if power != int(power):
+        raise ValueError(f"copies must be a power of 2, got {copies}")
+    config = copy.deepcopy(model.config)
+    config.num_attention_heads *= copies
+    config.num_key_value_heads *= copies
+    values = 2.0 ** (power // 2)
+    state = {}
+    for name, weight in model.state_dict().items():
+        kind = name.split(".")[-2]
+        if kind in ("q_proj", "k_proj"):
+            weight = weight.repeat(copies, 1)
+        elif kind == "v_proj":
+            weight = weight.repeat(copies, 1) / values
+        elif kind == "o_proj":
+            weight = weight.repeat(1, copies) * (values / copies)
+        state[name] = weight
+    with torch.device(model.device):
+        wide = type(model)(config).to(model.dtype)
+    wide.load_state_dict(state)
+    wide.generation_config = model.generation_config
+    return wide
+
+
+class StockEngine(VLLMEngine):
+    """vLLM as it is, with its own attention and lists: it has no schedule and counts nothing."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # as in VLLMEngine
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        plugin.register()  # only for the method that takes new weights
+        self._has_memory, self._asleep, self._in_process = not current_platform.is_cpu(), False, True
+        self.llm = LLM(
+            model=model, enable_sleep_mode=self._has_memory, logprobs_mode="processed_logprobs", max_logprobs=-1,
+            **options,
+        )  # fmt: skip
+        self.context = self.llm.llm_engine.vllm_config.model_config.max_model_len
+        self.schedule, self._described, self._is_lossless = SparsitySchedule.dense(), [{}], False
+
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
+        """Do nothing: there is none."""
+
+    def counters(self) -> Counters:
+        return Counters(tokens_read=0, tokens_held=0)
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Bytes of keys and values that a token takes in bfloat16."""
+    config = model.config
+    return 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+
+
+def start_engine(
+    options: Options, folder: str, schedule: SparsitySchedule, most: int, bytes_a_token: int
+) -> VLLMEngine:
+    """vLLM for the model in ``folder``, with memory for all responses of a step at ``most`` tokens each."""
+    rows = options.prompts * options.samples
+    settings: dict[str, Any] = dict(
+        dtype="bfloat16", max_model_len=most + 16, max_num_seqs=-(-rows // 8) * 8, gpu_memory_utilization=0.5,
+        kv_cache_memory_bytes=int(1.1 * rows * (most + 64) * bytes_a_token), seed=options.seed,
+    ) | options.engine  # fmt: skip
+    if options.arm == "dense":
+        return StockEngine(folder, **settings)
+    if options.arm == "lossless":
+        drafts = SparsitySchedule.fixed(options.draft_pages, dense_layers=())
+        return VLLMEngine(folder, Decoding.lossless(drafts), **settings)
+    return VLLMEngine(folder, schedule, **settings)
+
+
+def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
+    """Milliseconds of GPU time a token of each sequence, in attention and in all else, from kernels' names and us."""
+    attention, other = 0.0, 0.0
+    for name, us in kernels:
+        if ATTENTION.search(name):
+            attention += us
+        else:
+            other += us
+    return {"attention_ms": attention / 1e3 / tokens, "other_ms": other / 1e3 / tokens}
+
+
+def profile(engine: VLLMEngine, prompts: Sequence[Sequence[int]], sampling: Sampling) -> dict[str, float]:
+    """Where time goes in the middle of a rollout, in ms a token of each sequence: ``clock_ms``, over some engine steps,
+    then by kernels over as many more. What the GPU does not account for, it waits for the host."""
+    core, step = engine.llm.llm_engine, engine.llm.llm_engine.step
+    states = core.output_processor.request_states
+    is_cuda = torch.cuda.is_available()
+    recorder = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA if is_cuda else torch.profiler.ProfilerActivity.CPU]
+    )
+    marks: list[tuple[float, float]] = []
+    steps = 0
+
+    def length() -> float:
+        """Mean tokens generated by the sequences that run."""
+        return float(np.mean([state.detokenizer.num_output_tokens() for state in states.values()]))
+
+    def mark() -> None:
+        if is_cuda:
+            torch.cuda.synchronize()
+        marks.append((time.perf_counter(), length()))
+
+    def watched() -> Any:
+        nonlocal steps
+        if marks or (states and length() > sampling.max_new_tokens / 2):
+            if steps == 0:
+                mark()
+            elif steps == PROFILED:
+                mark()
+                recorder.start()
+            elif steps == 2 * PROFILED:
+                mark()
+                recorder.stop()
+            steps += 1
+        return step()
+
+    core.step = watched
+    try:
+        engine.generate(prompts, sampling)
+    finally:
+        core.step = step
+    if len(marks) < 3:
+        raise ValueError(f"responses ended before {2 * PROFILED} steps were timed; generate more tokens")
+    (began, short), (middle, longer), (_, longest) = marks
+    kernels = [(e.key, float(e.self_device_time_total)) for e in recorder.key_averages()]
+    return {
+        "length": short,
+        "clock_ms": 1e3 * (middle - began) / (longer - short),
+        "tokens_per_step": (longer - short) / PROFILED,
+        **breakdown(kernels, longest - longer),
+    }
+
+
+def train(options: Options, path: Path) -> None:
+    """The arm itself; the trained model is not kept."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    narrow, tokenizer = load_model(str(options.checkpoint), "fp32", device)
+    model = widened(narrow, options.copies)
+    task, other = Continue(options.checkpoint), Continue(options.checkpoint, "held_out")
+    most = max(longest(each, tokenizer, options.max_new_tokens) for each in (task, other))
+    schedule = SparsitySchedule.dense(**LAYOUT, dense_layers=())
+    if options.arm not in ("dense", "lossless"):
+        tables = json.loads((options.out / "schedules.json").read_text(encoding="utf-8"))
+        schedule = schedule.replace(top_k=tuple(tables[options.arm]))
+    problems = [other.problem(i) for i in range(min(options.held_out, len(other.problems)))]
+    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    sampling = Sampling(options.max_new_tokens, options.temperature, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        engine = start_engine(options, folder, schedule, most, token_bytes(model))
+
+        def held_out() -> float:
+            """The mean reward of the policy, decoded densely."""
+            if lossy := not (engine.schedule.is_dense or options.arm == "lossless"):
+                engine.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
+            rollouts = engine.generate(prompts, sampling)
+            if lossy:
+                engine.set_schedule(schedule)
+            engine.counters()
+            texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+            return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
+
+        config = TrainConfig(
+            run_dir=str(Path(folder, "run")), steps=options.steps, save_every=10**6, seed=options.seed,
+            logged_rollouts=0,
+            rollout=RolloutConfig(
+                prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens,
+                temperature=options.temperature, top_n=options.top_n,
+            ),
+            optimizer=OptimizerConfig(
+                options.learning_rate, token_budget=options.token_budget, precision="bf16"
+            ),
+        )  # fmt: skip
+        start = {
+            "arm": options.arm, "seed": options.seed, "schedule": options.arm, "actor": "", "correction": "token_tis",
+            "learning_rate": options.learning_rate, "top_k": schedule.to_dict()["top_k"],
+            "token_bytes": token_bytes(model),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            "options": json.loads(json.dumps(asdict(options), default=str)),
+        }  # fmt: skip
+        try:
+            warm = Sampling(options.max_new_tokens, options.temperature, options.top_n)
+            texts = [task.problem(i, seed=10**6).prompt for i in range(options.prompts)]
+            batch = tokenizer(texts, add_special_tokens=False)["input_ids"] * options.samples
+            timed = profile(engine, batch, warm)
+            path.with_suffix(".profile.json").write_text(json.dumps(timed) + "\n", encoding="utf-8")
+            engine.counters()
+            deadline = time.time() + options.seconds
+            train_logged(
+                path,
+                start,
+                held_out,
+                options.held_out_every,
+                deadline,
+                config,
+                model,
+                tokenizer,
+                task,
+                engine,
+                schedule,
+            )
+        finally:
+            engine.close()
+
+
+def main(options: Options) -> None:
+    """Run the arm, unless its log exists."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / f"{options.arm}-{options.seed}.jsonl"
+    if not path.exists():
+        logged(path, partial(train, options, path))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

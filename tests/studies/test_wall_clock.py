@@ -1,0 +1,146 @@
+"""The study of reward against wall-clock, small: the widened model is the same function, and each arm runs in vLLM."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from sparrow.vllm import patches
+from tests.conftest import tiny_model
+from tests.vllm.tiny_vllm import on_v2
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def study():
+    pytest.importorskip("vllm.version")
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
+            patch.syspath_prepend(str(ROOT / folder))
+        names = ("corpus", "task", "wall_clock", "wall_clock_summary")
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+
+
+@pytest.fixture(scope="module")
+def checkpoint(study, tmp_path_factory):
+    """The folder of a tiny random model of this package's sources, and its problems."""
+    folder = tmp_path_factory.mktemp("text")
+    train, held = study.corpus.split(study.corpus.folders([ROOT / "sparrow"], ".py"), ["attention"])
+    tokenizer = study.corpus.train_tokenizer(list(study.corpus.texts(train, set()))[:30], 400)
+    tokenizer.save_pretrained(folder)
+    tiny_model(vocab_size=400, eos_token_id=0, max_position_embeddings=2048).save_pretrained(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study.task, "FEWEST_NAMES", 3)
+        study.task.write_problems(folder, tokenizer, train, held, tokens=400)
+    return folder
+
+
+@pytest.mark.parametrize("copies", [1, 2, 8])
+def test_a_widened_model_computes_the_same(study, copies):
+    model = tiny_model()
+    wide = study.wall_clock.widened(model, copies)
+    heads = wide.model.layers[0].self_attn.k_proj.weight.shape[0]
+    assert heads == copies * model.model.layers[0].self_attn.k_proj.weight.shape[0]
+    assert study.wall_clock.token_bytes(wide) == copies * study.wall_clock.token_bytes(model)
+    ids = torch.randint(0, model.config.vocab_size, (2, 30))
+    with torch.no_grad():
+        assert (wide(ids).logits - model(ids).logits).abs().max() < 1e-5
+    with pytest.raises(ValueError, match="power of 2, got 3"):
+        study.wall_clock.widened(model, 3)
+
+
+def test_kernels_are_told_apart_by_name(study):
+    kernels = [
+        ("void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<x> > >", 4000.0),
+        ("attend", 3000.0), ("plan_kernel", 500.0), ("store_kernel", 500.0),
+        ("nvjet_sm90_tst_128x64_64x8_4x1_v_bz_TNT", 1000.0), ("triton_red_fused_attended_0", 1000.0),
+    ]  # fmt: skip
+    assert study.wall_clock.breakdown(kernels, 4.0) == {"attention_ms": 2.0, "other_ms": 0.5}
+
+
+def run_arm(study, checkpoint, folder, arm, steps, tokens):
+    """The log's rows and the profile of a small run."""
+    (folder / "schedules.json").write_text(json.dumps({"p86": [3, 4]}))
+    options = study.wall_clock.Options(
+        checkpoint, arm, folder, copies=2, steps=steps, prompts=2, samples=2, max_new_tokens=tokens, top_n=400,
+        held_out=2, held_out_every=2, token_budget=2048, draft_pages=3, engine={"enforce_eager": True},
+    )  # fmt: skip
+    study.wall_clock.main(options)
+    log = folder / f"{arm}-0.jsonl"
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert rows[-1] == {"ended": "done"}, (folder / f"{arm}-0.error.txt").read_text()
+    written = log.read_bytes()
+    study.wall_clock.main(options)
+    assert log.read_bytes() == written
+    return rows, json.loads((folder / f"{arm}-0.profile.json").read_text())
+
+
+@pytest.mark.parametrize("arm", ["dense", "p86"])
+def test_an_arm_from_end_to_end(study, checkpoint, tmp_path, monkeypatch, arm):
+    monkeypatch.setattr(study.wall_clock, "PROFILED", 4)
+    if arm == "dense":  # stock vLLM packs its weights on a CPU, and takes no new ones
+        patches.apply(patches.CPU_WEIGHTS)
+    rows, timed = run_arm(study, checkpoint, tmp_path, arm, steps=2, tokens=200)
+    assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
+    steps = [row for row in rows if "reward" in row]
+    assert len(steps) == 2 and all(len(row["seconds"]) == 4 for row in steps)
+    # In bfloat16 a dense actor is the policy up to rounding; the sparse one is not.
+    assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
+    assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
+
+
+def test_the_summarys_numbers_by_hand(study, tmp_path):
+    def log(name, rollout, profile):
+        start = {"arm": name, "seed": 0, "top_k": ["all"], "device": "GPU", "token_bytes": 4, "options": {}}
+        rows = [start, {"step": 0, "held_out": {"policy": 0.1}}]
+        rows += [{"step": i, "reward": 0.1 * i, "length": 10.0, "seconds": [rollout, 1, 2, 1]} for i in range(1, 5)]
+        rows[-1]["held_out"] = {"policy": 0.3}
+        rows[2]["seconds"] = [100, 0, 0, 0]  # the first step compiles
+        rows.append({"ended": "time is over"})
+        (tmp_path / f"{name}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"{name}-0.profile.json").write_text(json.dumps(profile))
+
+    log("p86", 6, {"clock_ms": 5.0, "attention_ms": 2.0, "other_ms": 1.0})
+    log("dense", 16, {"clock_ms": 15.0, "attention_ms": 10.0, "other_ms": 1.0})
+    log("lossless", 4, {"clock_ms": 4.0, "attention_ms": 2.0, "other_ms": 1.5})
+    out, figure = tmp_path / "out.json", tmp_path / "figure.png"
+    study.wall_clock_summary.main(study.wall_clock_summary.Options(tmp_path, out, figure))
+    result = json.loads(out.read_text())
+    dense, lossless, lossy = result["rows"]
+    assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"] and figure.stat().st_size > 10_000
+    assert lossy["step_speedup"] == 2.0 and lossy["rollout_speedup"] == pytest.approx(16 / 6)
+    assert lossless["step_speedup"] == 2.5 and dense["attention_share"] == pytest.approx(2 / 3)
+    assert lossy["saved_by_attention"] == pytest.approx(0.8) and dense["saved_by_attention"] is None
+    assert result["arms"][2]["reward"] == [[100.0, 0.1], [110.0, 0.2], [120.0, pytest.approx(0.3)], [130.0, 0.4]]
+    assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
+
+
+def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
+    command = [sys.executable, "-m", "tests.studies.test_wall_clock", str(checkpoint), str(tmp_path)]
+    path = os.pathsep.join([on_v2(tmp_path), str(ROOT)])
+    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, timeout=600)
+
+
+def lossless(checkpoint, folder):
+    """In a process of its own, which runs the model runner of GPUs."""
+    for part in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
+        sys.path.insert(0, str(ROOT / part))
+    import wall_clock
+
+    wall_clock.PROFILED = 2
+    rows, timed = run_arm(SimpleNamespace(wall_clock=wall_clock), checkpoint, folder, "lossless", steps=1, tokens=80)
+    (step,) = (row for row in rows if "reward" in row)
+    assert step["mean"] > 0.97 and timed["tokens_per_step"] >= 1  # the number of drafts is being chosen
+
+
+if __name__ == "__main__":
+    lossless(*map(Path, sys.argv[1:]))
