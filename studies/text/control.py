@@ -3,7 +3,9 @@
 The language model of ``train.py`` is trained by GRPO on the task ``task.py``. Arms differ in how many pages the actor
 reads: all, or by schedules calibrated to a p5. Runs of one seed see the same problems. Every step of every run is one
 line of ``OUT/ARM-SEED.jsonl``; runs that are already there are left out, so a study can go on over several calls. By
-default a study is twelve runs, two of each arm, whose responses together are 6 million tokens.
+default a study is twelve runs, two of each arm, whose responses together are 6 million tokens. There are more arms, to
+be run by name: ``p80-none`` and so on with another correction than token TIS, ``p80-distill`` with DistillSparse, and
+``auto86``, the closed loop towards a p5 of 0.86, started dense.
 
     python studies/text/control.py runs/text --out runs/control --seconds 0      # calibrates, and begins no run
     python studies/text/control.py runs/text --out runs/control --slots 6
@@ -17,7 +19,9 @@ is its schedule's doing alone.
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import sys
 import tempfile
 import time
@@ -32,6 +36,7 @@ import tyro
 sys.path.append(str(Path(__file__).parents[1] / "common"))
 from many_runs import HELD_OUT, calibrated, logged, side_by_side, train_logged, use_gpu
 
+ARM = re.compile(r"(?P<schedule>dense|p\d+|auto(?P<tau>\d+))(-(?P<change>\w+))?")
 TARGETS = (0.75, 0.80, 0.86, 0.90, 0.93)
 ARMS = ("dense", *(f"p{100 * target:.0f}" for target in TARGETS))
 LAYOUT = {"bin_tokens": 256}
@@ -52,7 +57,8 @@ class Options:
     seconds: float = 3600
     slots: tuple[int, ...] = (6,)  # Runs at a time on each GPU, or on the CPU if there is none.
     learning_rate: float = 1e-4  # Learning rate of AdamW.
-    correction: str = "token_tis"  # As in sparrow train.
+    correction: str = "token_tis"  # As in sparrow train; of arms that name none.
+    distill_rate: float = 1e-3  # Learning rate of the LoRA that DistillSparse trains.
     prompts: int = 6  # Prompts a step.
     samples: int = 8  # Responses to each.
     max_new_tokens: int = 512  # Responses are cut at this many tokens.
@@ -74,7 +80,7 @@ def main(options: Options) -> None:
     names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in ARMS)
     jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
     schedules = options.out / "schedules.json"
-    needed = not schedules.exists() and any(not name.startswith("dense-") for name in jobs)
+    needed = not schedules.exists() and any(name.startswith("p") for name in jobs)
     side_by_side(
         jobs, options.slots, deadline, partial(run, options), partial(calibrate, options, schedules) if needed else None
     )
@@ -121,6 +127,24 @@ def calibrate(options: Options, out: Path) -> None:
     out.write_text(json.dumps(tables), encoding="utf-8")
 
 
+def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
+    """What an arm's name says: its schedule, the closed loop's tau, whether the actor is distilled, the correction.
+
+    Raises ValueError: it is no arm.
+    """
+    match = ARM.fullmatch(arm)
+    if not match:
+        raise ValueError(f"no arm {arm!r}; expected dense, p86, auto86, p86-distill, or p86- with a correction")
+    change = match["change"]
+    tau = f"0.{match['tau']}" if match["tau"] else None
+    return (
+        match["schedule"],
+        tau and float(tau),
+        change == "distill",
+        correction if change in (None, "distill") else change,
+    )
+
+
 def run(options: Options, name: str, gpu: int, deadline: float) -> None:
     """Run one arm with one seed."""
     device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
@@ -134,27 +158,30 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     from sparrow.engines.hf import load_model
     from sparrow.rollout import Sampling
     from sparrow.schedule import SparsitySchedule
-    from sparrow.train.config import CorrectionConfig, OptimizerConfig, RolloutConfig, TrainConfig
+    from sparrow.train.config import CorrectionConfig, DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
     arm, _, seed = name.rpartition("-")
+    schedule_name, tau, distilled, correction = described(arm, options.correction)
     model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
     dense = SparsitySchedule.dense(**LAYOUT, dense_layers=options.dense_layers)
     schedule = dense
-    if arm != "dense":
-        schedule = dense.replace(top_k=tuple(json.loads((options.out / "schedules.json").read_text())[arm]))
-    engine = make_engine(options, model, tokenizer, schedule)
+    if schedule_name.startswith("p"):
+        schedule = dense.replace(top_k=tuple(json.loads((options.out / "schedules.json").read_text())[schedule_name]))
+    # A distilled actor has weights of its own; any other shares the policy's.
+    engine = make_engine(options, copy.deepcopy(model) if distilled else model, tokenizer, schedule)
+    policy = make_engine(options, model, tokenizer, dense) if distilled else engine
     other = Continue(options.checkpoint, "held_out")
     problems = [other.problem(i) for i in range(min(options.held_out, len(other.problems)))]
     prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
     sampling = Sampling(options.max_new_tokens, options.temperature, 1)
 
     def held_out() -> float:
-        """The mean reward of the dense policy, which has the actor's weights at all times."""
-        before = engine.schedule
-        engine.set_schedule(dense)
-        rollouts = engine.generate(prompts, sampling)
-        engine.set_schedule(before)
-        engine.counters()
+        """The mean reward of the dense policy."""
+        before = policy.schedule
+        policy.set_schedule(dense)
+        rollouts = policy.generate(prompts, sampling)
+        policy.set_schedule(before)
+        policy.counters()
         texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
         return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
@@ -165,15 +192,28 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
                 options.prompts, options.samples, options.max_new_tokens, options.temperature, options.top_n
             ),
             optimizer=OptimizerConfig(options.learning_rate, token_budget=options.token_budget),
-            correction=CorrectionConfig(options.correction),
+            correction=CorrectionConfig(correction), **({"tau": tau} if tau else {}),
+            distill=DistillConfig(enabled=distilled, learning_rate=options.distill_rate),
         )  # fmt: skip
-        start = {"arm": arm, "seed": int(seed), "schedule": arm, "actor": "", "correction": options.correction}
+        actor = "distilled" if distilled else ""
+        start = {"arm": arm, "seed": int(seed), "schedule": schedule_name, "actor": actor, "correction": correction}
         start["learning_rate"] = options.learning_rate
         start["top_k"] = schedule.to_dict()["top_k"]
         start["options"] = json.loads(json.dumps(asdict(options), default=str))
         task = Continue(options.checkpoint)
         train_logged(
-            path, start, held_out, options.held_out_every, deadline, config, model, tokenizer, task, engine, schedule
+            path,
+            start,
+            held_out,
+            options.held_out_every,
+            deadline,
+            config,
+            model,
+            tokenizer,
+            task,
+            engine,
+            schedule,
+            closed_loop=tau is not None,
         )
 
 

@@ -341,12 +341,25 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     study.control.calibrate(options, tmp_path / "schedules.json")
     tables = json.loads((tmp_path / "schedules.json").read_text())
     assert list(tables) == ["p50", "p93"] and tables["p50"] <= tables["p93"]
+    started = {}
     for name in ("dense-0", "p50-0", "p93-0", "p93-1"):
         study.control.run(options, name, 0, float("inf"))
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert [row.get("step") for row in rows] == [None, 0, 1, 2, None] and rows[-1] == {"ended": "done"}
         assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
         assert (rows[2]["tail"][0] > 0.999) == (name == "dense-0")
+    for name in ("auto90-0", "p50-none-0", "p50-distill-0"):
+        study.control.run(options, name, 0, float("inf"))
+        rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        assert rows[-1] == {"ended": "done"} and len(rows) == 5, rows[-1]
+        started[name] = rows
+    assert started["auto90-0"][0]["schedule"] == "auto90" and started["p50-none-0"][0]["correction"] == "none"
+    # The closed loop starts dense. A distilled actor is another model than the policy, which both arms train alike.
+    assert started["auto90-0"][0]["top_k"] == ["all"] and started["p50-distill-0"][0]["actor"] == "distilled"
+    assert started["p50-distill-0"][2]["tail"] == started["p50-none-0"][2]["tail"]
+    assert started["p50-distill-0"][3]["tail"] != started["p50-none-0"][3]["tail"]
+    for name in started:
+        (tmp_path / f"{name}.jsonl").unlink()
     study.control.run(options, "dense-1", 0, 0.0)
     assert json.loads((tmp_path / "dense-1.jsonl").read_text().splitlines()[-1]) == {"ended": "time is over"}
 
@@ -403,3 +416,13 @@ def test_the_ranking_and_the_figures_points_by_hand(study):
     assert all(rho[0] == -1 and rho[1] <= -1 for rho in ranking.values())
     points = study.control_figure.shares(runs, study.control_summary.end_reward)
     assert np.array(points) == pytest.approx(np.array([[0.5 + x, 0.2 + 2 * x] for _, _, x in arms]))
+
+
+def test_the_names_of_arms(study):
+    described = study.control.described
+    assert described("dense", "icepop") == ("dense", None, False, "icepop")
+    assert described("p80-sparse_rl", "token_tis") == ("p80", None, False, "sparse_rl")
+    assert described("p80-distill", "token_tis") == ("p80", None, True, "token_tis")
+    assert described("auto98", "token_tis") == ("auto98", 0.98, False, "token_tis")
+    with pytest.raises(ValueError, match="no arm 'q80'"):
+        described("q80", "token_tis")
