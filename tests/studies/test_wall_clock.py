@@ -13,18 +13,19 @@ import torch
 
 from sparrow.vllm import patches
 from tests.conftest import tiny_model
-from tests.vllm.tiny_vllm import on_v2
+from tests.vllm.tiny_vllm import discoverable, on_v2
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+STUDY = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 
 
 @pytest.fixture(scope="module")
 def study():
     pytest.importorskip("vllm.version")
     with pytest.MonkeyPatch.context() as patch:
-        for folder in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
+        for folder in STUDY:
             patch.syspath_prepend(str(ROOT / folder))
         names = ("corpus", "task", "wall_clock", "wall_clock_summary")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -67,35 +68,33 @@ def test_kernels_are_told_apart_by_name(study):
     assert study.wall_clock.breakdown(kernels, 4.0) == {"attention_ms": 2.0, "other_ms": 0.5}
 
 
-def run_arm(study, checkpoint, folder, arm, steps, tokens):
-    """The log's rows and the profile of a small run."""
-    (folder / "schedules.json").write_text(json.dumps({"p86": [3, 4]}))
-    options = study.wall_clock.Options(
-        checkpoint, arm, folder, copies=2, steps=steps, prompts=2, samples=2, max_new_tokens=tokens, top_n=400,
-        held_out=2, held_out_every=2, token_budget=2048, draft_pages=3, engine={"enforce_eager": True},
-    )  # fmt: skip
-    study.wall_clock.main(options)
-    log = folder / f"{arm}-0.jsonl"
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
+def run_arm(checkpoint, folder, arm, steps, tokens):
+    """The log's rows and the profile of a small run, in a process of its own: accelerate allows each one precision."""
+    arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens)]
+    path = on_v2(folder) if arm == "lossless" else discoverable(folder)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
+    command = [sys.executable, "-m", "tests.studies.test_wall_clock", *arguments]
+    subprocess.run(command, check=True, env=environment, cwd=ROOT, timeout=600)
+    rows = [json.loads(line) for line in (folder / f"{arm}-0.jsonl").read_text().splitlines()]
     assert rows[-1] == {"ended": "done"}, (folder / f"{arm}-0.error.txt").read_text()
-    written = log.read_bytes()
-    study.wall_clock.main(options)
-    assert log.read_bytes() == written
     return rows, json.loads((folder / f"{arm}-0.profile.json").read_text())
 
 
 @pytest.mark.parametrize("arm", ["dense", "p86"])
-def test_an_arm_from_end_to_end(study, checkpoint, tmp_path, monkeypatch, arm):
-    monkeypatch.setattr(study.wall_clock, "PROFILED", 4)
-    if arm == "dense":  # stock vLLM packs its weights on a CPU, and takes no new ones
-        patches.apply(patches.CPU_WEIGHTS)
-    rows, timed = run_arm(study, checkpoint, tmp_path, arm, steps=2, tokens=200)
+def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
+    rows, timed = run_arm(checkpoint, tmp_path, arm, steps=2, tokens=200)
     assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
     steps = [row for row in rows if "reward" in row]
     assert len(steps) == 2 and all(len(row["seconds"]) == 4 for row in steps)
     # In bfloat16 a dense actor is the policy up to rounding; the sparse one is not.
     assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
+
+
+def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
+    rows, timed = run_arm(checkpoint, tmp_path, "lossless", steps=1, tokens=80)
+    (step,) = (row for row in rows if "reward" in row)
+    assert step["mean"] > 0.97 and timed["tokens_per_step"] >= 1  # the number of drafts is being chosen
 
 
 def test_the_summarys_numbers_by_hand(study, tmp_path):
@@ -124,23 +123,27 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
 
-def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
-    command = [sys.executable, "-m", "tests.studies.test_wall_clock", str(checkpoint), str(tmp_path)]
-    path = os.pathsep.join([on_v2(tmp_path), str(ROOT)])
-    subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, timeout=600)
-
-
-def lossless(checkpoint, folder):
-    """In a process of its own, which runs the model runner of GPUs."""
-    for part in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
+def main(checkpoint, folder, arm, steps, tokens):
+    """The process of an arm. A second call finds its log, and does nothing."""
+    for part in STUDY:
         sys.path.insert(0, str(ROOT / part))
     import wall_clock
 
-    wall_clock.PROFILED = 2
-    rows, timed = run_arm(SimpleNamespace(wall_clock=wall_clock), checkpoint, folder, "lossless", steps=1, tokens=80)
-    (step,) = (row for row in rows if "reward" in row)
-    assert step["mean"] > 0.97 and timed["tokens_per_step"] >= 1  # the number of drafts is being chosen
+    wall_clock.PROFILED = 2 if arm == "lossless" else 4
+    if arm == "dense":  # stock vLLM packs its weights on a CPU, and takes no new ones
+        patches.apply(patches.CPU_WEIGHTS)
+    (folder / "schedules.json").write_text(json.dumps({"p86": [3, 4]}))
+    options = wall_clock.Options(
+        checkpoint, arm, folder, copies=2, steps=steps, prompts=2, samples=2, max_new_tokens=tokens, top_n=400,
+        held_out=2, held_out_every=2, token_budget=2048, draft_pages=3, engine={"enforce_eager": True},
+    )  # fmt: skip
+    wall_clock.main(options)
+    log = folder / f"{arm}-0.jsonl"
+    written = log.read_bytes()
+    wall_clock.main(options)
+    assert log.read_bytes() == written
 
 
 if __name__ == "__main__":
-    lossless(*map(Path, sys.argv[1:]))
+    checkpoint, folder, arm, steps, tokens = sys.argv[1:]
+    main(Path(checkpoint), Path(folder), arm, int(steps), int(tokens))
