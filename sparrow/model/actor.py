@@ -94,8 +94,8 @@ def sparrow_attention(
 ) -> tuple[Tensor, None]:
     """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
 
-    Raises ConfigError: a model without a schedule is at a decode step, or pages cannot follow the mask.
-    UnsupportedModel: the attention is more than a softmax over keys.
+    Raises ConfigError: a model without a schedule is at a decode step, pages cannot follow the mask, or ``generate``
+    reads several tokens after its prompt. UnsupportedModel: the attention is more than a softmax over keys.
     """
     routing.check_extras(module, kwargs)
     if teacher_forcing is not None:
@@ -103,6 +103,7 @@ def sparrow_attention(
     elif query.shape[2] == 1 and key.shape[2] > 1:
         out = _decoded(module, query, key, value, attention_mask, scaling)
     else:
+        _check_prefill(module, query)
         out = None
     if out is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
@@ -133,6 +134,16 @@ def _forced(
         scale=scaling, implementation=forcing.implementation, kept=_KEPT.get(),
     )  # fmt: skip
     return rows.reopen(out)
+
+
+def _check_prefill(module: Any, query: Tensor) -> None:
+    actor: Actor | None = getattr(module, NAME, None)
+    if actor is not None and actor.is_generating and not actor.schedule.is_dense:
+        raise ConfigError(
+            f"generate reads {query.shape[2]} tokens in a pass after its prompt, which would be dense; leave out what "
+            "makes it do so (prompt tuning by a peft that does not know this transformers does), or set "
+            "SparsitySchedule.dense() first"
+        )
 
 
 @torch.compiler.disable  # a compiler would take for constant what changes here: count, schedule and phase

@@ -41,7 +41,7 @@ def watch_generate(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, GenerationMixin):
             # A bound method, so that a copy of the model gets one of its own.
-            module.generate = MethodType(_generate, module)  # type: ignore[method-assign, misc]
+            vars(module)["generate"] = MethodType(_generate, module)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,7 +59,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_options(self, given)
 
     def first_token(ids: Tensor, scores: Tensor) -> Tensor:
-        actor.dense = False  # a token is sampled, so the prompt has been read
+        actor.dense, actor.is_generating = False, True  # a token is sampled, so the prompt has been read
         return scores
 
     processors = LogitsProcessorList([*(given.get("logits_processor") or []), first_token])
@@ -67,8 +67,11 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         bound.arguments["logits_processor"] = processors
     else:
         bound = inspect.signature(generate).bind(self, *args, **kwargs, logits_processor=processors)
-    with dense_steps(self):
-        return generate(*bound.args, **bound.kwargs)
+    try:
+        with dense_steps(self):
+            return generate(*bound.args, **bound.kwargs)
+    finally:
+        actor.is_generating = False
 
 
 def _check_options(model: Any, given: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ class Actor:
     table: ScheduleTable = field(init=False)
     sparse_calls: int = 0
     dense: bool = False  # whether decode steps attend to everything at present
+    is_generating: bool = False  # whether ``generate`` has read its prompt, so that a pass reads one token from here on
 
     def __post_init__(self) -> None:
         self.layout = PageLayout(**self.schedule.page_layout)

@@ -129,6 +129,28 @@ def test_generation_that_would_be_partly_dense_is_refused_or_wholly_dense(model,
     assert torch.equal(generate(model, ids, **options)[0], expected)
 
 
+def test_a_pass_over_several_tokens_after_the_prompt_is_refused(model, monkeypatch):
+    """Whoever makes ``generate`` do so: its steps would be dense without a word."""
+    prepare = model.prepare_inputs_for_generation
+
+    def last_token_twice(*args, **kwargs):
+        inputs = prepare(*args, **kwargs)
+        if inputs["input_ids"].shape[1] == 1:
+            inputs["input_ids"] = inputs["input_ids"].repeat(1, 2)
+            inputs["position_ids"] = inputs["attention_mask"] = None
+        return inputs
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", last_token_twice)
+    with pytest.raises(ConfigError, match=r"generate reads 2 tokens in a pass after its prompt.*dense\(\) first"):
+        generate(model, tokens(1, 43))
+    set_schedule(model, SparsitySchedule.dense())
+    generate(model, tokens(1, 43))
+    monkeypatch.undo()
+    set_schedule(model, SPARSE)
+    model(input_ids=tokens(1, 3), past_key_values=model(input_ids=tokens(1, 43), use_cache=True).past_key_values)
+    generate(model, tokens(1, 43))
+
+
 # --- compiled models ---
 
 
