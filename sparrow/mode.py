@@ -21,6 +21,10 @@ DRAFT_TOKENS = 12
 """The most tokens drafted at a time; the default is the fastest at long context and 95 % acceptance."""
 METER_EVERY = 16
 """One in this many cycles measures another schedule; one sparse step in that many cycles costs about half a percent."""
+LOSSLESS_SETTINGS = (
+    "draft_schedule", "draft_tokens", "adapt_draft_tokens", "drafter_invariant", "meter_schedule", "meter_every",
+)  # fmt: skip
+"""What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
 
 AUTO_ELSEWHERE = (
     "mode 'auto' needs sparrow train with its engine hf: vLLM verifies all of a response or nothing, and its prefix "
@@ -38,6 +42,9 @@ class Decoding:
     draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
     # lossless: choose the number of drafts, 0 included, by the speed and acceptance measured; else always as many
     adapt_draft_tokens: bool = True
+    # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the tokens that dense
+    # decoding gives, whatever was drafted; else with numbers of their own, so that more drafts are accepted
+    drafter_invariant: bool = False
     # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at every so many cycles
     meter_schedule: SparsitySchedule | None = None
     meter_every: int = METER_EVERY
@@ -49,8 +56,9 @@ class Decoding:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
-        if not isinstance(self.adapt_draft_tokens, bool):
-            raise ConfigError(f"adapt_draft_tokens must be true or false, got {self.adapt_draft_tokens!r}")
+        for name in ("adapt_draft_tokens", "drafter_invariant"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false, got {value!r}")
 
     @classmethod
     def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, meter_schedule: Any = None, **options: Any) -> Decoding:
@@ -71,8 +79,7 @@ class Decoding:
         Args:
             value: ``"lossless"``; or anything that names a schedule (this means lossy; ``"dense"`` reads everything);
                 or a mapping, or its JSON, with ``mode`` and the settings of that mode: ``schedule`` for lossy,
-                ``draft_schedule``, ``draft_tokens``, ``adapt_draft_tokens``, ``meter_schedule`` and ``meter_every``
-                for lossless; or a schedule or ``Decoding`` itself.
+                those in ``LOSSLESS_SETTINGS`` for lossless; or a schedule or ``Decoding`` itself.
 
         Raises ConfigError: an unknown mode or setting, mode auto, or a schedule that cannot be read.
         """
@@ -95,11 +102,7 @@ class Decoding:
         mode = settings.pop("mode")
         if mode == "auto":
             raise ConfigError(AUTO_ELSEWHERE)
-        known = {
-            "dense": [],
-            "lossless": ["draft_schedule", "draft_tokens", "adapt_draft_tokens", "meter_schedule", "meter_every"],
-            "lossy": ["schedule"],
-        }
+        known = {"dense": [], "lossless": list(LOSSLESS_SETTINGS), "lossy": ["schedule"]}
         if mode not in known:
             raise ConfigError(f"unknown mode {mode!r}, expected one of {get_args(Mode)}")
         unknown = sorted(settings.keys() - set(known[mode]))
@@ -122,6 +125,7 @@ class Decoding:
                 "draft_schedule": self.schedule.to_dict(),
                 "draft_tokens": self.draft_tokens,
                 "adapt_draft_tokens": self.adapt_draft_tokens,
+                **({"drafter_invariant": True} if self.drafter_invariant else {}),
                 **metered,
             }
         return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()

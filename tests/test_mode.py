@@ -36,6 +36,7 @@ def test_one_word_is_enough():
             Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=TABLE, meter_every=3),
         ),
         (' {"mode": "lossless", "draft_tokens": 2}', Decoding("lossless", DRAFT_SCHEDULE, 2)),
+        ({"mode": "lossless", "drafter_invariant": True}, Decoding("lossless", DRAFT_SCHEDULE, drafter_invariant=True)),
     ],
 )
 def test_settings_are_read_and_written_back(value, expected):
@@ -56,6 +57,8 @@ def test_settings_are_read_and_written_back(value, expected):
         ({"mode": "lossless", "meter_every": 0}, "meter_every must be a whole number from 1 on, got 0"),
         ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
         ({"mode": "lossless", "adapt_draft_tokens": 1}, "adapt_draft_tokens must be true or false, got 1"),
+        ({"mode": "lossless", "drafter_invariant": "yes"}, "drafter_invariant must be true or false, got 'yes'"),
+        ({"mode": "lossy", "schedule": "fixed:9", "drafter_invariant": True}, "'lossy' has no setting 'drafter_inv"),
         ('{"mode": ', "is not JSON"),
         ("loseless", "no schedule 'loseless'"),
     ],

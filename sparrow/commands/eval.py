@@ -68,6 +68,8 @@ class Eval(DecodingOptions, Sampled):
                     source: dict[str, Any] = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
                     if decoding.mode == "lossless":
                         source |= {"draft_tokens": decoding.draft_tokens, "adapt": decoding.adapt_draft_tokens}
+                        if decoding.drafter_invariant:
+                            source["drafter_invariant"] = True
                     results.append(
                         run_benchmark(engine, tokenizer, problems, sampling, self.k, folder, name, label, source)
                     )

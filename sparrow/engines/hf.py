@@ -160,7 +160,7 @@ class HFEngine(Engine, Scorer):
             )
             numbers = uniform[:, rows.to(device)[:, None], position]
             if drafting:
-                cycle = speculate(sequences, last_token, drafts, shape, numbers)
+                cycle = speculate(sequences, last_token, drafts, shape, numbers, self.decoding.drafter_invariant)
                 sparse_steps += int(drafts.max())
             else:
                 cycle = _sampled(sequences.read(last_token[:, None]), shape, numbers[2])

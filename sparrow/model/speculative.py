@@ -5,6 +5,11 @@ draft v is drawn from the actor's q and kept with probability min(1, p(v) / q(v)
 rejected, a token is drawn from max(p - q, 0), normalised. The result is distributed as p, whatever q is, and the chance
 that a draft is kept, sum_v min(p(v), q(v)), is the acceptance rate that Sparrow measures.
 
+Or the policy draws every token itself, with the random number that drew the draft, and drafts are kept up to the first
+that differs (Daliri et al., arXiv 2408.07978). The tokens are then those of dense decoding with the same numbers,
+whatever is drafted; a draft is kept with a lower probability than a, the acceptance rate, but with Gumbel noise, as in
+vLLM, with a / (2 - a) at least.
+
 Shapes: B sequences, T query tokens, S columns of the cache, k drafts of a cycle, V vocabulary.
 """
 
@@ -117,7 +122,10 @@ class Cycle:
 
 
 @torch.no_grad()
-def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, shape: Shape, uniform: Tensor) -> Cycle:
+def speculate(
+    sequences: CachedSequences, newest: Tensor, drafts: Tensor, shape: Shape, uniform: Tensor,
+    drafter_invariant: bool = False,
+) -> Cycle:  # fmt: skip
     """Draft and verify once; afterwards ``sequences`` hold the policy's keys and values of all tokens but the last.
 
     Args:
@@ -127,18 +135,20 @@ def speculate(sequences: CachedSequences, newest: Tensor, drafts: Tensor, shape:
         shape: of the distributions that drafts and samples are drawn from.
         uniform: float64 ``[3, B, k + 1]`` in [0, 1): for each place in the cycle, the numbers that draw drafts, accept
             them, and draw the last token.
+        drafter_invariant: draw drafts and all tokens with the last of these numbers.
     """
     ids, logits = [newest], []
     for i in range(int(drafts.max())):
         logits.append(sequences.read(ids[-1][:, None]).float())
-        ids.append(draw(shape.distribution(logits[-1][:, 0]), uniform[0, :, i]))
+        ids.append(draw(shape.distribution(logits[-1][:, 0]), uniform[2 if drafter_invariant else 0, :, i]))
     sequences.forget(len(logits))
     ids_BT = torch.stack(ids, 1)
     with dense_steps(sequences.model):  # one token alone would be read sparsely
         dense_logits = sequences.read(ids_BT).float()
     q_BkV = shape.distribution(torch.cat([*logits, dense_logits[:, :0]], 1))
     p_BTV = shape.distribution(dense_logits)
-    tokens, accepted, acceptance = verify(p_BTV, q_BkV, ids_BT[:, 1:], drafts, uniform[1:])
+    judge = verify_by_drawing if drafter_invariant else verify
+    tokens, accepted, acceptance = judge(p_BTV, q_BkV, ids_BT[:, 1:], drafts, uniform[1:])
     sequences.keep(sequences.lengths - ids_BT.shape[1] + accepted + 1)
     return Cycle(tokens, accepted + 1, shape.log_probs(dense_logits), acceptance)
 
@@ -149,7 +159,8 @@ def verify(
     """Rejection sampling; returns tokens ``[B, k + 1]``, how many of them are accepted drafts ``[B]``, and acceptance
     ``[B, k]``.
 
-    See ``Cycle``; the policy's distributions are float64 ``[B, k + 1, V]``, the actor's ``[B, k, V]``.
+    See ``Cycle``; the policy's distributions are float64 ``[B, k + 1, V]``, the actor's ``[B, k, V]``. The first of
+    ``uniform``, ``[2, B, k + 1]``, accepts drafts, the second draws the last token.
     """
     B, k = draft_Bk.shape
     place_k, row = torch.arange(k, device=drafts.device), torch.arange(B, device=drafts.device)
@@ -159,9 +170,27 @@ def verify(
     q_BV = torch.cat([q_BkV, torch.zeros_like(p_BTV[:, :1])], 1)[row, accepted]
     last = draw(torch.where((accepted < drafts)[:, None], residual(p_BV, q_BV), p_BV), uniform[1, row, accepted])
     tokens = torch.cat([draft_Bk, last[:, None]], 1).scatter(1, accepted[:, None], last[:, None])
+    return tokens, accepted, _examined(p_BTV, q_BkV, drafts, accepted)
+
+
+def verify_by_drawing(
+    p_BTV: Tensor, q_BkV: Tensor, draft_Bk: Tensor, drafts: Tensor, uniform: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``verify``, but the policy draws every token, with the second of ``uniform``, which drew the drafts too."""
+    B, T, V = p_BTV.shape
+    tokens_BT = draw(p_BTV.reshape(B * T, V), uniform[1, :, :T].reshape(B * T)).view(B, T)
+    place_k = torch.arange(T - 1, device=drafts.device)
+    kept_Bk = (tokens_BT[:, :-1] == draft_Bk) & (place_k < drafts[:, None])
+    accepted = kept_Bk.long().cumprod(1).sum(1)
+    return tokens_BT, accepted, _examined(p_BTV, q_BkV, drafts, accepted)
+
+
+def _examined(p_BTV: Tensor, q_BkV: Tensor, drafts: Tensor, accepted: Tensor) -> Tensor:
+    """The acceptance of drafts up to the first rejected one, nan elsewhere, float32 ``[B, k]``."""
+    place_k = torch.arange(q_BkV.shape[1], device=drafts.device)
     examined_Bk = (place_k <= accepted[:, None]) & (place_k < drafts[:, None])
-    acceptance = torch.minimum(p_BTV[:, :k], q_BkV).sum(-1).clamp(max=1).float()
-    return tokens, accepted, acceptance.masked_fill(~examined_Bk, torch.nan)
+    acceptance_Bk = torch.minimum(p_BTV[:, :-1], q_BkV).sum(-1).clamp(max=1).float()
+    return acceptance_Bk.masked_fill(~examined_Bk, torch.nan)
 
 
 def accepts(p: Tensor, q: Tensor, draft: Tensor, uniform: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import tyro
 from pydantic import Field
 
 from sparrow.errors import ConfigError
-from sparrow.mode import DRAFT_TOKENS, METER_EVERY, Decoding, Mode
+from sparrow.mode import DRAFT_TOKENS, LOSSLESS_SETTINGS, METER_EVERY, Decoding, Mode
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import (
     Count,
@@ -90,6 +90,9 @@ class DecodingOptions(Settings):
     draft_tokens: Count = DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
     # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included; else always as many.
     adapt_draft_tokens: bool = True
+    # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the tokens of dense
+    # decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
+    drafter_invariant: bool = False
     # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft of every so many
     # cycles; its samples are never used. It tells what a lossy run under it would begin with.
     meter_schedule: str | None = None
@@ -116,7 +119,8 @@ class DecodingOptions(Settings):
             draft = {} if self.draft_schedule is None else {"draft_schedule": self.draft_schedule}
             return Decoding.lossless(
                 **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens,
-                meter_schedule=self.meter_schedule, meter_every=self.meter_every,
+                drafter_invariant=self.drafter_invariant, meter_schedule=self.meter_schedule,
+                meter_every=self.meter_every,
             )  # fmt: skip
         if self.mode == "auto":
             is_rollout = isinstance(self, RolloutConfig)
@@ -132,7 +136,7 @@ class DecodingOptions(Settings):
                 )
             return Decoding("auto", SparsitySchedule.load(chosen), self.draft_tokens)
         defaults = DecodingOptions()
-        for name in ("draft_schedule", "draft_tokens", "adapt_draft_tokens", "meter_schedule", "meter_every"):
+        for name in LOSSLESS_SETTINGS:
             require(self, name, getattr(self, name) == getattr(defaults, name), "left out unless mode is lossless")
         if self.mode == "dense" and chosen:
             raise ConfigError(f"schedule is {schedule!r}, but mode is 'dense', which reads everything; leave one out")

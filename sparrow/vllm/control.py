@@ -168,12 +168,14 @@ def check(vllm_config: Any) -> None:
                 )  # fmt: skip
             logger.info(
                 "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
-                "tokens by %d: %s), vLLM's dense attention verifies them; logits of drafts take %.2f GiB, landmarks "
+                "tokens by %d: %s), vLLM's dense attention verifies them%s; logits of drafts take %.2f GiB, landmarks "
                 "(%s) %.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
                 f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens,
                 runtime.backend, runtime.kernels, runtime.dense_layers or "none", schedule.page_size,
-                schedule.bin_tokens, schedule.to_dict()["top_k"], runtime.draft_bytes / 2**30,
-                schedule.landmark_dtype, 100 * runtime.landmark_share, decoding.draft_tokens,
+                schedule.bin_tokens, schedule.to_dict()["top_k"],
+                " by drawing with the same random numbers" if decoding.drafter_invariant else "",
+                runtime.draft_bytes / 2**30, schedule.landmark_dtype, 100 * runtime.landmark_share,
+                decoding.draft_tokens,
             )  # fmt: skip
             return
         logger.info(

@@ -35,7 +35,7 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
 
     Raises ConfigError: a version of vLLM that this mode cannot run in, or an option that it excludes.
     """
-    versions.check_lossless(on_cpu)
+    versions.check_lossless(on_cpu, decoding.drafter_invariant)
     k = decoding.draft_tokens
     wanted: dict[str, Any] = {
         "method": "draft_model",
@@ -53,6 +53,12 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     if own and any(own.get(name) != value for name, value in wanted.items()):
         raise ConfigError(
             f"mode 'lossless' makes vLLM's speculative_config itself, got {asked}; leave it out, or leave out Sparrow"
+        )
+    method = (asked or {}).get("rejection_sample_method", "standard")
+    if decoding.drafter_invariant and method != "standard":
+        raise ConfigError(
+            "drafter_invariant verifies by drawing the tokens, not by rejecting drafts, but rejection_sample_method "
+            f"is {method!r}; leave one of them out"
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
     if decoding.adapt_draft_tokens:

@@ -181,18 +181,27 @@ def _telling_how_many_drafts(stock: Any) -> Any:
 
 
 def _metered_rejection_sample(stock: Any) -> Any:
+    from sparrow.vllm.verify import draw
+
     @wraps(stock)
     def rejection_sample(
         target_logits: Any, draft_logits: Any, draft_sampled: Any, cu_num_logits: Any, pos: Any, idx_mapping: Any,
-        expanded_idx_mapping: Any, expanded_local_pos: Any, temperature: Any, *args: Any, **kwargs: Any,
+        expanded_idx_mapping: Any, expanded_local_pos: Any, temperature: Any, seed: Any, num_speculative_steps: int,
+        *args: Any, use_fp64: bool = False, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        sampled, num_sampled = stock(
-            target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
-            expanded_local_pos, temperature, *args, **kwargs,
-        )  # fmt: skip
-        meter = getattr(draft_logits, "sparrow_meter", None)
-        if meter is not None:
-            meter.add(
+        runtime = getattr(draft_logits, "sparrow", None)
+        if runtime is not None and runtime.decoding.drafter_invariant:
+            sampled, num_sampled = draw(
+                target_logits, draft_sampled, cu_num_logits, pos, expanded_idx_mapping, temperature, seed,
+                num_speculative_steps, use_fp64,
+            )  # fmt: skip
+        else:
+            sampled, num_sampled = stock(
+                target_logits, draft_logits, draft_sampled, cu_num_logits, pos, idx_mapping, expanded_idx_mapping,
+                expanded_local_pos, temperature, seed, num_speculative_steps, *args, use_fp64=use_fp64, **kwargs,
+            )  # fmt: skip
+        if runtime is not None:
+            runtime.meter.add(
                 target_logits, draft_logits, cu_num_logits, pos, expanded_idx_mapping, expanded_local_pos, temperature,
                 num_sampled,
             )  # fmt: skip
@@ -294,9 +303,10 @@ LOSSLESS = (
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", ">=0.26", "measure the acceptance of "
-        "drafts where both distributions are at hand", _metered_rejection_sample, (
+        "drafts where both distributions are at hand; and with drafter_invariant draw the tokens that dense decoding "
+        "draws, in place of accepting drafts by their probability", _metered_rejection_sample, (
             "target_logits", "draft_logits", "draft_sampled", "cu_num_logits", "pos", "idx_mapping",
-            "expanded_idx_mapping", "expanded_local_pos", "temperature",
+            "expanded_idx_mapping", "expanded_local_pos", "temperature", "seed", "num_speculative_steps", "use_fp64",
         ),
     ),
 )  # fmt: skip

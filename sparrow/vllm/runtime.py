@@ -201,6 +201,7 @@ class Runtime:
         return {
             "mode": self.decoding.mode,
             **({"draft_tokens": self.decoding.draft_tokens} if self.is_lossless else {}),
+            **({"drafter_invariant": True} if self.decoding.drafter_invariant else {}),
             "backend": self.backend,
             "kernels": str(self.kernels),
             "schedule": self.schedule.to_dict(),

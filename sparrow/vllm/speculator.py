@@ -36,7 +36,8 @@ from sparrow.vllm.runtime import Runtime, find
 
 DRAFT_NOISE = 0x5DEECE66D
 """Some versions of vLLM draw a draft and the token that replaces it after rejection from the same noise. There, drafts
-get seeds of their own: if the two are not independent, the result does not follow the dense distribution."""
+get seeds of their own: if the two are not independent, the result does not follow the dense distribution. With
+``drafter_invariant`` nothing replaces a draft, and the noise is the same on purpose (``sparrow.vllm.verify``)."""
 
 
 @triton.jit
@@ -90,7 +91,8 @@ class SparseSpeculator(DraftModelSpeculator):
         decoding = config.requested(vllm_config)
         assert decoding is not None and self.draft_logits is not None
         self.num_drafts = self.num_speculative_steps
-        self._own_noise = versions.drafts_have_own_noise()
+        self._invariant = decoding.drafter_invariant
+        self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._captures = False
@@ -98,7 +100,7 @@ class SparseSpeculator(DraftModelSpeculator):
         self._sampler_arguments: dict[str, Any] = {
             self._logits_argument: self.draft_logits,
             f"{self._logits_argument}_col": self._step_index,
-            **({"is_drafting": True} if self._own_noise else {}),
+            **({"is_drafting": not self._invariant} if self._vllm_separates_noise else {}),
         }
         self.idx_mapping.fill_(-1)
         self._slots_R = torch.full((self.max_num_reqs,), -1, dtype=torch.int64, device=device)
@@ -135,7 +137,7 @@ class SparseSpeculator(DraftModelSpeculator):
         drafts = Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
         runtime.meter = Meter(drafts, self._logits_argument == "logits_cache", self._metered(runtime))
         runtime.draft_bytes = sum(x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None)
-        self.draft_logits.sparrow_meter = runtime.meter  # where verification finds it
+        self.draft_logits.sparrow = runtime  # where verification finds it
         # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the kernels'.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
         self.attn_groups: list[Any] = []
@@ -217,7 +219,8 @@ class SparseSpeculator(DraftModelSpeculator):
             input_batch.idx_mapping, input_batch.seq_lens, num_sampled, num_rejected, last_sampled.view(-1),
             is_prefilling, temperature, seeds, self.idx_mapping, buffers.input_ids, buffers.positions, buffers.seq_lens,
             self.temperature, self.seeds, self._step_index, self.runtime.count_pass(drafts), B, S, self.max_model_len,
-            PREFILL=is_prefilling is not None, NOISE=0 if self._own_noise else DRAFT_NOISE,
+            PREFILL=is_prefilling is not None,
+            NOISE=0 if self._invariant or self._vllm_separates_noise else DRAFT_NOISE,
             ROWS=triton.next_power_of_2(S), num_warps=4,
         )  # fmt: skip
         metered = self.runtime.meter.metered

@@ -38,10 +38,10 @@ def adapter(version: str) -> ModuleType:
     return import_module(f"sparrow.vllm.{name}")
 
 
-def check_lossless(on_cpu: bool) -> None:
+def check_lossless(on_cpu: bool, drafter_invariant: bool = False) -> None:
     """Check that lossless mode can run in the vLLM of this process.
 
-    Raises ConfigError: vLLM before 0.26, or on a GPU a version that it was never run with, unless
+    Raises ConfigError: vLLM before 0.26, or on a GPU a version or setting that was never run there, unless
     ``SPARROW_UNTESTED_VLLM`` is 1.
     """
     import vllm
@@ -50,11 +50,16 @@ def check_lossless(on_cpu: bool) -> None:
     major, minor = Version(vllm.__version__).release[:2]
     if (major, minor) < (0, 26):
         raise ConfigError(f"mode 'lossless' needs vLLM 0.26 to 0.33, got {vllm.__version__}; install one of those")
-    is_tested = on_cpu or f"{major}.{minor}" in LOSSLESS_ON_CUDA
-    if not is_tested and os.environ.get(UNTESTED_ENVIRONMENT, "").strip() != "1":
+    if on_cpu or os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1":
+        return
+    if f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
         raise ConfigError(
             f"mode 'lossless' was never run on a GPU with vLLM {vllm.__version__}, only with {LOSSLESS_ON_CUDA}; "
             f"install one of those, or set {UNTESTED_ENVIRONMENT}=1 to try it"
+        )
+    if drafter_invariant:
+        raise ConfigError(
+            f"drafter_invariant was never run on a GPU; leave it out, or set {UNTESTED_ENVIRONMENT}=1 to try it"
         )
 
 

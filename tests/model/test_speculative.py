@@ -187,6 +187,27 @@ def test_log_probs_and_top_lists_are_the_dense_policys():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)])
+def test_a_seeds_tokens_are_those_of_dense_decoding_whatever_drafts(sampling):
+    """With ``drafter_invariant``: any number of drafts, and any pages; else drafts take numbers of their own."""
+    model, sample = tiny_model(), Sampling(max_new_tokens=30, top_n=5, seed=3, **sampling)
+    asked = prompts()
+    dense = HFEngine(model, SparsitySchedule.dense(), []).generate(asked, sample)
+    kept = {}
+    for k, pages, invariant in ((1, 1, True), (4, 1, True), (4, 3, True), (9, 2, True), (4, 3, False)):
+        schedule = SparsitySchedule.fixed(pages, page_size=4, dense_layers=())
+        engine = HFEngine(model, Decoding.lossless(schedule, draft_tokens=k, drafter_invariant=invariant), [])
+        found, counters = engine.generate(asked, sample), engine.counters()
+        same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(found, dense, strict=True)]
+        assert all(same) if invariant else not all(same)
+        assert 0 < counters.accepted < counters.drafted
+        kept[k, invariant] = counters.accepted / counters.drafted
+        if invariant:
+            for a, b in zip(found, dense, strict=True):
+                assert np.abs(a.logprobs - b.logprobs).max() < 1e-4
+    assert kept[4, True] < kept[4, False]
+
+
 def test_samples_do_not_depend_on_what_is_sampled_beside_them():
     model = tiny_model()
     rows = prompts()

@@ -36,9 +36,9 @@ RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350
 FEW = [300, 17, 150, 64, 33, 15]
 
 
-def lossless(k=4, adapt=False, pages=1, **layout):
+def lossless(k=4, adapt=False, pages=1, drafter_invariant=False, **layout):
     schedule = DRAFTS.replace(top_k=(pages,), **layout)
-    return Decoding.lossless(schedule, draft_tokens=k, adapt_draft_tokens=adapt)
+    return Decoding.lossless(schedule, draft_tokens=k, adapt_draft_tokens=adapt, drafter_invariant=drafter_invariant)
 
 
 @contextlib.contextmanager
@@ -387,6 +387,66 @@ def test_a_seed_repeats_to_the_bit_and_logprobs_are_dense(folder, model):
             for at, given in zip(log_p, x.logprobs, strict=True):
                 assert set(np.argsort(-at)[:5]) <= set(given)
                 assert max(abs(at[token] - one.logprob) for token, one in given.items()) < 1e-4
+
+
+SEEDED = [
+    dict(temperature=1.0, n=2), dict(temperature=0.7, top_p=0.9), dict(temperature=1.3, top_k=20),
+    dict(temperature=1.0, presence_penalty=1.0), dict(temperature=0.0),
+]  # fmt: skip
+
+
+def seeded(llm, asked, tokens=24):
+    """The tokens of every response under each of ``SEEDED``."""
+    answers = []
+    for each in SEEDED:
+        wanted = [parameters(tokens, seed=100 + i, **each) for i in range(len(asked))]
+        outputs = llm.generate([{"prompt_token_ids": p} for p in asked], wanted, use_tqdm=False)
+        answers.append([tokens_of(o.outputs) for o in outputs])
+    return answers
+
+
+def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
+    """With ``drafter_invariant``: any number of drafts, pages and batches, and a number of drafts that changes."""
+    tiny.checkpoint(tmp_path, num_hidden_layers=2, initializer_range=0.15)
+    asked = prompts(*FEW, seed=13)
+    with engine(tmp_path) as llm:
+        expected = seeded(llm, asked)
+    assert len({str(tokens) for tokens in expected}) == len(SEEDED)
+    turns = iter(range(10**6))
+    monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length: (0, 1, 3, 4)[next(turns) % 4])
+    for decoding, options in (
+        (lossless(1, pages=4, drafter_invariant=True), {}),
+        (lossless(8, pages=1, drafter_invariant=True), dict(max_num_seqs=3)),
+        (lossless(4, adapt=True, pages=4, drafter_invariant=True), dict(max_num_batched_tokens=64)),
+    ):
+        with engine(tmp_path, decoding, **options) as llm:
+            assert seeded(llm, asked) == expected, decoding
+            counts, cycles = counters(llm), llm.collective_rpc("sparrow_acceptance")[0]["cycles"]
+        assert 0 < counts["accepted"] < counts["drafted"]
+        assert len(cycles) == 4 if decoding.adapt_draft_tokens else len(cycles) == 1
+    with engine(tmp_path, lossless(4)) as llm:
+        assert seeded(llm, asked[:2])[0] != expected[0][:2]  # drafts with noise of their own
+
+
+def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypatch):
+    """At least a / (2 - a) of them and at most a, where a is their acceptance; with other noise far fewer."""
+    asked = prompts(*FEW, *FEW, seed=14)
+    stock, shares = speculator.gumbel_sample, []
+    for other_noise in (False, True):
+        if other_noise:
+            monkeypatch.setattr(
+                speculator, "gumbel_sample", lambda *args, **named: stock(*args, **{**named, "is_drafting": True})
+            )
+        with engine(folder, lossless(1, pages=4, drafter_invariant=True)) as llm:
+            generate(llm, asked, 120, temperature=1.0, seed=5)
+            report = llm.collective_rpc("sparrow_acceptance")[0]["bins"]
+            counts = counters(llm)
+        judged = sum(each["drafts"] for each in report)
+        a = sum(each["drafts"] * each["mean"] for each in report) / judged
+        shares.append(counts["accepted"] / judged)
+        assert 0.3 < a < 0.95
+    assert a / (2 - a) - 0.03 < shares[0] < a + 0.03
+    assert shares[1] < a / (2 - a) - 0.1
 
 
 def enumerated(model, prompt, tokens):

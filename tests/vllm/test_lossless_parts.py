@@ -103,6 +103,13 @@ def test_options_that_exclude_it_are_refused(given, message):
         prepared(**given)
 
 
+def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
+    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [0.9]}
+    with pytest.raises(ConfigError, match="rejection_sample_method is 'synthetic'; leave one of them out"):
+        prepared(Decoding.lossless(drafter_invariant=True), speculative_config=rates)
+    assert prepared(Decoding.lossless(drafter_invariant=True)).speculative_config["method"] == "draft_model"
+
+
 def test_a_fixed_number_of_drafts_takes_other_schedulers():
     fixed = Decoding.lossless(adapt_draft_tokens=False)
     assert prepared(fixed, async_scheduling=False).async_scheduling is False
@@ -128,8 +135,15 @@ def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeyp
 def test_an_untested_version_runs_if_told_to(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
-    versions.check_lossless(on_cpu=False)
+    versions.check_lossless(on_cpu=False, drafter_invariant=True)
     versions.check_lossless(on_cpu=True)
+
+
+def test_an_untested_setting_runs_on_a_gpu_if_told_to(cuda_version, monkeypatch):
+    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
+    versions.check_lossless(on_cpu=False)
+    with pytest.raises(ConfigError, match="drafter_invariant was never run on a GPU; leave it out, or set SPARROW_"):
+        versions.check_lossless(on_cpu=False, drafter_invariant=True)
 
 
 @pytest.mark.parametrize(
