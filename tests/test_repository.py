@@ -48,7 +48,6 @@ ELSEWHERE = {
     "vllm/": "vllm/test_plugin.py",
     "vllm/backend.py": "engines/vllm/test_engine.py",
     "vllm/meter.py": "vllm/test_lossless_parts.py",
-    "vllm/scheduler.py": "vllm/test_lossless.py",
     "vllm/speculator.py": "vllm/test_lossless.py",
 }
 """Where a module is tested that has no test of its path: by module or by folder, from ``sparrow/`` and ``tests/``."""

@@ -19,7 +19,9 @@ class LosslessScheduler(AsyncScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
-        self.draft_length = DraftLength(set(self.dynamic_sd_lookup[1:]))
+        # Not from the table, which has only as many numbers as ``max_num_seqs``: the first of them is 0.
+        speculative: Any = self.vllm_config.speculative_config
+        self.draft_length = DraftLength(k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
         # When the previous step ended, how many sequences it had, and how many drafts each of them had.

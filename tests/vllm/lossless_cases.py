@@ -545,7 +545,9 @@ def test_weights_change_between_rollouts(folder, model, tmp_path):
         assert_greedy_and_dense(new, asked, generate(llm, asked, 12))
 
 
-@pytest.mark.parametrize("options", [dict(adapt=True), dict(adapt=False, async_scheduling=False)])
+@pytest.mark.parametrize(
+    "options", [dict(adapt=True), dict(adapt=True, max_num_seqs=1), dict(adapt=False, async_scheduling=False)]
+)
 def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
     adapt, others = options["adapt"], {k: v for k, v in options.items() if k != "adapt"}
     asked = prompts(*FEW, seed=12)

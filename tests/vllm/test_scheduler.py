@@ -1,0 +1,100 @@
+"""What the scheduler of lossless mode chooses and notes of each step; vLLM's own part is left out."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.version")
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from sparrow.vllm import scheduler as module
+from sparrow.vllm.scheduler import LosslessScheduler
+
+CHOICES = (0, 2, 4)
+
+
+@pytest.fixture
+def make(monkeypatch):
+    """A scheduler for so many sequences at most, with a clock that a test moves by hand."""
+
+    def init(self, most):
+        ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
+        spec = SimpleNamespace(num_speculative_tokens_per_batch_size=ranges)
+        self.vllm_config = SimpleNamespace(speculative_config=spec)
+        self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][: most + 1]  # as vLLM makes it of the ranges
+        self.running, self.requests = [], {}
+
+    monkeypatch.setattr(AsyncScheduler, "__init__", init)
+    monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: None)
+    monkeypatch.setattr(AsyncScheduler, "update_from_output", lambda self, *_: None)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+
+    def made(most=8):
+        scheduler = LosslessScheduler(most)
+        scheduler.clock = clock
+        return scheduler
+
+    return made
+
+
+def run(scheduler, lengths):
+    """Sequences of these lengths, by name."""
+    scheduler.requests = {name: SimpleNamespace(num_computed_tokens=n) for name, n in lengths.items()}
+    scheduler.running = list(scheduler.requests.values())
+
+
+def step(scheduler, names, drafts, emitted, seconds=0.01):
+    """One step of these sequences, each with so many drafts, that gave each of them ``emitted`` tokens."""
+    scheduler.clock.now += seconds
+    output = SimpleNamespace(
+        num_scheduled_tokens=dict.fromkeys(names, drafts + 1),
+        scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * drafts) if drafts else {},
+    )
+    scheduler.update_from_output(output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted]))
+
+
+@pytest.fixture
+def observed(monkeypatch):
+    found = []
+    monkeypatch.setattr(module.DraftLength, "observe", lambda self, *what: found.append(what))
+    return found
+
+
+@pytest.mark.parametrize("most", [1, 2, 8])
+def test_every_number_of_drafts_may_be_chosen_however_few_sequences_run(make, most):
+    scheduler = make(most)
+    assert scheduler.draft_length.choices == CHOICES
+    run(scheduler, {"a": 100})
+    chosen = set()
+    for _ in range(40):
+        scheduler.schedule()
+        drafts = scheduler.dynamic_sd_lookup[1]
+        assert scheduler.dynamic_sd_lookup == [drafts] * (most + 1)
+        step(scheduler, ["a"], drafts, [drafts + 1])
+        chosen.add(drafts)
+    assert chosen == set(CHOICES)
+
+
+def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
+    scheduler = make()
+    run(scheduler, {"a": 100, "b": 300, "c": 200})
+    for emitted in ([1, 1, 1], [1, 3, 5]):  # the first has no step before it
+        step(scheduler, ["a", "b", "c"], 4, emitted)
+    # Accepted: 0, 2 and 4 of 4. Judged: the accepted ones and the first rejected one.
+    assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4)]
+    observed.clear()
+    for _ in range(2):
+        step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
+    assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0)]
+
+
+def test_steps_that_are_not_alike_are_not_timed(make, observed):
+    scheduler = make()
+    run(scheduler, {"a": 100, "b": 300})
+    for names, drafts in ((["a", "b"], 4), (["a"], 4), (["a", "b"], 2), (["a", "b"], 3), (["a", "b"], 3)):
+        step(scheduler, names, drafts, [1] * len(names))  # 3 is none of the choices
+    step(scheduler, ["a", "b"], 2, [1, 1])
+    step(scheduler, ["a", "b"], 2, [0, 1])  # "a" was in prefill
+    assert observed == []
