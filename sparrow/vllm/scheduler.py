@@ -60,9 +60,13 @@ class LosslessScheduler(AsyncScheduler):
         emitted = [len(tokens) for tokens in sampled]
         if min(emitted) == 0:
             return
-        length = sum(self.requests[i].num_computed_tokens for i in scheduled.num_scheduled_tokens if i in self.requests)
+        # Under async scheduling a response may have ended since this step began; then its request is gone.
+        lengths = [self.requests[i].num_computed_tokens for i in scheduled.num_scheduled_tokens if i in self.requests]
+        if not lengths:
+            return
+        length = sum(lengths) / len(lengths)
         self.draft_length.observe(
-            rows, length / rows, drafts, now - last[0], sum(emitted) - rows, sum(min(n, drafts) for n in emitted)
+            rows, length, drafts, now - last[0], sum(emitted) - rows, sum(min(n, drafts) for n in emitted)
         )
         cycles = self.draft_length.chosen.total()
         if cycles >= self._say_from and self.draft_length.in_use() != self._said:

@@ -98,3 +98,16 @@ def test_steps_that_are_not_alike_are_not_timed(make, observed):
     step(scheduler, ["a", "b"], 2, [1, 1])
     step(scheduler, ["a", "b"], 2, [0, 1])  # "a" was in prefill
     assert observed == []
+
+
+def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, observed):
+    """The next step is under way when a response ends, so a step's sequences may have ended before it is noted."""
+    scheduler = make()
+    run(scheduler, {"a": 1000, "b": 3000})
+    step(scheduler, ["a", "b"], 2, [1, 1])
+    del scheduler.requests["a"]
+    step(scheduler, ["a", "b"], 2, [1, 1])
+    assert [length for _, length, *_ in observed] == [3000]
+    del scheduler.requests["b"]
+    step(scheduler, ["a", "b"], 2, [1, 1])
+    assert len(observed) == 1
