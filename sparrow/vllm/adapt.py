@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 
 PROBES = 4
 """Cycles timed with a number of drafts before anything is concluded about it."""
@@ -196,7 +196,7 @@ class DraftLength:
 def _typical(seconds: Iterable[float]) -> float:
     """The mean without the slowest quarter, in which other work took time."""
     ordered = sorted(seconds)
-    return mean(ordered[: max(1, (3 * len(ordered)) // 4)])
+    return fmean(ordered[: max(1, (3 * len(ordered)) // 4)])
 
 
 def _step(value: float) -> int:

@@ -33,7 +33,7 @@ class LosslessScheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         if self.running:
             rows = len(self.running)
-            length = sum(request.num_computed_tokens for request in self.running) / rows
+            length = sum([request.num_computed_tokens for request in self.running]) / rows
             self.dynamic_sd_lookup = self._tables[self.draft_length.choose(rows, length)]
         return super().schedule(*args, **kwargs)
 
@@ -50,25 +50,27 @@ class LosslessScheduler(AsyncScheduler):
             return
         drafts = counts.pop() - 1
         drafted = scheduled.scheduled_spec_decode_tokens
-        if drafts not in self._tables or any(len(of) != drafts for of in drafted.values()):
+        if drafts not in self._tables or set(map(len, drafted.values())) - {drafts}:
             return
         if drafts and len(drafted) != rows:
             return
         self._last = (now, rows, drafts)
         if last is None or last[1:] != (rows, drafts):
             return
-        emitted = [len(tokens) for tokens in sampled]
+        emitted = list(map(len, sampled))
         if min(emitted) == 0:
             return
         # Under async scheduling a response may have ended since this step began; then its request is gone.
-        lengths = [self.requests[i].num_computed_tokens for i in scheduled.num_scheduled_tokens if i in self.requests]
+        left = filter(None, map(self.requests.get, scheduled.num_scheduled_tokens))
+        lengths = [request.num_computed_tokens for request in left]
         if not lengths:
             return
-        length = sum(lengths) / len(lengths)
-        self.draft_length.observe(
-            rows, length, drafts, now - last[0], sum(emitted) - rows, sum(min(n, drafts) for n in emitted)
-        )
+        length, tokens = sum(lengths) / len(lengths), sum(emitted)
+        judged = tokens - emitted.count(drafts + 1)  # after the last of all drafts came one more token
+        self.draft_length.observe(rows, length, drafts, now - last[0], tokens - rows, judged)
         cycles = self.draft_length.chosen.total()
-        if cycles >= self._say_from and self.draft_length.in_use() != self._said:
-            self._said, self._say_from = self.draft_length.in_use(), cycles + LOG_EVERY
-            self._logger.info("Sparrow drafts by sequences x tokens: %s", self._said)
+        if cycles >= self._say_from and (in_use := self.draft_length.in_use()):
+            self._say_from = cycles + LOG_EVERY
+            if in_use != self._said:
+                self._said = in_use
+                self._logger.info("Sparrow drafts by sequences x tokens: %s", in_use)

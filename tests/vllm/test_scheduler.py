@@ -9,7 +9,7 @@ pytest.importorskip("vllm.version")
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from sparrow.vllm import scheduler as module
-from sparrow.vllm.scheduler import LosslessScheduler
+from sparrow.vllm.scheduler import LOG_EVERY, LosslessScheduler
 
 CHOICES = (0, 2, 4)
 
@@ -111,3 +111,17 @@ def test_the_length_of_a_step_is_that_of_the_sequences_that_are_left(make, obser
     del scheduler.requests["b"]
     step(scheduler, ["a", "b"], 2, [1, 1])
     assert len(observed) == 1
+
+
+def test_what_is_in_use_is_looked_at_seldom_and_said_once(make, monkeypatch):
+    scheduler, asked, said = make(), [], []
+    run(scheduler, {"a": 100})
+    in_use = module.DraftLength.in_use
+    monkeypatch.setattr(module.DraftLength, "in_use", lambda self: asked.append(1) or in_use(self))
+    scheduler._logger = SimpleNamespace(info=lambda text, use: said.append(use))
+    for _ in range(5 * LOG_EVERY):
+        scheduler.schedule()
+        drafts = scheduler.dynamic_sd_lookup[1]
+        step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
+    # Until something is in use, which costs nothing to find out, and then once in so many cycles.
+    assert len(asked) <= 30 and said == [{"1 x 91": 0}]
