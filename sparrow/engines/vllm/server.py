@@ -31,7 +31,8 @@ T = TypeVar("T")
 CONNECTIONS = 256  # requests in flight at a time; vLLM itself would queue any beyond these
 ANSWER_S = 600.0  # longest wait for an answer to anything but a prompt
 CHECK_S, STALL_S = 15.0, 300.0
-"""How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none."""
+"""How often a server that answers no prompt is asked whether it makes progress, and for how long it may make none; one
+that answers but does not count tokens is waited for."""
 
 
 class VLLMServer(Client):
@@ -101,15 +102,16 @@ class VLLMServer(Client):
                 return choice
 
             requests = [asyncio.create_task(send(body)) for body in bodies]
-            waiting, tokens, since = set(requests), -1, time.monotonic()
+            waiting, since = set(requests), time.monotonic()
+            generated: int | None = -1
             try:
                 while waiting:
                     done, waiting = await asyncio.wait(waiting, timeout=CHECK_S, return_when=asyncio.FIRST_EXCEPTION)
                     for request in done:
                         request.result()
-                    generated = self._generated()
-                    if done or generated != tokens:
-                        tokens, since = generated, time.monotonic()
+                    before, generated = generated, self._generated()
+                    if done or generated is None or generated != before:
+                        since = time.monotonic()
                     elif time.monotonic() - since > STALL_S:
                         raise EngineError(
                             f"the vLLM server at {self._url} has generated nothing for {STALL_S:.0f} s; start it "
@@ -121,14 +123,17 @@ class VLLMServer(Client):
                     request.cancel()
                 await asyncio.gather(*requests, return_exceptions=True)
 
-    def _generated(self) -> int:
-        """Tokens the server has read and written since it was started; -1 if it does not say."""
+    def _generated(self) -> int | None:
+        """Tokens the server has read and written since it was started; -1 without an answer, None if it does not count.
+
+        vLLM counts none with ``--disable-log-stats``.
+        """
         try:
             metrics = self._request("GET", "/metrics", timeout=CHECK_S).decode()
         except EngineError:
             return -1
         counts = re.findall(r"^vllm:(?:prompt|generation)_tokens_total\{[^}]*\} (\S+)", metrics, re.M)
-        return int(sum(map(float, counts)))
+        return int(sum(map(float, counts))) if counts else None
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         if self._controls:

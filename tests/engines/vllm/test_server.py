@@ -24,7 +24,8 @@ class Pretender(BaseHTTPRequestHandler):
         state = self.server.state
         if self.path == "/metrics":
             state["generated"] += state["progress"]
-            self.answer(f'vllm:generation_tokens_total{{engine="0"}} {state["generated"]}\n')
+            counted = f'vllm:generation_tokens_total{{engine="0"}} {state["generated"]}\n'
+            self.answer(counted if state["counts"] else "http_requests_total 3.0\n")
         else:
             self.answer({"data": [{"max_model_len": 1000}]})
 
@@ -64,7 +65,10 @@ class Pretender(BaseHTTPRequestHandler):
 @pytest.fixture
 def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
     made = ThreadingHTTPServer(("localhost", 0), Pretender)
-    made.state = {"generate": 0.0, "generated": 0, "progress": 0, "calls": [], "wait": threading.Event()}
+    made.state = {
+        "generate": 0.0, "generated": 0, "progress": 0, "counts": True, "calls": [],
+        "wait": threading.Event(),
+    }  # fmt: skip
     threading.Thread(target=made.serve_forever, daemon=True).start()
     for name in ("HTTP_PROXY", "ALL_PROXY"):  # a server on this machine is not asked through one
         monkeypatch.setenv(name, "http://localhost:1")
@@ -102,6 +106,15 @@ def test_a_slow_server_that_makes_progress_is_waited_for(pretender):
     url, state = pretender
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["progress"] = 1.5, 1  # three times the patience
+    assert len(client.generate([[1]], SAMPLING)) == 1
+
+
+@pytest.mark.slow
+def test_a_slow_server_that_counts_nothing_is_waited_for(pretender):
+    """vLLM has no counters of tokens with ``--disable-log-stats``: no progress and no counting look alike."""
+    url, state = pretender
+    client = VLLMServer(url, SCHEDULE)
+    state["generate"], state["counts"] = 1.5, False  # three times the patience
     assert len(client.generate([[1]], SAMPLING)) == 1
 
 
