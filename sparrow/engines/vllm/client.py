@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from sparrow.engines.base import Counters
-from sparrow.errors import ConfigError, SparrowError
+from sparrow.errors import ConfigError, EngineError, SparrowError
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
@@ -151,13 +151,21 @@ def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> 
             yield path
 
 
-def rollout(prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: str) -> Rollout:
-    """A rollout from ids and log-probs ``[T, 1 + n]``: the sampled token's, then those of the likeliest, best first."""
+def rollout(prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any) -> Rollout:
+    """A rollout from ids and log-probs ``[T, 1 + n]``: the sampled token's, then those of the likeliest, best first.
+
+    Raises EngineError: a response that ended neither by itself nor at its limit, such as one that was aborted.
+    """
+    if end not in ("stop", "length"):
+        raise EngineError(
+            f"vLLM ended a response after {len(tokens)} tokens with {end!r}, not 'stop' or 'length', so it is no "
+            "sample of the actor; let nobody abort requests, pause or stop vLLM meanwhile, and go on with --resume"
+        )
     return Rollout(
         prompt_ids=prompt,
         response_ids=np.asarray(tokens, dtype=np.int64),
         logprobs=logprobs[:, 0],
         top_ids=ids[:, 1:],
         top_logprobs=logprobs[:, 1:],
-        finish_reason="stop" if end == "stop" else "length",
+        finish_reason=end,
     )

@@ -48,7 +48,7 @@ class Pretender(BaseHTTPRequestHandler):
             state["wait"].wait(state["generate"])
             entry = {"token_id": 3, "logprob": -1.0}
             content = [{**entry, "top_logprobs": [entry, entry]}]
-            choice = {"logprobs": {"content": content}, "token_ids": [3], "finish_reason": "stop"}
+            choice = {"logprobs": {"content": content}, "token_ids": [3], "finish_reason": state["end"]}
             self.answer({"choices": [choice]})
 
     def answer(self, value, status=200) -> None:
@@ -66,7 +66,7 @@ class Pretender(BaseHTTPRequestHandler):
 def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
     made = ThreadingHTTPServer(("localhost", 0), Pretender)
     made.state = {
-        "generate": 0.0, "generated": 0, "progress": 0, "counts": True, "calls": [],
+        "generate": 0.0, "generated": 0, "progress": 0, "counts": True, "end": "stop", "calls": [],
         "wait": threading.Event(),
     }  # fmt: skip
     threading.Thread(target=made.serve_forever, daemon=True).start()
@@ -116,6 +116,17 @@ def test_a_slow_server_that_counts_nothing_is_waited_for(pretender):
     client = VLLMServer(url, SCHEDULE)
     state["generate"], state["counts"] = 1.5, False  # three times the patience
     assert len(client.generate([[1]], SAMPLING)) == 1
+
+
+@pytest.mark.parametrize("end", ["abort", "repetition"])
+def test_a_response_that_was_cut_off_is_none(pretender, end):
+    url, state = pretender
+    client = VLLMServer(url, SCHEDULE)
+    state["end"] = "length"
+    assert client.generate([[1]], SAMPLING)[0].finish_reason == "length"
+    state["end"] = end
+    with pytest.raises(EngineError, match=f"vLLM ended a response after 1 tokens with '{end}'"):
+        client.generate([[1], [2]], SAMPLING)
 
 
 def test_who_watches_is_told_as_responses_are_finished(pretender):
