@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import httpx
 import numpy as np
+import torch
 from torch import Tensor
 
 from sparrow.engines.base import Counters
@@ -170,6 +171,7 @@ class VLLMServer(Client):
             self._request("POST", "/sleep?level=1")
 
     def wake(self) -> None:
+        torch.cuda.empty_cache()  # torch still holds what training has freed; the server could not use it
         if self._controls:
             self._request("POST", "/wake_up")
 

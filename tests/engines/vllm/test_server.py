@@ -129,6 +129,17 @@ def test_a_response_that_was_cut_off_is_none(pretender, end):
         client.generate([[1], [2]], SAMPLING)
 
 
+def test_memory_that_training_has_freed_is_there_when_the_server_wakes(pretender, monkeypatch):
+    url, state = pretender
+    client = VLLMServer(url, SCHEDULE)
+    led = VLLMServer(url, SCHEDULE, controls=False)
+    state["calls"].clear()
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: state["calls"].append("empty_cache"))
+    led.wake()
+    client.wake()
+    assert state["calls"] == ["empty_cache", "empty_cache", "/wake_up"]
+
+
 def test_who_watches_is_told_as_responses_are_finished(pretender):
     url, _ = pretender
     told = []
