@@ -198,10 +198,11 @@ class Runtime:
 
     def describe(self) -> dict[str, Any]:
         """What runs where, in plain types."""
+        settings = self.decoding.to_dict() if self.is_lossless else {}
+        settings.pop("draft_schedule", None)  # it may have changed since; ``schedule`` has the one in use
         return {
             "mode": self.decoding.mode,
-            **({"draft_tokens": self.decoding.draft_tokens} if self.is_lossless else {}),
-            **({"drafter_invariant": True} if self.decoding.drafter_invariant else {}),
+            **settings,
             "backend": self.backend,
             "kernels": str(self.kernels),
             "schedule": self.schedule.to_dict(),

@@ -147,6 +147,15 @@ def test_page_counts_of_a_step():
         made.set_schedule(SCHEDULE.replace(page_size=8))
 
 
+def test_the_settings_of_lossless_mode_are_told():
+    asked = Decoding.lossless(SCHEDULE, draft_tokens=3, adapt_draft_tokens=False, meter_schedule=SCHEDULE)
+    told = Runtime(asked, max_rows=8, max_length=400, device=torch.device("cpu")).describe()
+    settings = asked.to_dict()
+    assert settings.pop("draft_schedule") == told["schedule"]
+    assert len(settings) == 5 and settings.items() <= told.items()
+    assert runtime().describe()["mode"] == "lossy" and "draft_tokens" not in runtime().describe()
+
+
 def test_page_counts_stay_where_a_graph_captured_them():
     made = runtime()
     first = step(made, lengths(48, 64))

@@ -24,7 +24,7 @@ from torch import Tensor
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
-from sparrow.mode import Decoding
+from sparrow.mode import LOSSLESS_SETTINGS, Decoding
 from sparrow.rollout import Rollout, Sampling, Watch
 from sparrow.schedule import SparsitySchedule
 
@@ -46,11 +46,12 @@ class VLLMServer(Client):
     Args:
         url: such as ``http://localhost:8000``.
         schedule: what the actor may read, or how to decode. If its page counts differ from the server's, the server's
-            are changed at once; whether the server is lossless was fixed when it was started.
+            are changed at once; whether the server is lossless was fixed when it was started, and so were the other
+            settings of that mode, which are the server's where they are left at their defaults.
         controls: whether this client sets schedules and weights; of several processes that share a server, one does.
 
-    Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in another mode or cannot
-    be controlled.
+    Raises EngineError: no server answers. ConfigError: the server does not run Sparrow, runs in another mode, lacks a
+    setting of lossless mode or cannot be controlled.
     """
 
     def __init__(
@@ -69,8 +70,21 @@ class VLLMServer(Client):
                 f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start "
                 f'it with --additional-config \'{{"sparrow": "{decoding.mode}"}}\', or ask for mode {mode!r}'
             )
+        if self._is_lossless:
+            self._check_settings(decoding)
         if decoding.schedule != self.schedule:
             self.set_schedule(decoding.schedule)
+
+    def _check_settings(self, decoding: Decoding) -> None:
+        """Raises ConfigError: a setting of lossless mode, other than the default, that the server does not have."""
+        default, theirs = Decoding.lossless().to_dict(), self._described[0]
+        for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
+            value = decoding.to_dict().get(name)
+            if value not in (default.get(name), theirs.get(name)):
+                raise ConfigError(
+                    f"the server at {self._url} has {name} {theirs.get(name)!r}, not {value!r}, and cannot change it; "
+                    f"start it with that {name} in --additional-config, or leave {name} out"
+                )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         """See ``Engine.generate``.

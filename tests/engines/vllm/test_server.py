@@ -1,6 +1,7 @@
 """A vLLM server that dies, refuses or stalls, played by a few lines of HTTP."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ class Pretender(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
-        described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0]}
+        described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0], **state["described"]}
         counters = {"tokens_read": 1, "tokens_held": 2, "preemptions": 0}
         results = {"sparrow_describe": [described], "sparrow_counters": [counters]}
         if self.path != "/inference/v1/generate":
@@ -66,7 +67,7 @@ class Pretender(BaseHTTPRequestHandler):
 def pretender(monkeypatch) -> Iterator[tuple[str, dict]]:
     made = ThreadingHTTPServer(("localhost", 0), Pretender)
     made.state = {
-        "generate": 0.0, "generated": 0, "progress": 0, "counts": True, "end": "stop", "calls": [],
+        "generate": 0.0, "generated": 0, "progress": 0, "counts": True, "end": "stop", "described": {}, "calls": [],
         "wait": threading.Event(),
     }  # fmt: skip
     threading.Thread(target=made.serve_forever, daemon=True).start()
@@ -162,6 +163,23 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
     url, _ = pretender
     with pytest.raises(ConfigError, match=r"runs in mode 'lossy', not 'lossless'.*start it with --additional-config"):
         VLLMServer(url, Decoding.lossless(SCHEDULE))
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or leave draft_tokens out"),
+        (dict(adapt_draft_tokens=False), "has adapt_draft_tokens True, not False"),
+        (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
+        (dict(draft_tokens=4), None),
+        ({}, None),  # what is left out is as the server has it
+    ],
+)
+def test_settings_of_lossless_mode_that_the_server_does_not_have_are_refused(pretender, asked, message):
+    url, state = pretender
+    state["described"] = {"mode": "lossless", "draft_tokens": 4, "adapt_draft_tokens": True}
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
 
 
 def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pretender):
