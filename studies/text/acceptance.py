@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,52 @@ from sparrow.mismatch import beta_tail_fit, plain, sequence_bootstrap, weighted_
 from sparrow.model import actor
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import save
+
 Floats = NDArray[np.float64]
+
+
+class Study:
+    """A checkpoint, its held-out texts, and the cycles in them whose drafts are measured.
+
+    Attributes:
+        card: what ``train.py`` says of the model.
+        context: tokens of each text, ``[S, T]`` in ``ids``.
+        start: the cycles' first positions ``[S, R]``; ``position`` has those of their drafts, ``[S, R, W]``.
+        edges: of the bins by length.
+    """
+
+    def __init__(self, checkpoint: Path, texts: int, cycles: int, drafted: int, context: int | None = None) -> None:
+        self.checkpoint, self.began = checkpoint, time.monotonic()
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.card = json.loads((checkpoint / "card.json").read_text())
+        self.context = context = context or self.card["context"]
+        self.ids = windows(np.load(checkpoint / "held_out.npy"), texts, context).to(self.device)
+        self.start = starts(texts, cycles, context, drafted).to(self.device)
+        self.position = (self.start[..., None] + torch.arange(drafted, device=self.device)).cpu().numpy()
+        self.edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
+
+    def load(self, dtype: torch.dtype = torch.float32, **options: Any) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(self.checkpoint, dtype=dtype, **options)
+        return model.to(self.device).eval()
+
+    def measured(self, measure: Callable[[Tensor, Tensor], Sequence[Tensor]], batch: int) -> list[Floats]:
+        """What ``measure`` gives for the ids and starts of some texts at a time, ``[B, R, W]`` each, of all texts."""
+        parts = [measure(*some) for some in zip(self.ids.split(batch), self.start.split(batch), strict=True)]
+        return [torch.cat(of).double().clamp(0, 1).cpu().numpy() for of in zip(*parts, strict=True)]
+
+    def summary(self, alpha: Floats, ks: Sequence[int] = ()) -> dict[str, Any]:
+        """Statistics of acceptance ``[S, R, W]``: in all, by step of a cycle, and by bins of length."""
+        return summary(alpha, self.position, self.edges, ks)
+
+    def save(self, arguments: argparse.Namespace, **results: Any) -> dict[str, Any]:
+        """Write results to ``arguments.out``, with the model, the settings and the seconds that it took."""
+        settings = {k: v for k, v in vars(arguments).items() if k not in ("checkpoint", "out")}
+        seconds = round(time.monotonic() - self.began, 1)
+        result = plain({"model": self.card, "seconds": seconds, "settings": settings, **results})
+        save(arguments.out, result)
+        return result
 
 
 def schedule(
@@ -75,15 +121,20 @@ def lossless(
 
 
 @torch.no_grad()
+def distributions(model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int) -> Tensor:
+    """The model's next-token distributions ``[B, R, W, V]`` at the drafts of cycles."""
+    hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+    position = start[..., None] + torch.arange(drafted, device=ids.device)
+    hidden = hidden[torch.arange(len(ids), device=ids.device)[:, None, None], position]
+    return model.get_output_embeddings()(hidden).float().softmax(-1)
+
+
 def lossy(
     model: PreTrainedModel, ids: Tensor, start: Tensor, p: Tensor, prompt: int, kept: SparsitySchedule, **options: Any
 ) -> Tensor:
     """Acceptance ``[B, R, W]`` at the same drafts of an actor that wrote all but the first ``prompt`` tokens itself."""
     with actor.teacher_forced(model, [prompt] * len(ids), kept, **options):
-        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-    position = start[..., None] + torch.arange(p.shape[2], device=ids.device)
-    hidden = hidden[torch.arange(len(ids), device=ids.device)[:, None, None], position]
-    return acceptance(p, model.get_output_embeddings()(hidden).float().softmax(-1))
+        return acceptance(p, distributions(model, ids, start, p.shape[2]))
 
 
 def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
@@ -178,46 +229,31 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--implementation", choices=("triton", "reference"), help="of the lossy actor's attention")
     args = parser.parse_args(argv)
 
-    began = time.monotonic()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    card = json.loads((args.checkpoint / "card.json").read_text())
-    context, drafted = card["context"], max(args.drafts)
-    load = partial(AutoModelForCausalLM.from_pretrained, args.checkpoint, dtype=torch.float32)
-    drafter, history = load(attn_implementation=drafts.NAME).to(device).eval(), load().to(device).eval()
+    drafted = max(args.drafts)
+    study = Study(args.checkpoint, args.texts, args.cycles, drafted)
+    drafter, history = study.load(attn_implementation=drafts.NAME), study.load()
     actor.set_schedule(history, SparsitySchedule.dense(dense_layers=()))
-    ids = windows(np.load(args.checkpoint / "held_out.npy"), args.texts, context).to(device)
-    start = starts(args.texts, args.cycles, context, drafted).to(device)
 
     layers = [(), tuple(args.dense_layers)] if args.dense_layers else [()]
     budgets = [(budget, schedule(budget, dense)) for dense in layers for budget in args.budgets]
     cases = [(b, kept, r) for r in (1, *args.reuse) for b, kept in budgets if r == 1 or b in args.reuse_budgets]
-    alpha: dict[Any, list[Tensor]] = {}
-    for i in range(0, args.texts, args.batch):
-        now = slice(i, i + args.batch)
-        p, alphas = lossless(drafter, ids[now], start[now], drafted, [case[1:] for case in cases])
-        for case, values in zip(cases, alphas, strict=True):
-            alpha.setdefault(("lossless", *case), []).append(values)
-        for budget, kept in budgets:
-            values = lossy(history, ids[now], start[now], p, args.prompt, kept, implementation=args.implementation)
-            alpha.setdefault(("lossy", budget, kept, 1), []).append(values)
-    position = (start[..., None] + torch.arange(drafted, device=device)).cpu().numpy()
-    edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
+
+    def measure(ids: Tensor, start: Tensor) -> list[Tensor]:
+        p, alphas = lossless(drafter, ids, start, drafted, [case[1:] for case in cases])
+        forced = partial(lossy, history, ids, start, p, args.prompt, implementation=args.implementation)
+        return [*alphas, *(forced(kept) for _, kept in budgets)]
+
+    every = [*(("lossless", *case) for case in cases), *(("lossy", *case, 1) for case in budgets)]
     rows = []
-    for (mode, budget, kept, reuse), batches in alpha.items():
-        values = torch.cat(batches).double().clamp(0, 1).cpu().numpy()
-        measured = summary(values, position, edges, args.drafts if mode == "lossless" else ())
+    for (mode, budget, kept, reuse), values in zip(every, study.measured(measure, args.batch), strict=True):
+        measured = study.summary(values, args.drafts if mode == "lossless" else ())
         what = {"mode": mode, "budget": budget, "top_k": kept.top_k[0], "dense_layers": list(kept.dense_layers)}
         if reuse == 1:
-            measured |= shape(values, position)
+            measured |= shape(values, study.position)
         rows.append({**what, "reuse": reuse, **measured})
         print(f"{mode} {budget} dense layers {kept.dense_layers} reuse {reuse}: mean {measured['mean'][0]} "
               f"p5 {measured['p5'][0]} tokens a cycle {measured['tokens_a_cycle']}", flush=True)  # fmt: skip
-    settings = {k: v for k, v in vars(args).items() if k not in ("checkpoint", "out")}
-    machine = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    seconds = round(time.monotonic() - began, 1)
-    result = {"model": card, "device": machine, "seconds": seconds, "settings": settings, "rows": rows}
-    args.out.write_text(json.dumps(plain(result)) + "\n")
-    return result
+    return study.save(args, rows=rows)
 
 
 if __name__ == "__main__":

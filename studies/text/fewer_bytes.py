@@ -12,23 +12,20 @@ largest component's magnitude.
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import acceptance
 import drafts
 import numpy as np
 import torch
+from acceptance import Study, acceptance
 from torch import Tensor
-from train import windows
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparrow.attention.pages import landmarks, page_scores
-from sparrow.mismatch import plain
 from sparrow.schedule import SparsitySchedule
 
 DRAFTS = 8
@@ -97,7 +94,7 @@ def rounded(marks: Tensor, precision: Precision) -> Tensor:
     return marks
 
 
-def measure(model: PreTrainedModel, ids: Tensor, start: Tensor, every: Sequence[Variant]) -> list[Tensor]:
+def measure(model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start: Tensor) -> list[Tensor]:
     """Each variant's acceptance ``[B, R, W]``."""
     dense = SparsitySchedule.dense(dense_layers=())
     cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
@@ -114,7 +111,7 @@ def measure(model: PreTrainedModel, ids: Tensor, start: Tensor, every: Sequence[
         scores = quest if by_bounds else page_scores
         cycles = drafts.Cycles(replace(cache, landmarks=rounded_marks[key]), start, DRAFTS, kept, scores=scores)
         steps = drafts.draft(model, ids, cycles)
-        alphas.append(torch.stack([acceptance.acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
+        alphas.append(torch.stack([acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
     return alphas
 
 
@@ -128,44 +125,20 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--studies", nargs="+", help="of 'page size', landmarks, quest, ...; unset: all")
     args = parser.parse_args(argv)
 
-    began = time.monotonic()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    card = json.loads((args.checkpoint / "card.json").read_text())
-    context = card["context"]
-    model = AutoModelForCausalLM.from_pretrained(
-        args.checkpoint, dtype=torch.float32, attn_implementation=drafts.NAME
-    ).to(device)
-    ids = windows(np.load(args.checkpoint / "held_out.npy"), args.texts, context).to(device)
-    start = acceptance.starts(args.texts, args.cycles, context, DRAFTS).to(device)
+    study = Study(args.checkpoint, args.texts, args.cycles, DRAFTS)
+    model, position = study.load(attn_implementation=drafts.NAME), study.position
     layers = model.config.num_hidden_layers
     every = [v for v in variants(layers) if not args.studies or v.study in args.studies]
-    alpha: list[list[Tensor]] = [[] for _ in every]
-    for i in range(0, args.texts, args.batch):
-        for of, values in zip(
-            alpha, measure(model, ids[i : i + args.batch], start[i : i + args.batch], every), strict=True
-        ):
-            of.append(values)
-    position = (start[..., None] + torch.arange(DRAFTS, device=device)).cpu().numpy()
-    edges = [context // 8, *(context * quarter // 4 for quarter in (1, 2, 3, 4))]
     rows = []
-    for variant, of in zip(every, alpha, strict=True):
-        values = torch.cat(of).double().clamp(0, 1).cpu().numpy()
-        measured = acceptance.summary(values, position, edges, (4, DRAFTS))
+    for variant, values in zip(every, study.measured(partial(measure, model, every), args.batch), strict=True):
+        measured = study.summary(values, (4, DRAFTS))
         for part in measured["bins"]:
             inside = position[(position >= part["start"]) & (position < part["end"])]
             part["tokens_read"] = round(variant.tokens_read(inside + 1, layers), 1)
         read = round(variant.tokens_read(position + 1, layers), 1)
         rows.append({**vars(variant), "tokens_read": read, **measured})
         print(f"{variant}: reads {read}, mean {measured['mean'][0]}, p5 {measured['p5'][0]}", flush=True)
-    result = {
-        "model": card,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "seconds": round(time.monotonic() - began, 1),
-        "settings": {k: v for k, v in vars(args).items() if k not in ("checkpoint", "out")},
-        "rows": rows,
-    }
-    args.out.write_text(json.dumps(plain(result)) + "\n")
-    return result
+    return study.save(args, rows=rows)
 
 
 if __name__ == "__main__":

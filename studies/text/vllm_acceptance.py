@@ -26,8 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from train import windows
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.mismatch.drafts import DraftAcceptance
@@ -124,11 +123,10 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
 
     from vllm import LLM
 
-    card = json.loads((args.checkpoint / "card.json").read_text())
-    context, kept = card["context"], acceptance.schedule(args.budget, args.dense_layers, 16, args.landmarks)
+    study = acceptance.Study(args.checkpoint, args.requests, args.cycles, args.drafts)
+    context, kept = study.context, acceptance.schedule(args.budget, args.dense_layers, 16, args.landmarks)
     lengths = np.linspace(context // 8, context - args.tokens - args.drafts - 1, args.requests).astype(int)
-    rows = windows(np.load(args.checkpoint / "held_out.npy"), args.requests, context)
-    prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    prompts = [row[:length].tolist() for row, length in zip(study.ids, lengths, strict=True)]
     other = acceptance.schedule(args.meter_budget, args.dense_layers, 16, args.landmarks) if args.meter_budget else None
     metered = {} if other is None else {"meter_schedule": other, "meter_every": 4}
     decoding = Decoding.lossless(kept, draft_tokens=args.drafts, adapt_draft_tokens=False, **metered)
@@ -144,42 +142,31 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     (report,) = llm.collective_rpc("sparrow_acceptance")
     del llm
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        args.checkpoint, dtype=torch.float32, attn_implementation=drafts.NAME
-    ).to(device)
+    model = study.load(attn_implementation=drafts.NAME)
     # A cycle counts if it cannot reach the text's end, whatever it gives: its start decides, not what it gave.
     whole = [[cycle for cycle in cycles if cycle[0] + args.drafts + 2 < len(text)] for text, cycles in done]
     count = min(args.cycles, *map(len, whole))
     cycles = np.array([[c[i] for i in np.linspace(0, len(c) - 1, count).astype(int)] for c in whole])
     start, emitted = cycles[..., 0], cycles[..., 1]
-    ids = torch.tensor([text + [0] * (context - len(text)) for text, _ in done])
-    parts = []
-    for i in range(0, len(ids), 4):
-        rows_now, starts_now = ids[i : i + 4].to(device), torch.from_numpy(start[i : i + 4]).to(device)
-        parts.append([x.double().cpu().numpy() for x in predict(model, rows_now, starts_now, args.drafts, kept)])
-    alpha, ratio = (np.concatenate(x) for x in zip(*parts, strict=True))
-    result = {
-        "model": card,
-        "settings": {k: v for k, v in vars(args).items() if k not in ("checkpoint", "out")},
-        "counters": counters,
-        **compare(start, emitted, alpha, ratio, [context // 8, *(context * n // 4 for n in (1, 2, 3, 4))]),
-    }
+    ids = torch.tensor([text + [0] * (context - len(text)) for text, _ in done], device=study.device)
+    first = torch.from_numpy(start).to(study.device)
+
+    def predicted(drafted: int, schedule: SparsitySchedule) -> list[Array]:
+        pairs = zip(ids.split(4), first.split(4), strict=True)
+        parts = zip(*(predict(model, *some, drafted, schedule) for some in pairs), strict=True)
+        return [torch.cat(of).double().cpu().numpy() for of in parts]
+
+    result = {"counters": counters, **compare(start, emitted, *predicted(args.drafts, kept), study.edges)}
     if other is not None:
-        first = [
-            predict(model, ids[i : i + 4].to(device), torch.from_numpy(start[i : i + 4]).to(device), 1, other)[0]
-            for i in range(0, len(ids), 4)
-        ]
         measured = DraftAcceptance.from_dict(report["metered"]["acceptance"])
         result["metered"] = {
             "budget": args.meter_budget,
             "drafts": measured.drafts,
             "measured": {"mean": measured.mean, "p5": measured.percentile(5)},
-            "predicted": of_first(torch.cat(first).double().cpu().numpy()),
+            "predicted": of_first(predicted(1, other)[0]),
         }
-    args.out.write_text(json.dumps(plain(result)) + "\n")
-    print(json.dumps(plain({k: v for k, v in result.items() if k != "model"})), flush=True)
-    return result
+    print(json.dumps(plain(result)), flush=True)
+    return study.save(args, **result)
 
 
 if __name__ == "__main__":
