@@ -14,6 +14,8 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,44 @@ HELD_OUT = 10**9
 """The first seed of problems that no run trains on."""
 ENOUGH = 0.65
 """A run that the clock cuts off counts if it did about this share of its steps."""
+
+
+def run_study(
+    options: Any, arms: Iterable[str], train: Callable[..., None], calibrate: Callable[..., dict[str, list[int]]],
+    is_calibrated: Callable[[str], bool],
+) -> None:  # fmt: skip
+    """Calibrate if need be, then keep every slot of every GPU busy until all runs are done or the time is over.
+
+    Args:
+        options: has ``out``, ``runs``, ``seeds``, ``seconds`` and ``slots``, as described in the studies.
+        train: a run, given the options, its arm and seed, the device, the deadline and the path of its log.
+        calibrate: the tables of ``OUT/schedules.json``, given the options and the device.
+        is_calibrated: whether an arm follows one of these.
+    """
+    deadline = time.time() + options.seconds
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in arms)
+    jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
+    needed = not schedules(options).exists() and any(is_calibrated(name.rpartition("-")[0]) for name in jobs)
+    first = partial(write_schedules, options, calibrate) if needed else None
+    side_by_side(jobs, options.slots, deadline, partial(run, options, train), first)
+
+
+def schedules(options: Any) -> Path:
+    """Where the calibrated tables are."""
+    return options.out / "schedules.json"
+
+
+def write_schedules(options: Any, calibrate: Callable[..., dict[str, list[int]]]) -> None:
+    tables = calibrate(options, use_gpu(0))
+    schedules(options).write_text(json.dumps(tables), encoding="utf-8")
+
+
+def run(options: Any, train: Callable[..., None], name: str, gpu: int, deadline: float) -> None:
+    """One run, ARM-SEED, in this process."""
+    arm, _, seed = name.rpartition("-")
+    device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
+    logged(path, lambda: train(options, arm, int(seed), device, deadline, path))
 
 
 def side_by_side(
@@ -87,6 +127,20 @@ def logged(path: Path, train: Callable[[], None]) -> None:
         ended = f"{type(error).__name__}: {error}"
         path.with_suffix(".error.txt").write_text(traceback.format_exc(), encoding="utf-8")
     write(path, {"ended": ended})
+
+
+def plain_options(options: Any) -> dict[str, Any]:
+    """A study's options as JSON has them."""
+    return json.loads(json.dumps(asdict(options), default=str))
+
+
+def mean_reward(engine: Any, tokenizer: Any, problems: Sequence[Any], sampling: Any) -> float:
+    """What responses of ``engine`` to some problems earn; its counters are zero afterwards."""
+    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    rollouts = engine.generate(prompts, sampling)
+    engine.counters()  # these tokens are not training's
+    texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
+    return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
 
 def write(path: Path, row: dict[str, Any]) -> None:

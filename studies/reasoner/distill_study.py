@@ -15,8 +15,8 @@ At the end, actor and policy answer held-out problems, the actor with its adapte
 while it trains, which raises p5 by itself, so only the difference is due to the adapter. benchmarks/tables.py makes the
 tables of docs/distill.md from the results.
 
-    python studies/reasoner/distill_study.py --folder runs/distill --processes 18   # 2 GPUs, about five minutes
-    python studies/reasoner/distill_study.py --folder runs/distill --processes 0    # only gather what is there
+    python studies/reasoner/distill_study.py --folder runs/distill --slots 9 9    # 2 GPUs, about five minutes
+    python studies/reasoner/distill_study.py --folder runs/distill --seconds 0    # only gather what is there
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import multiprocessing
-import platform
+import sys
 import time
-import traceback
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
-from stability_study import HELD_OUT, load, longest, response, use_gpu
+from stability_study import HELD_OUT, load, longest, response
 
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.train.config import DistillConfig, LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/common")]
+from common import save  # noqa: E402
+from many_runs import plain_options, side_by_side, use_gpu  # noqa: E402
 
 ARMS = {
     "none": DistillConfig(),
@@ -71,7 +74,7 @@ class Options:
     policy_learning_rate: float = 1e-4  # Learning rate of the policy.
     held_out: int = 256  # Problems to measure on.
     lines: int = 24  # Length of the programs.
-    processes: int = 8  # Runs at a time; 0 only gathers results.
+    slots: tuple[int, ...] = (8,)  # Runs at a time on each GPU, or on the CPU if there is none.
 
 
 class HeldOut:
@@ -164,21 +167,6 @@ def cheap_path(options: Options) -> Path:
     return options.folder / "cheap.json"
 
 
-def start(options: Options, names: list[str]) -> None:
-    """All runs, each in a process of its own, spread over the GPUs; results are written as they come."""
-    import torch
-
-    deadline, gpus = time.time() + options.seconds, max(1, torch.cuda.device_count())
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["graph_engine", "sparrow.train.trainer", "sparrow.train.distill"])
-    with ProcessPoolExecutor(options.processes, context, max_tasks_per_child=1) as pool:
-        futures = {pool.submit(run_one, options, name, i % gpus, deadline): name for i, name in enumerate(names)}
-        for future in as_completed(futures):
-            if error := future.exception():
-                traceback.print_exception(error)
-            write(options)
-
-
 def gather(options: Options) -> dict[str, Any]:
     """What the runs have recorded so far."""
     runs: dict[str, Any] = {}
@@ -207,36 +195,20 @@ def names(options: Options) -> list[str]:
     return [f"{arm}-{seed}" for seed in options.seeds for arm in options.arms]
 
 
-def write(options: Options) -> dict[str, Any]:
-    """Write the JSON file of the results so far, and return them."""
-    result = {
-        "machine": {"device": device_name(), "python": platform.python_version()},
-        "options": {**asdict(options), "folder": options.folder.name, "out": options.out.name},
-        "schedules": {"cheap": CHEAP.to_dict(), "dear": DEAR.to_dict()},
-        "runs": gather(options),
-    }
-    options.out.write_text(json.dumps(result, separators=(",", ":")) + "\n", encoding="utf-8")
-    return result
-
-
 def main(options: Options) -> None:
     """Run what is missing, then write the results."""
+    deadline = time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.processes:
-        cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
-        start(options, [name for name in names(options) if not (options.folder / f"{name}.json").exists()])
-    write(options)
+    cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
+    missing = [name for name in names(options) if not (options.folder / f"{name}.json").exists()]
+    side_by_side(missing, options.slots, deadline, partial(run_one, options))
+    schedules = {"cheap": CHEAP.to_dict(), "dear": DEAR.to_dict()}
+    save(options.out, {"options": plain_options(options), "schedules": schedules, "runs": gather(options)})
 
 
 def reached(bins: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The bins reached by at least half as many responses as the fullest one."""
     return [b for b in bins if 2 * b["n_sequences"] >= max(b["n_sequences"] for b in bins)]
-
-
-def device_name() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
 
 
 if __name__ == "__main__":

@@ -16,18 +16,15 @@ from __future__ import annotations
 import copy
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 from stability_arms import TARGETS, Arm, arms
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
-from many_runs import HELD_OUT, calibrated, logged, side_by_side, train_logged, use_gpu
+from many_runs import HELD_OUT, calibrated, mean_reward, plain_options, run_study, schedules, train_logged
 
 LAYOUT = {"bin_tokens": 64, "page_size": 4, "dense_layers": (0,)}
 
@@ -58,15 +55,7 @@ class Options:
 
 def main(options: Options) -> None:
     """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
-    deadline = time.time() + options.seconds
-    options.out.mkdir(parents=True, exist_ok=True)
-    names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in arms())
-    jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
-    schedules = options.out / "schedules.json"
-    wanted = {arms()[name.rpartition("-")[0]].schedule.rpartition(":")[2] for name in jobs}
-    needed = not schedules.exists() and any(name.startswith("p") for name in wanted)
-    first = partial(calibrate, options, schedules) if needed else None
-    side_by_side(jobs, options.slots, deadline, partial(run, options), first)
+    run_study(options, arms(), train, calibrate, lambda arm: arms()[arm].schedule.rpartition(":")[2].startswith("p"))
 
 
 def load(device: Any, checkpoint: Path | None = None) -> tuple[Any, Any]:
@@ -87,9 +76,8 @@ def longest(lines: int) -> int:
     return 6 * lines + 16 + response(lines)
 
 
-def calibrate(options: Options, out: Path) -> None:
+def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
     """The schedules of ``TARGETS``, from one set of trajectories."""
-    device = use_gpu(0)
     from graph_engine import GraphEngine
 
     from sparrow.engines.hf import eos_ids
@@ -104,17 +92,10 @@ def calibrate(options: Options, out: Path) -> None:
     task = Trace(lines)  # longer than those trained on, so that every bin is measured
     prompts = [tokenizer(task.problem(i, HELD_OUT).prompt).input_ids for i in range(options.calibration)]
     budgets = (2, 4, 6, 8, 12, 16, 24, 32)
-    tables = calibrated(engine, prompts, Sampling(response(lines)), layout, TARGETS, budgets)
-    out.write_text(json.dumps(tables), encoding="utf-8")
+    return calibrated(engine, prompts, Sampling(response(lines)), layout, TARGETS, budgets)
 
 
-def run(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """Run one arm with one seed."""
-    device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
-    logged(path, lambda: train(options, name, device, deadline, path))
-
-
-def train(options: Options, name: str, device: Any, deadline: float, path: Path) -> None:
+def train(options: Options, arm_name: str, seed: int, device: Any, deadline: float, path: Path) -> None:
     """The run itself."""
     from graph_engine import GraphEngine
 
@@ -133,27 +114,17 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         TrainConfig,
     )
 
-    arm_name, _, number = name.rpartition("-")
-    arm, seed = arms()[arm_name], int(number)
+    arm = arms()[arm_name]
     model, tokenizer = load(device, options.model)
     kind, _, tau = arm.schedule.partition(":")
-    if kind == "dial":
-        schedule = SparsitySchedule(options.dial, **LAYOUT)
-    else:
-        schedule = find_schedule(arm, options.out / "schedules.json")
+    schedule = SparsitySchedule(options.dial, **LAYOUT) if kind == "dial" else find_schedule(arm, schedules(options))
     eos, batch_size = eos_ids(model, tokenizer), options.prompts * arm.samples
     engine = make_engine(arm, model, schedule, eos, batch_size, longest(options.lines))
     dense = SparsitySchedule.dense(**LAYOUT)
     policy = GraphEngine(model, dense, eos, options.held_out, longest(options.held_out_lines))
     task, longer = (Trace(lines) for lines in (options.lines, options.held_out_lines))
     problems = [longer.problem(i, HELD_OUT + 1) for i in range(options.held_out)]
-    prompts = tokenizer([p.prompt for p in problems])["input_ids"]
     sampling = Sampling(response(options.held_out_lines), 1.0, 0)
-
-    def held_out() -> float:
-        texts = tokenizer.batch_decode([r.response_ids for r in policy.generate(prompts, sampling)])
-        policy.counters()
-        return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
 
     def after(trainer: Any) -> None:
         if arm.actor in (f"halved:{trainer.step}", f"unworn:{trainer.step}"):
@@ -172,12 +143,13 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
         loss=LossConfig(normalization=arm.normalization), distill=distill,
     )  # fmt: skip
     dial = Dial(Tau(config.tau), as_if_large(schedule, batch_size)) if kind == "dial" else None
-    start = {"arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate}
-    start["top_k"] = schedule.to_dict()["top_k"]
-    start["options"] = json.loads(json.dumps(asdict(options), default=str))
+    start = {
+        "arm": arm_name, "seed": seed, **asdict(arm), "learning_rate": options.learning_rate,
+        "top_k": schedule.to_dict()["top_k"], "options": plain_options(options),
+    }  # fmt: skip
     train_logged(
-        path, start, held_out, options.held_out_every, deadline, config, model, tokenizer, task, engine, schedule,
-        closed_loop=kind == "auto", dial=dial, after=after,
+        path, start, lambda: mean_reward(policy, tokenizer, problems, sampling), options.held_out_every, deadline,
+        config, model, tokenizer, task, engine, schedule, closed_loop=kind == "auto", dial=dial, after=after,
     )  # fmt: skip
 
 

@@ -24,17 +24,14 @@ import json
 import re
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
-from many_runs import HELD_OUT, calibrated, logged, side_by_side, train_logged, use_gpu
+from many_runs import HELD_OUT, calibrated, mean_reward, plain_options, run_study, schedules, train_logged
 
 ARM = re.compile(r"(?P<schedule>dense|p\d+|auto(?P<tau>\d+))(-(?P<change>\w+))?")
 TARGETS = (0.75, 0.80, 0.86, 0.90, 0.93)
@@ -75,21 +72,21 @@ class Options:
 
 def main(options: Options) -> None:
     """Calibrate, then keep every slot of every GPU busy until all arms are done or the time is over."""
-    deadline = time.time() + options.seconds
-    options.out.mkdir(parents=True, exist_ok=True)
-    names = options.runs or tuple(f"{arm}-{seed}" for seed in options.seeds for arm in ARMS)
-    jobs = [name for name in names if not (options.out / f"{name}.jsonl").exists()]
-    schedules = options.out / "schedules.json"
-    needed = not schedules.exists() and any(name.startswith("p") for name in jobs)
-    side_by_side(
-        jobs, options.slots, deadline, partial(run, options), partial(calibrate, options, schedules) if needed else None
-    )
+    run_study(options, ARMS, train, calibrate, lambda arm: arm.startswith("p"))
 
 
 def longest(task: Any, tokenizer: Any, max_new_tokens: int) -> int:
     """The most tokens that a prompt of the task and its response have together."""
     prompts = [problem["prompt"] for problem in task.problems]
     return max(map(len, tokenizer(prompts, add_special_tokens=False)["input_ids"])) + max_new_tokens
+
+
+def held_out_problems(options: Any) -> list[Any]:
+    """The first ``options.held_out`` of the checkpoint's held-out problems."""
+    from task import Continue
+
+    task = Continue(options.checkpoint, "held_out")
+    return [task.problem(i) for i in range(min(options.held_out, len(task.problems)))]
 
 
 def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> Any:
@@ -107,9 +104,8 @@ def make_engine(options: Options, model: Any, tokenizer: Any, schedule: Any) -> 
     )
 
 
-def calibrate(options: Options, out: Path) -> None:
+def calibrate(options: Options, device: Any) -> dict[str, list[int]]:
     """The schedules of ``options.targets``, from one set of trajectories, on problems of a stream of their own."""
-    device = use_gpu(0)
     from task import Continue
 
     from sparrow.engines.hf import load_model
@@ -123,8 +119,7 @@ def calibrate(options: Options, out: Path) -> None:
     texts = [task.problem(i, HELD_OUT).prompt for i in range(options.calibration)]
     prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_n)
-    tables = calibrated(engine, prompts, sampling, layout, options.targets, options.budgets)
-    out.write_text(json.dumps(tables), encoding="utf-8")
+    return calibrated(engine, prompts, sampling, layout, options.targets, options.budgets)
 
 
 def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
@@ -135,23 +130,12 @@ def described(arm: str, correction: str) -> tuple[str, float | None, bool, str]:
     match = ARM.fullmatch(arm)
     if not match:
         raise ValueError(f"no arm {arm!r}; expected dense, p86, auto86, p86-distill, or p86- with a correction")
-    change = match["change"]
-    tau = f"0.{match['tau']}" if match["tau"] else None
-    return (
-        match["schedule"],
-        tau and float(tau),
-        change == "distill",
-        correction if change in (None, "distill") else change,
-    )
+    tau = float(f"0.{match['tau']}") if match["tau"] else None
+    distilled = match["change"] == "distill"
+    return match["schedule"], tau, distilled, correction if distilled else match["change"] or correction
 
 
-def run(options: Options, name: str, gpu: int, deadline: float) -> None:
-    """Run one arm with one seed."""
-    device, path = use_gpu(gpu), options.out / f"{name}.jsonl"
-    logged(path, lambda: train(options, name, device, deadline, path))
-
-
-def train(options: Options, name: str, device: Any, deadline: float, path: Path) -> None:
+def train(options: Options, arm: str, seed: int, device: Any, deadline: float, path: Path) -> None:
     """The run itself; the trained model is not kept."""
     from task import Continue
 
@@ -160,34 +144,29 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
     from sparrow.schedule import SparsitySchedule
     from sparrow.train.config import CorrectionConfig, DistillConfig, OptimizerConfig, RolloutConfig, TrainConfig
 
-    arm, _, seed = name.rpartition("-")
     schedule_name, tau, distilled, correction = described(arm, options.correction)
     model, tokenizer = load_model(str(options.checkpoint), "fp32", device)
     dense = SparsitySchedule.dense(**LAYOUT, dense_layers=options.dense_layers)
     schedule = dense
     if schedule_name.startswith("p"):
-        schedule = dense.replace(top_k=tuple(json.loads((options.out / "schedules.json").read_text())[schedule_name]))
+        schedule = dense.replace(top_k=tuple(json.loads(schedules(options).read_text())[schedule_name]))
     # A distilled actor has weights of its own; any other shares the policy's.
     engine = make_engine(options, copy.deepcopy(model) if distilled else model, tokenizer, schedule)
     policy = make_engine(options, model, tokenizer, dense) if distilled else engine
-    other = Continue(options.checkpoint, "held_out")
-    problems = [other.problem(i) for i in range(min(options.held_out, len(other.problems)))]
-    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    problems = held_out_problems(options)
     sampling = Sampling(options.max_new_tokens, options.temperature, 1)
 
     def held_out() -> float:
         """The mean reward of the dense policy."""
         before = policy.schedule
         policy.set_schedule(dense)
-        rollouts = policy.generate(prompts, sampling)
+        reward = mean_reward(policy, tokenizer, problems, sampling)
         policy.set_schedule(before)
-        policy.counters()
-        texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
-        return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
+        return reward
 
     with tempfile.TemporaryDirectory() as folder:
         config = TrainConfig(
-            run_dir=str(Path(folder, name)), steps=options.steps, save_every=10**6, seed=int(seed), logged_rollouts=0,
+            run_dir=str(Path(folder, "run")), steps=options.steps, save_every=10**6, seed=seed, logged_rollouts=0,
             rollout=RolloutConfig(
                 options.prompts, options.samples, options.max_new_tokens, options.temperature, options.top_n
             ),
@@ -195,26 +174,15 @@ def train(options: Options, name: str, device: Any, deadline: float, path: Path)
             correction=CorrectionConfig(correction), **({"tau": tau} if tau else {}),
             distill=DistillConfig(enabled=distilled, learning_rate=options.distill_rate),
         )  # fmt: skip
-        actor = "distilled" if distilled else ""
-        start = {"arm": arm, "seed": int(seed), "schedule": schedule_name, "actor": actor, "correction": correction}
-        start["learning_rate"] = options.learning_rate
-        start["top_k"] = schedule.to_dict()["top_k"]
-        start["options"] = json.loads(json.dumps(asdict(options), default=str))
-        task = Continue(options.checkpoint)
+        start = {
+            "arm": arm, "seed": seed, "schedule": schedule_name, "actor": "distilled" if distilled else "",
+            "correction": correction, "learning_rate": options.learning_rate, "top_k": schedule.to_dict()["top_k"],
+            "options": plain_options(options),
+        }  # fmt: skip
         train_logged(
-            path,
-            start,
-            held_out,
-            options.held_out_every,
-            deadline,
-            config,
-            model,
-            tokenizer,
-            task,
-            engine,
-            schedule,
-            closed_loop=tau is not None,
-        )
+            path, start, held_out, options.held_out_every, deadline, config, model, tokenizer,
+            Continue(options.checkpoint), engine, schedule, closed_loop=tau is not None,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from control import LAYOUT, longest
+from control import LAYOUT, held_out_problems, longest
 from task import Continue
 from transformers import PreTrainedModel
 
@@ -49,7 +49,7 @@ from sparrow.train.config import OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.vllm import plugin
 
 sys.path.append(str(Path(__file__).parents[1] / "common"))
-from many_runs import logged, train_logged
+from many_runs import logged, mean_reward, plain_options, schedules, train_logged
 
 ATTENTION = re.compile(r"flash::|FlashAttn|^attend$|^plan_kernel$|^landmark_kernel$|^store_kernel$|varlen_num_blocks")
 """Names of the kernels that attend, select pages or keep landmarks, vLLM's and ours."""
@@ -231,10 +231,9 @@ def train(options: Options, path: Path) -> None:
     most = max(longest(each, tokenizer, options.max_new_tokens) for each in (task, other))
     schedule = SparsitySchedule.dense(**LAYOUT, dense_layers=())
     if options.arm not in ("dense", "lossless"):
-        tables = json.loads((options.out / "schedules.json").read_text(encoding="utf-8"))
+        tables = json.loads(schedules(options).read_text(encoding="utf-8"))
         schedule = schedule.replace(top_k=tuple(tables[options.arm]))
-    problems = [other.problem(i) for i in range(min(options.held_out, len(other.problems)))]
-    prompts = tokenizer([p.prompt for p in problems], add_special_tokens=False)["input_ids"]
+    problems = held_out_problems(options)
     sampling = Sampling(options.max_new_tokens, options.temperature, 1)
     with tempfile.TemporaryDirectory() as folder:
         copy.deepcopy(model).to(torch.bfloat16).save_pretrained(folder)
@@ -245,12 +244,10 @@ def train(options: Options, path: Path) -> None:
             """The mean reward of the policy, decoded densely."""
             if lossy := not (engine.schedule.is_dense or options.arm == "lossless"):
                 engine.set_schedule(schedule.replace(top_k=(ALL_PAGES,)))
-            rollouts = engine.generate(prompts, sampling)
+            reward = mean_reward(engine, tokenizer, problems, sampling)
             if lossy:
                 engine.set_schedule(schedule)
-            engine.counters()
-            texts = tokenizer.batch_decode([r.response_ids for r in rollouts], skip_special_tokens=True)
-            return float(np.mean([p.verify(text) for p, text in zip(problems, texts, strict=True)]))
+            return reward
 
         config = TrainConfig(
             run_dir=str(Path(folder, "run")), steps=options.steps, save_every=10**6, seed=options.seed,
@@ -268,7 +265,7 @@ def train(options: Options, path: Path) -> None:
             "learning_rate": options.learning_rate, "top_k": schedule.to_dict()["top_k"],
             "token_bytes": token_bytes(model),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
-            "options": json.loads(json.dumps(asdict(options), default=str)),
+            "options": plain_options(options),
         }  # fmt: skip
         try:
             warm = Sampling(options.max_new_tokens, options.temperature, options.top_n)
@@ -278,19 +275,8 @@ def train(options: Options, path: Path) -> None:
             path.with_suffix(".profile.json").write_text(json.dumps(timed) + "\n", encoding="utf-8")
             engine.counters()
             deadline = time.time() + options.seconds
-            train_logged(
-                path,
-                start,
-                held_out,
-                options.held_out_every,
-                deadline,
-                config,
-                model,
-                tokenizer,
-                task,
-                engine,
-                schedule,
-            )
+            every = options.held_out_every
+            train_logged(path, start, held_out, every, deadline, config, model, tokenizer, task, engine, schedule)
         finally:
             engine.close()
 

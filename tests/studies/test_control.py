@@ -42,7 +42,7 @@ def study():
         for folder in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
             patch.syspath_prepend(str(ROOT / folder))
         studies = ("corpus", "task", "sample", "control", "control_summary", "control_figure", "train")
-        names = (*studies, "graph_engine", "tables_text")
+        names = (*studies, "graph_engine", "many_runs", "tables_text")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -337,19 +337,19 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
         folder, tmp_path, steps=2, prompts=2, samples=2, held_out=3, held_out_every=2, calibration=24,
         budgets=(1, 2, 40), targets=(0.5, 0.93), token_budget=512, **few,
     )  # fmt: skip
-    monkeypatch.setattr(study.control, "use_gpu", lambda index: torch.device("cpu"))
-    study.control.calibrate(options, tmp_path / "schedules.json")
+    monkeypatch.setattr(study.many_runs, "use_gpu", lambda index: torch.device("cpu"))
+    study.many_runs.write_schedules(options, study.control.calibrate)
     tables = json.loads((tmp_path / "schedules.json").read_text())
     assert list(tables) == ["p50", "p93"] and tables["p50"] <= tables["p93"]
     started = {}
     for name in ("dense-0", "p50-0", "p93-0", "p93-1"):
-        study.control.run(options, name, 0, float("inf"))
+        study.many_runs.run(options, study.control.train, name, 0, float("inf"))
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert [row.get("step") for row in rows] == [None, 0, 1, 2, None] and rows[-1] == {"ended": "done"}
         assert [row["step"] for row in rows if "held_out" in row] == [0, 2]
         assert (rows[2]["tail"][0] > 0.999) == (name == "dense-0")
     for name in ("auto90-0", "p50-none-0", "p50-distill-0"):
-        study.control.run(options, name, 0, float("inf"))
+        study.many_runs.run(options, study.control.train, name, 0, float("inf"))
         rows = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
         assert rows[-1] == {"ended": "done"} and len(rows) == 5, rows[-1]
         started[name] = rows
@@ -360,7 +360,7 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     assert started["p50-distill-0"][3]["tail"] != started["p50-none-0"][3]["tail"]
     for name in started:
         (tmp_path / f"{name}.jsonl").unlink()
-    study.control.run(options, "dense-1", 0, 0.0)
+    study.many_runs.run(options, study.control.train, "dense-1", 0, 0.0)
     assert json.loads((tmp_path / "dense-1.jsonl").read_text().splitlines()[-1]) == {"ended": "time is over"}
 
     # A killed run's last line is cut off: with all its steps it counts, with one of two it does not.

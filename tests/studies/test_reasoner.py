@@ -188,7 +188,7 @@ def test_a_step_of_a_run_is_recorded(tmp_path):
     options = Options(
         out=tmp_path, steps=1, prompts=2, lines=2, held_out_lines=2, held_out=2, held_out_every=1, calibration=2
     )
-    train(options, "dense-0", torch.device("cpu"), float("inf"), path)
+    train(options, "dense", 0, torch.device("cpu"), float("inf"), path)
     start, before, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert start["arm"] == "dense" and before["step"] == 0 and step["step"] == 1
     assert 0.99 < step["tail"][0] <= step["tail"][2] <= 1 and step["mean"] > 0.99, "actor and policy are one"
@@ -200,7 +200,7 @@ def test_a_step_under_the_dial_is_recorded(tmp_path):
     options = Options(
         out=tmp_path, steps=1, prompts=2, lines=2, held_out_lines=2, held_out=2, held_out_every=1, calibration=2
     )
-    train(options, "dial98-0", torch.device("cpu"), float("inf"), path)
+    train(options, "dial98", 0, torch.device("cpu"), float("inf"), path)
     start, _, step = map(json.loads, path.read_text(encoding="utf-8").splitlines())
     assert start["schedule"] == "dial:98" and step["dial"]["unverified_fraction"] == 0
     assert step["dial"]["bins"] and all(b["mode"] == "lossless" for b in step["dial"]["bins"])
