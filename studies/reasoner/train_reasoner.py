@@ -8,7 +8,7 @@ pages breaks it.
 
     python studies/reasoner/train_reasoner.py --out runs/reasoner
 
-Writes the checkpoint with its tokenizer, ``training.json`` (settings, losses, evaluation) and a model card.
+Writes the checkpoint with its tokenizer, and ``training.json``: settings, losses, evaluation.
 
 Shapes: B sequences, T tokens.
 """
@@ -109,7 +109,6 @@ def main(config: Config) -> None:
     model.save_pretrained(config.out)
     tokenizer.save_pretrained(config.out)
     (config.out / "training.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    (config.out / "README.md").write_text(model_card(report), encoding="utf-8")
 
 
 def build_model(config: Config, tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
@@ -273,67 +272,6 @@ def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[
         "p5_by_quarter": [round(float(np.percentile(alpha[quarter == i], 5)), 4) for i in range(4)],
         "agreement": round(float(np.concatenate(agreements).mean()), 4),
     }
-
-
-def model_card(report: dict[str, Any]) -> str:
-    """The checkpoint's README: what it is, how it was made, what it can do."""
-    config = report["config"]
-    example = Trace(4).problem(0, TEST_SEED)
-    lengths = "".join(
-        f"| {lines} | {sampled:.3f} | {report['accuracy_greedy'][lines]:.3f} |\n"
-        for lines, sampled in report["accuracy_sampled"].items()
-    )
-    heads = f"{config['heads']} query and {config['kv_heads']} key-value heads of {config['head_dim']}"
-    lines = f"{config['shortest']} to {config['longest']} lines"
-    tokens = f"{config['steps']} steps of {config['batch_tokens']:,} tokens"
-    return f"""---
-license: apache-2.0
-library_name: transformers
-pipeline_tag: text-generation
----
-
-# Sparrow's small reasoner
-
-A Qwen3 of {report["parameters"]:,} parameters ({config["layers"]} layers, width {config["hidden"]},
-{heads}) for the task `trace` of
-`sparrow.tasks`. It exists to show and test sparse rollouts on a laptop: a vocabulary of {report["vocabulary"]}
-words is all it knows.
-
-Trained from nothing by `studies/reasoner/train_reasoner.py` on synthetic problems of {lines}:
-{tokens}, {report["train_seconds"]} s on {report["device"]}.
-In the demonstrations {config["slip"]:.0%} of the results are miscalculated, so the model slips as often when sampled at
-temperature 1; reinforcement learning removes that within a few steps. It cannot solve longer ones than these.
-
-Prompt and reference response:
-
-```
-{example.prompt}{example.solution}
-```
-
-Whole-answer accuracy on {config["test_programs"]} unseen problems of each length:
-
-| lines | sampled, temperature 1 | greedy |
-|---|---|---|
-{lengths}{budget_table(report)}"""
-
-
-def budget_table(report: dict[str, Any]) -> str:
-    """The part of the card on sparse budgets, where they were evaluated."""
-    if not report["budgets"]:
-        return ""
-    rows = ""
-    for b in report["budgets"]:
-        quarters = " ".join(f"{p5:.2f}" for p5 in b["p5_by_quarter"])
-        cells = (b["page_size"], len(b["dense_layers"]), b["top_k"], b["tokens"], f"{b['mean']:.3f}", f"{b['p5']:.3f}")
-        rows += "| " + " | ".join(map(str, (*cells, quarters, f"{b['accuracy_sampled']:.3f}"))) + " |\n"
-    return f"""
-Programs of {report["config"]["budget_lines"]} lines, with responses of {report["response_tokens"]:.0f} tokens, under
-fixed sparse budgets: acceptance over dense samples, its 5th percentile also by quarter of the response, and accuracy
-when sampled by the sparse actor. The first one or two layers are kept dense.
-
-| page size | dense layers | top-k pages | budget, tokens | mean acceptance | p5 | p5 by quarter | sampled accuracy |
-|---|---|---|---|---|---|---|---|
-{rows}"""
 
 
 if __name__ == "__main__":
