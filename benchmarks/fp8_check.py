@@ -14,30 +14,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import vllm_check as base
-from common import save
 from fp8_rounding import rounded_cache
 from vllm import LLM, SamplingParams
+from vllm_check import options
 
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Rollout
 from sparrow.vllm.runtime import find
-
-
-def options(dtype: str, **more: Any) -> dict[str, Any]:
-    return {
-        "dtype": dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
-        "compilation_config": base.GRAPHS, "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
-    }  # fmt: skip
 
 
 def sampled(llm: LLM) -> list[Rollout]:
@@ -74,13 +65,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     dtype = arguments.dtype
-    results: dict[str, Any] = {"dtype": dtype}
-    started = time.monotonic()
-
-    def note(name: str, value: Any) -> None:
-        results[name] = value
-        print(f"{time.monotonic() - started:6.1f} s  {name}: {json.dumps(value)}", flush=True)
-        save(arguments.out, results)
+    note = base.notes(arguments.out, dtype=dtype)
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
@@ -109,64 +94,55 @@ def main() -> None:
 
         fp8 = dict(kv_cache_dtype="fp8", enable_prefix_caching=False)
         engine = VLLMEngine(str(folder), base.UNBOUNDED, **options(dtype, **fp8))
-        rollouts = engine.generate(base.prompts(), base.SAMPLED)
+        rollouts = generated(engine)
         note("engine", engine.describe())
         layers = find(engine.llm.llm_engine.vllm_config).fp8_cache.layers
         scales = [(layer.values.k_K.clone(), layer.values.v_K.clone()) for layer in layers]
         note("counters", engine.rpc("sparrow_counters")[0])
 
         def judge(label: str, rollouts: Sequence[Any], schedule: Any) -> None:
-            exact = scores(truth, rollouts, schedule, scales)
-            yardstick, missed = (
-                base.miss(exact, scores(in_dtype, rollouts, schedule, scales)),
-                base.miss(rollouts, exact),
-            )
-            within = all(missed[k] <= 2 * yardstick[k] for k in ("mean", "p99"))
-            note(
-                f"{label} fp8 from rounded",
-                {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within},
-            )
+            exact, yardstick = (scores(engine, rollouts, schedule, scales) for engine in (truth, in_dtype))
+            note(f"{label} fp8 from rounded", base.judged(rollouts, exact, yardstick))
             note(f"{label} fp8 from the truth", from_truth(rollouts, schedule))
             note(f"{label} rounded from the truth", base.miss(exact, scores(truth, rollouts, schedule)))
 
         judge("unbounded", rollouts, base.UNBOUNDED)
         note("unbounded fp8 prefill from decode", prefilled(engine.llm, rollouts))
         engine.set_schedule(base.SMALL)
-        first = engine.generate(base.prompts(), base.SAMPLED)
+        first = generated(engine)
         judge("sparse", first, base.SMALL)
-        note("sparse fp8 again", base.gap(first, engine.generate(base.prompts(), base.SAMPLED)))
-        engine.update_weights(new_weights.named_parameters())
-        updated = engine.generate(base.prompts(), base.SAMPLED)
-        engine.update_weights(model.named_parameters())
-        note(
-            "sparse fp8 again after weights went and came",
-            base.gap(first, engine.generate(base.prompts(), base.SAMPLED)),
+        note("sparse fp8 again", base.gap(first, generated(engine)))
+
+        def weights_go_and_come(engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str) -> list[Rollout]:
+            """Note whether samples are what they were; return those under the new weights."""
+            engine.update_weights(new_weights.named_parameters())
+            updated = generated(engine)
+            engine.update_weights(model.named_parameters())
+            note(f"{kind} again after {what} went and came", base.gap(first, generated(engine)))
+            engine.close()
+            return updated
+
+        def fresh(label: str, updated: Sequence[Rollout], **more: Any) -> None:
+            engine = VLLMEngine(str(other), base.SMALL, **options(dtype, **more))
+            note(f"updated {label} from a fresh engine", base.gap(updated, generated(engine)))
+            engine.close()
+
+        fresh("weights", weights_go_and_come(engine, first, "sparse fp8", "weights"), **fp8)
+        eager = VLLMEngine(
+            str(folder), base.SMALL, **options(dtype, **fp8, enforce_eager=True, compilation_config=None)
         )
-        engine.close()
-        engine = VLLMEngine(str(other), base.SMALL, **options(dtype, **fp8))
-        note("updated weights from a fresh engine", base.gap(updated, engine.generate(base.prompts(), base.SAMPLED)))
-        engine.close()
-        eager = options(dtype, **fp8, enforce_eager=True) | {"compilation_config": None}
-        engine = VLLMEngine(str(folder), base.SMALL, **eager)
-        note("sparse fp8 from eager", base.gap(first, engine.generate(base.prompts(), base.SAMPLED)))
-        engine.close()
-        weights = dict(fp8, quantization="fp8_per_channel")
-        engine = VLLMEngine(str(folder), base.SMALL, **options(dtype, **weights))
-        first = engine.generate(base.prompts(), base.SAMPLED)
+        note("sparse fp8 from eager", base.gap(first, generated(eager)))
+        eager.close()
+        both = dict(fp8, quantization="fp8_per_channel")
+        engine = VLLMEngine(str(folder), base.SMALL, **options(dtype, **both))
+        first = generated(engine)
         note("fp8 weights", engine.describe())
         note("sparse fp8 with fp8 weights from the truth", from_truth(first, base.SMALL))
-        engine.update_weights(new_weights.named_parameters())
-        updated = engine.generate(base.prompts(), base.SAMPLED)
-        engine.update_weights(model.named_parameters())
-        note(
-            "fp8 weights again after they went and came", base.gap(first, engine.generate(base.prompts(), base.SAMPLED))
-        )
-        engine.close()
-        engine = VLLMEngine(str(other), base.SMALL, **options(dtype, **weights))
-        note(
-            "updated fp8 weights from a fresh engine", base.gap(updated, engine.generate(base.prompts(), base.SAMPLED))
-        )
-        engine.close()
+        fresh("fp8 weights", weights_go_and_come(engine, first, "fp8 weights", "they"), **both)
+
+
+def generated(engine: VLLMEngine) -> list[Rollout]:
+    return engine.generate(base.prompts(), base.SAMPLED)
 
 
 if __name__ == "__main__":

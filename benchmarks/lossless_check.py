@@ -12,10 +12,8 @@ which transformers enumerates in float32 (chi-square). Models are random; drafts
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -28,7 +26,7 @@ import torch
 from scipy import stats
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
-from vllm_check import SAMPLED, UNBOUNDED, load, miss, prompts, random_model
+from vllm_check import SAMPLED, UNBOUNDED, VARIANTS, gib_asleep, judged, load, notes, options, prompts, random_model
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
@@ -40,17 +38,6 @@ GREEDY = Sampling(max_new_tokens=192, temperature=0.0, top_n=0)
 DRAFTS, DRAFT_TOKENS = SparsitySchedule.fixed(24, dense_layers=()), 4
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 VOCAB, TOKENS, PROMPT, AT_ONCE = 6, 3, 150, 20_000
-
-
-def notes(out: str, **results: Any) -> Any:
-    started = time.monotonic()
-
-    def note(name: str, value: Any) -> None:
-        results[name] = value
-        print(f"{time.monotonic() - started:6.1f} s  {name}: {value}", flush=True)
-        Path(out).write_text(json.dumps(results, indent=1) + "\n")
-
-    return note
 
 
 def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list[dict[str, float]]:
@@ -66,16 +53,12 @@ def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list
 
 
 def equal(arguments: argparse.Namespace) -> None:
-    note = notes(arguments.out, device=torch.cuda.get_device_name(), dtype=arguments.dtype)
+    note = notes(arguments.out, dtype=arguments.dtype)
     decoding = Decoding.lossless(DRAFTS, draft_tokens=DRAFT_TOKENS, adapt_draft_tokens=False)
     alone = arguments.tensor_parallel == 1
-
-    def options(**more: Any) -> dict[str, Any]:
-        return {
-            "dtype": arguments.dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
-            "tensor_parallel_size": arguments.tensor_parallel, "compilation_config": GRAPHS,
-            "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
-        }  # fmt: skip
+    shared = options(
+        arguments.dtype, tensor_parallel_size=arguments.tensor_parallel, compilation_config=GRAPHS
+    )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
@@ -85,16 +68,14 @@ def equal(arguments: argparse.Namespace) -> None:
         rounded = [HFEngine(m.cuda(), UNBOUNDED, eos_ids=[]) for m in (model, new_weights)]
 
         def judge(label: str, rollouts: Sequence[Any], weights: int = 0) -> None:
-            true, ours = (e[weights].score(rollouts, UNBOUNDED, SAMPLED.temperature) for e in (truths, rounded))
-            yardstick, missed = miss(true, ours), miss(rollouts, true)
-            within = all(missed[k] <= 2 * yardstick[k] for k in ("mean", "p99"))
-            note(label, {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within})
+            scores = (e[weights].score(rollouts, UNBOUNDED, SAMPLED.temperature) for e in (truths, rounded))
+            note(label, judged(rollouts, *scores))
 
-        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # kept to the end: its graphs hold their pool
+        llm = LLM(str(folder), skip_tokenizer_init=True, **shared)  # kept to the end: its graphs hold their pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
 
-        engine = VLLMEngine(str(folder), decoding, **options(enable_sleep_mode=alone))
+        engine = VLLMEngine(str(folder), decoding, **{**shared, "enable_sleep_mode": alone})
         note("engine", engine.describe())
         engine.counters()
         greedy = engine.generate(prompts(), GREEDY)
@@ -114,10 +95,7 @@ def equal(arguments: argparse.Namespace) -> None:
         same = [np.array_equal(a.response_ids, b.response_ids) for a, b in zip(first, again, strict=True)]
         note("responses that a seed repeats", f"{sum(same)} of {len(same)}")
         if alone:
-            engine.sleep()
-            free, total = torch.cuda.mem_get_info()
-            note("GiB in use asleep", (total - free) / 2**30)
-            engine.wake()
+            note("GiB in use asleep", gib_asleep(engine))
         engine.drop_prefixes()
         judge("sampled after sleep", engine.generate(prompts(), SAMPLED))
         engine.update_weights(new_weights.named_parameters())
@@ -126,14 +104,9 @@ def equal(arguments: argparse.Namespace) -> None:
         judge("sampled with the old weights again", engine.generate(prompts(), SAMPLED))
         note("counters after", engine.counters().to_dict())
         engine.close()
-        variants: dict[str, dict[str, Any]] = {
-            "eager": dict(enforce_eager=True, compilation_config=None),
-            "chunked prefill": dict(max_num_batched_tokens=256, enable_prefix_caching=False),
-            "preemption": dict(num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False),
-            "compiled": dict(compilation_config=None),
-        }
-        for label in variants if alone else ():
-            engine = VLLMEngine(str(folder), decoding, **options(**variants[label]))
+        variants = VARIANTS | {"compiled": dict(compilation_config=None)}
+        for label, more in variants.items() if alone else ():
+            engine = VLLMEngine(str(folder), decoding, **{**shared, **more})
             judge(f"sampled, {label}", engine.generate(prompts(), SAMPLED))
             note(f"preempted, {label}", engine.preempted())
             engine.close()
@@ -180,7 +153,7 @@ def sample_prompt() -> list[int]:
 
 def samples(arguments: argparse.Namespace) -> None:
     cuda = torch.cuda.is_available()
-    note = notes(arguments.out, device=torch.cuda.get_device_name() if cuda else "cpu")
+    note = notes(arguments.out)
     torch.manual_seed(3)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
@@ -223,9 +196,8 @@ def main() -> None:
     parser.add_argument(
         "--processes", type=int, default=8, help="that draw samples, each with an engine on the same GPU"
     )
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
     {"equal": equal, "samples": samples}[arguments.what](arguments)
 
 

@@ -17,13 +17,13 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -40,6 +40,32 @@ UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
 LENGTHS = (3000, 17, 700, 1601, 33, 512, 64, 1024)
 SAMPLED = Sampling(max_new_tokens=192, temperature=1.0, top_n=8, seed=1)
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16]}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "eager": dict(enforce_eager=True, compilation_config=None),
+    "chunked prefill": dict(max_num_batched_tokens=256, enable_prefix_caching=False),
+    "preemption": dict(num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False),
+}
+"""Other ways to run an engine, by what vLLM is told."""
+
+
+def notes(out: Path, **results: Any) -> Callable[[str, Any], None]:
+    """A function that adds one result, prints it and writes all results so far."""
+    started = time.monotonic()
+
+    def note(name: str, value: Any) -> None:
+        results[name] = value
+        print(f"{time.monotonic() - started:6.1f} s  {name}: {json.dumps(value)}", flush=True)
+        save(out, results)
+
+    return note
+
+
+def options(dtype: str, **more: Any) -> dict[str, Any]:
+    """What every engine of the checks is started with."""
+    return {
+        "dtype": dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
+        "compilation_config": GRAPHS, "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
+    }  # fmt: skip
 
 
 def random_model(folder: Path, dtype: str, seed: int = 0) -> Qwen3ForCausalLM:
@@ -87,21 +113,24 @@ def miss(a: Sequence[Any], b: Sequence[Any]) -> dict[str, float]:
     return summary([np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)])
 
 
+def judged(rollouts: Sequence[Any], true: Sequence[Any], yardstick: Sequence[Any]) -> dict[str, Any]:
+    """How far log-probs are from the truth, beside what misses it in the same 16 bits."""
+    missed, allowed = miss(rollouts, true), miss(true, yardstick)
+    within = all(missed[k] <= 2 * allowed[k] for k in ("mean", "p99"))
+    return {"missed": missed, "yardstick": allowed, "within twice the yardstick": within}
+
+
+def gib_asleep(engine: VLLMEngine) -> float:
+    """GiB of the GPU in use while the engine sleeps; it is awake again afterwards."""
+    engine.sleep()
+    free, total = torch.cuda.mem_get_info()
+    engine.wake()
+    return (total - free) / 2**30
+
+
 def equal(arguments: argparse.Namespace) -> None:
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "dtype": arguments.dtype}
-    started = time.monotonic()
-
-    def note(name: str, value: Any) -> None:
-        results[name] = value
-        print(f"{time.monotonic() - started:6.1f} s  {name}: {value}", flush=True)
-        Path(arguments.out).write_text(json.dumps(results, indent=1))
-
-    def options(**more: Any) -> dict[str, Any]:
-        return {
-            "dtype": arguments.dtype, "max_model_len": 4096, "kv_cache_memory_bytes": 2 * 2**30, "max_num_seqs": 16,
-            "tensor_parallel_size": arguments.tensor_parallel, "compilation_config": GRAPHS,
-            "gpu_memory_utilization": 0.1, "enable_sleep_mode": False, **more,
-        }  # fmt: skip
+    note = notes(arguments.out, dtype=arguments.dtype)
+    shared = options(arguments.dtype, tensor_parallel_size=arguments.tensor_parallel)
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"
@@ -111,18 +140,16 @@ def equal(arguments: argparse.Namespace) -> None:
         rounded = HFEngine(model.cuda(), SMALL, eos_ids=[])
 
         def judge(label: str, rollouts: Sequence[Any], schedule: SparsitySchedule) -> None:
-            true, ours = (engine.score(rollouts, schedule, SAMPLED.temperature) for engine in (truth, rounded))
-            yardstick, missed = miss(true, ours), miss(rollouts, true)
-            within = all(missed[k] <= 2 * yardstick[k] for k in ("mean", "p99"))
-            note(label, {"missed": missed, "yardstick": yardstick, "within twice the yardstick": within})
+            scores = (engine.score(rollouts, schedule, SAMPLED.temperature) for engine in (truth, rounded))
+            note(label, judged(rollouts, *scores))
 
-        llm = LLM(str(folder), skip_tokenizer_init=True, **options())  # kept to the end: its graphs hold their pool
+        llm = LLM(str(folder), skip_tokenizer_init=True, **shared)  # kept to the end: its graphs hold their pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, logprobs=0, detokenize=False, flat_logprobs=True)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
         stock = [(np.asarray(o.outputs[0].token_ids), np.asarray(o.outputs[0].logprobs.logprobs)) for o in outputs]
 
         sleeps = arguments.tensor_parallel == 1
-        engine = VLLMEngine(str(folder), UNBOUNDED, **options(enable_sleep_mode=sleeps))
+        engine = VLLMEngine(str(folder), UNBOUNDED, **{**shared, "enable_sleep_mode": sleeps})
         note("engine", engine.describe())
         greedy = engine.generate(prompts(), Sampling(max_new_tokens=192, temperature=0.0, top_n=0))
         agreed = [np.cumprod(r.response_ids == ids).astype(bool) for r, (ids, _) in zip(greedy, stock, strict=True)]
@@ -140,22 +167,10 @@ def equal(arguments: argparse.Namespace) -> None:
         first = engine.generate(prompts(), SAMPLED)
         note("counters, sparse", str(engine.counters()))
         judge("sparse", first, SMALL)
-        responses = Path(arguments.out).with_suffix(".npz")
-        np.savez(responses, ids=[r.response_ids for r in first], logprobs=[r.logprobs for r in first])
-        if arguments.against:
-            with np.load(arguments.against) as saved:
-                other_run = [
-                    replace(r, response_ids=ids, logprobs=lps)
-                    for r, ids, lps in zip(first, saved["ids"], saved["logprobs"], strict=True)
-                ]
-            note(f"sparse from the run in {Path(arguments.against).name}", gap(first, other_run))
         note("sparse from the dense truth", miss(first, truth.score(first, UNBOUNDED, 1.0)))
         note("sparse again, from the prefix cache", gap(first, engine.generate(prompts(), SAMPLED)))
         if sleeps:
-            engine.sleep()
-            free, total = torch.cuda.mem_get_info()
-            note("GiB in use asleep", (total - free) / 2**30)
-            engine.wake()
+            note("GiB in use asleep", gib_asleep(engine))
         engine.drop_prefixes()
         note("sparse again", gap(first, engine.generate(prompts(), SAMPLED)))
         engine.update_weights(new_weights.named_parameters())
@@ -164,19 +179,14 @@ def equal(arguments: argparse.Namespace) -> None:
         note("sparse again after weights went and came", gap(first, engine.generate(prompts(), SAMPLED)))
         engine.close()
 
-        engine = VLLMEngine(str(other), SMALL, **options())
+        engine = VLLMEngine(str(other), SMALL, **shared)
         note("updated weights from a fresh engine", gap(updated, engine.generate(prompts(), SAMPLED)))
         engine.close()
-        variants: dict[str, dict[str, Any]] = {
-            "eager": dict(enforce_eager=True, compilation_config=None),
-            "chunked prefill": dict(max_num_batched_tokens=256, enable_prefix_caching=False),
-            "preemption": dict(num_gpu_blocks_override=420, max_model_len=3328, enable_prefix_caching=False),
-            "compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}),
-        }
+        variants = VARIANTS | {"compiled": dict(compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]})}
         for label, more in variants.items():
             if arguments.tensor_parallel > 1 and label != "eager":
                 continue
-            engine = VLLMEngine(str(folder), SMALL, **options(**more))
+            engine = VLLMEngine(str(folder), SMALL, **{**shared, **more})
             rollouts = engine.generate(prompts(), SAMPLED)
             note(f"sparse from {label}", gap(first, rollouts))
             note(f"counters, {label}", str(engine.counters()))
@@ -192,10 +202,8 @@ def main() -> None:
     parser.add_argument("what", choices=["equal"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--against", help="an .npz that another 'equal' left beside its --out, to compare with")
-    parser.add_argument("--out", required=True)
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    Path(arguments.out).parent.mkdir(parents=True, exist_ok=True)
     equal(arguments)
 
 
