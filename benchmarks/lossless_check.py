@@ -108,7 +108,7 @@ def equal(arguments: argparse.Namespace) -> None:
         for label, more in variants.items() if alone else ():
             engine = VLLMEngine(str(folder), decoding, **{**shared, **more})
             judge(f"sampled, {label}", engine.generate(prompts(), SAMPLED))
-            note(f"preempted, {label}", engine.preempted())
+            note(f"preempted, {label}", engine.counters().preemptions)
             engine.close()
         if not alone:
             llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
