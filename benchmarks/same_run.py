@@ -32,7 +32,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
-from vllm_train import ENGINE, SPARSE, read, rounded
+from vllm_train import ENGINE, SPARSE, TRAIN, read, rounded
 
 import sparrow
 
@@ -71,12 +71,9 @@ class Bench:
     def train(self, name: str, gpus: str, launcher: Sequence[str] = (), more: Sequence[str] = ()) -> Any:
         port = ["--main_process_port", str(free_port())] if launcher else []
         command = [
-            *(launcher or [sys.executable]), *port, "-m", "sparrow.cli", "train", "--run-dir", str(self.folder / name),
-            "--model", "reasoner", "--engine", ENGINE, "--save-every", "2", "--task", "trace:lines=24",
-            "--schedule", str(self.folder / "schedule.json"), "--tau", "0.9", "--rollout.prompts", "24",
-            "--rollout.samples", "8", "--rollout.max-new-tokens", "300", "--optimizer.learning-rate", "5e-4",
-            "--optimizer.precision", "bf16", "--optimizer.token-budget", "65536", "--loss.normalization", "dapo",
-            *self.options, *more,
+            *(launcher or TRAIN[:1]), *port, *TRAIN[1:], "--run-dir", str(self.folder / name), "--engine", ENGINE,
+            "--save-every", "2", "--schedule", str(self.folder / "schedule.json"), "--tau", "0.9",
+            "--optimizer.token-budget", "65536", *self.options, *more,
         ]  # fmt: skip
         return self.start(name, gpus, command)
 

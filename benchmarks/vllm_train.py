@@ -36,6 +36,12 @@ ENGINE = (
     'vllm:compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},'
     "gpu_memory_utilization=0.05,kv_cache_memory_bytes=4294967296,max_model_len=1024,max_num_seqs=256"
 )
+TRAIN = [
+    sys.executable, "-m", "sparrow.cli", "train", "--model", "reasoner", "--task", "trace:lines=24",
+    "--rollout.prompts", "24", "--rollout.samples", "8", "--rollout.max-new-tokens", "300",
+    "--optimizer.learning-rate", "5e-4", "--optimizer.precision", "bf16", "--loss.normalization", "dapo",
+]  # fmt: skip
+"""What the runs of this script and of ``same_run.py`` have in common."""
 DRAFTS = {"top_k": [8], **LAYOUT, "dense_layers": []}
 RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
     "sparse": (SPARSE, 30, ["--tau", "0.9"]),
@@ -54,11 +60,8 @@ def start(name: str, folder: Path, steps: int | None) -> subprocess.Popen[bytes]
         path.write_text(json.dumps(schedule))
         more = [*more, "--rollout.draft-schedule" if "lossless" in more else "--schedule", str(path)]
     command = [
-        sys.executable, "-m", "sparrow.cli", "train", "--engine", ENGINE, "--run-dir", str(folder / name),
-        "--model", "reasoner", "--steps", str(steps or default_steps), "--save-every", "1000",
-        "--task", "trace:lines=24", "--rollout.prompts", "24", "--rollout.samples", "8",
-        "--rollout.max-new-tokens", "300", "--optimizer.learning-rate", "5e-4", "--optimizer.precision", "bf16",
-        "--optimizer.token-budget", "131072", "--loss.normalization", "dapo", *more,
+        *TRAIN, "--engine", ENGINE, "--run-dir", str(folder / name), "--steps", str(steps or default_steps),
+        "--save-every", "1000", "--optimizer.token-budget", "131072", *more,
     ]  # fmt: skip
     with open(folder / f"{name}.log", "wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=log)
