@@ -8,8 +8,8 @@ Runs that are already in the folder are used as they are. About six minutes a se
 from __future__ import annotations
 
 import json
-import platform
 import shutil
+import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -18,6 +18,10 @@ import tyro
 
 from sparrow.cli import main as sparrow
 from sparrow.evaluate import mean_at_k
+from sparrow.loading import model_path
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import save
 
 PROBLEMS, SAMPLES = 48, 8
 
@@ -48,11 +52,9 @@ def held_out(model: str, schedule: Path, folder: Path) -> dict[str, list[float]]
 
 def main(options: Options) -> None:
     """Run what is missing, then write the table."""
-    import sparrow as package
-
     schedule = options.folder / "schedule.json"
     options.folder.mkdir(parents=True, exist_ok=True)
-    shutil.copy(Path(package.__file__).parent / "reasoner" / "demo_schedule.json", schedule)
+    shutil.copy(Path(model_path("reasoner"), "demo_schedule.json"), schedule)
     start = held_out("reasoner", schedule, options.folder / "eval-start")
     runs = []
     for seed in options.seeds:
@@ -72,9 +74,7 @@ def main(options: Options) -> None:
                 "held_out": held_out(str(run / "model"), schedule, options.folder / f"eval-{seed}"),
             }
         )
-    machine = {"processor": platform.processor() or platform.machine(), "python": platform.python_version()}
-    result = {"machine": machine, "problems": PROBLEMS, "samples": SAMPLES, "held_out_start": start, "runs": runs}
-    options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    save(options.out, {"problems": PROBLEMS, "samples": SAMPLES, "held_out_start": start, "runs": runs})
 
 
 if __name__ == "__main__":

@@ -97,9 +97,9 @@ def collapsed(run: Run) -> bool:
     return outcome(run) < 0.5 * run["held_out"][0][1]
 
 
-def last_reward(run: Run, steps: int | None = None) -> float:
+def last_reward(run: Run, steps: int | None = None, last: int = LAST) -> float:
     """Mean reward of the actor in the last steps of the run, or in the last ones up to ``steps``."""
-    return float(np.mean(run["reward"][:steps][-LAST:]))
+    return float(np.mean(run["reward"][:steps][-last:]))
 
 
 def late_read(some: Sequence[Run]) -> float:
@@ -168,9 +168,14 @@ def against_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[...,
     for run in some:
         steps = min(len(run["reward"]), len(dense[run["seed"]]["reward"]))
         differences.append(value(run, steps) - value(dense[run["seed"]], steps))
-    n = len(differences)
-    half = t.ppf(0.975, n - 1) * np.std(differences, ddof=1) / np.sqrt(n) if n > 1 else np.nan
-    return float(np.mean(differences)), float(half)
+    return t_interval(differences)
+
+
+def t_interval(values: Sequence[float]) -> tuple[float, float]:
+    """The mean, and the half width of its 95 % t-interval (nan for a single value)."""
+    n = len(values)
+    half = t.ppf(0.975, n - 1) * np.std(values, ddof=1) / np.sqrt(n) if n > 1 else np.nan
+    return float(np.mean(values)), float(half)
 
 
 def arrival(run: Run) -> tuple[int | None, np.ndarray, np.ndarray]:

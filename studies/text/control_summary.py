@@ -14,12 +14,13 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tyro
-from scipy.stats import spearmanr, t
+from scipy.stats import spearmanr
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
@@ -31,10 +32,12 @@ from stability_statistics import (  # noqa: E402
     by_arm,
     collapsed,
     early,
+    last_reward,
     late_read,
     logged_rows,
     over_arms,
     shortened,
+    t_interval,
 )
 
 LAST = 5
@@ -52,9 +55,7 @@ class Options:
     out: Path = Path("text_control.json")  # Where the result goes.
 
 
-def end_reward(run: Run, steps: int | None = None) -> float:
-    """Mean reward of the actor in the last steps of the run, or in the last ones up to ``steps``."""
-    return float(np.mean(run["reward"][:steps][-LAST:]))
+end_reward = partial(last_reward, last=LAST)
 
 
 def whole_reward(run: Run, steps: int | None = None) -> float:
@@ -76,24 +77,21 @@ def p5(run: Run) -> float:
     return float(np.mean([tail[1] for tail in run["tail"]]))
 
 
+def limits(mean: float, half: float) -> list[float | None]:
+    """A mean and the ends of its interval; None for those of a single seed."""
+    return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
+
+
 def over_seeds(values: Iterable[float]) -> list[float | None]:
-    """The mean and its 95 % t-interval; None for the limits of a single seed."""
-    numbers = list(values)
-    mean, n = float(np.mean(numbers)), len(numbers)
-    if n == 1:
-        return [mean, None, None]
-    half = float(t.ppf(0.975, n - 1) * np.std(numbers, ddof=1) / np.sqrt(n))
-    return [mean, mean - half, mean + half]
+    """The mean and its 95 % t-interval."""
+    return limits(*t_interval(list(values)))
 
 
 def minus_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
     """The mean difference to the dense run of the same seed after as many steps, and its 95 % t-interval."""
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     pairs = [run for run in some if run["seed"] in dense]
-    if not pairs:
-        return [None, None, None]
-    mean, half = against_dense(pairs, runs, value)
-    return [mean, None, None] if np.isnan(half) else [mean, mean - half, mean + half]
+    return limits(*against_dense(pairs, runs, value)) if pairs else [None, None, None]
 
 
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
@@ -124,25 +122,17 @@ def ranking(runs: Sequence[Run], value: Callable[..., float]) -> dict[str, list[
     dense = {run["seed"] for run in runs if run["arm"] == "dense"}
     sparse = [run for run in runs if run["arm"] != "dense" and run["seed"] in dense]
     lost = {id(run): against_dense([run], runs, value)[0] for run in sparse}
-    return {
-        name: list(
-            over_arms(
-                sparse,
-                lambda some, name=name: float(
-                    spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic
-                ),
-            )
-        )
-        for name in STATISTICS
-    }
+
+    def rank(name: str, some: Sequence[Run]) -> float:
+        return float(spearmanr([early(run)[name] for run in some], [lost[id(run)] for run in some]).statistic)
+
+    return {name: list(over_arms(sparse, partial(rank, name))) for name in STATISTICS}
 
 
 def counted(path: Path) -> Run | None:
     """A run, shortened; None if it was cut off too early."""
-    first = logged_rows(path)[:1]
-    return (
-        shortened(path, math.ceil(ENOUGH * first[0]["options"]["steps"])) if first and "options" in first[0] else None
-    )
+    first = next(iter(logged_rows(path)), {})
+    return shortened(path, math.ceil(ENOUGH * first["options"]["steps"])) if "options" in first else None
 
 
 def summary(folders: Sequence[Path], checkpoint: Path) -> dict[str, Any]:
