@@ -17,6 +17,8 @@ QWEN3_1_7B: dict[str, Any] = dict(
     vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
     num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
 )  # fmt: skip
+SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
+"""The shapes that are measured, and what tables call them."""
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]
 

@@ -9,9 +9,9 @@ from dataclasses import astuple, replace
 import fit_lossless
 import fit_roofline
 import numpy as np
-from common import load, table
+from common import SHAPES, load, table
 from rollout_trace import PROMPT, responses, simulate, states
-from tables_speed import PHASES, PUBLISHED, SHAPES, measured, trace_seconds
+from tables_speed import PHASES, PUBLISHED, measured, trace_seconds
 
 from sparrow.cluster import Cluster, plan
 from sparrow.cost import MACHINES, VLLM_H200, Overheads, decode_step, predict, response_lengths

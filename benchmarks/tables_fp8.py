@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import RESULTS, Column, declared, load, table
+from common import RESULTS, SHAPES, Column, declared, load, table
 from rollout_trace import SLOTS
 
-SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 STOCK = "stock fp8"
 NAMES = {
     "stock": "stock, bfloat16", "stock fp8": "stock, fp8 cache and weights", "sparse": "Sparrow, bfloat16",

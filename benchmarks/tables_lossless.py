@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from statistics import mean, stdev
 
-from common import Row, load, table
+from common import SHAPES, Row, load, table
 
-SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 WIDE = (157, 0.968)
 
 

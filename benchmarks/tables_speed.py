@@ -7,13 +7,12 @@ import statistics
 from collections.abc import Iterator
 
 import numpy as np
-from common import RESULTS, Column, Row, declared, load, table
+from common import RESULTS, SHAPES, Column, Row, declared, load, table
 from rollout_trace import PROMPT, responses
 
 from sparrow.cost import MACHINES, train_seconds
 from sparrow.cost import SHAPES as SHAPES_OF
 
-SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 LANDMARKS = ("auto", "fp8_e4m3")
 PUBLISHED = {
     "qwen3-1.7b": (2561, 5662, 2.21),
