@@ -87,7 +87,8 @@ class CachedSequences:
 
     def forget(self, tokens: int) -> None:
         """Drop the newest ``tokens`` columns of all rows."""
-        self.cache.crop(-tokens)
+        if tokens:  # before transformers 5.15, ``crop(0)`` drops everything
+            self.cache.crop(-tokens)
 
     def keep(self, lengths_B: Tensor) -> None:
         """Drop all but the oldest ``lengths_B`` tokens of each row, and move the rows so that they end together."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
+from transformers.cache_utils import DynamicLayer
 
 from sparrow.engines.base import Counters, total
 from sparrow.engines.hf import HFEngine
@@ -82,6 +83,21 @@ def test_greedy_tokens_are_the_dense_ones(k, pages):
         assert ours.top_ids.tolist() == dense.top_ids.tolist()
     counters = engine.counters()
     assert 0 < counters.accepted < counters.drafted, "drafts must be right and wrong, or this test shows nothing"
+
+
+def test_nothing_is_forgotten_after_a_cycle_without_drafts(monkeypatch):
+    model, sampling = tiny_model(), Sampling(2, temperature=0.0)
+    dense = HFEngine(model, SparsitySchedule.dense(), eos_ids=[]).generate(prompts(), sampling)
+
+    def crop(layer, length):
+        """As before transformers 5.15: to so many tokens, or by so many if negative."""
+        layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
+
+    monkeypatch.setattr(DynamicLayer, "crop", crop)
+    found = HFEngine(model, lossless(), eos_ids=[]).generate(prompts(), sampling)
+    for ours, expected in zip(found, dense, strict=True):
+        assert ours.response_ids.tolist() == expected.response_ids.tolist()
+        np.testing.assert_allclose(ours.logprobs, expected.logprobs, atol=1e-4)
 
 
 # --- sampling ---
