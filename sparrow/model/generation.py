@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator
-from types import MethodType
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ def watch_generate(model: nn.Module) -> None:
     """Make the ``generate`` of ``model`` tell prefill from decoding, and refuse options that make decoding dense."""
     for module in model.modules():
         if isinstance(module, GenerationMixin):
-            # A bound method, so that a copy of the model gets one of its own.
-            vars(module)["generate"] = MethodType(_generate, module)
+            # A partial, so that a copy of the model gets one of its own; pickle cannot read bound methods back.
+            vars(module)["generate"] = partial(_generate, module)
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,7 @@
 """Which models may be routed, and that a refused one is left as it was."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -111,10 +112,11 @@ def test_of_two_models_on_one_config_only_one_is_routed():
     assert (decoded(one) - dense).abs().max() > 0.05
 
 
-def test_a_copy_of_a_model_has_a_schedule_of_its_own():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_has_a_schedule_of_its_own(copied):
     model = tiny_model()
     set_schedule(model, SPARSE)
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     sparse = decoded(model)
     set_schedule(twin, SparsitySchedule.dense())
     with torch.no_grad():
