@@ -43,6 +43,8 @@ def decode(
 ) -> Tensor:
     """One sparse decode step over a contiguous cache; see ``reference.decode``.
 
+    Under autocast q, k and v are cast as in dense attention.
+
     Args:
         q_BHD: queries of the newest tokens.
         k_BKSD, v_BKSD: the cache, the newest tokens' keys and values included.
@@ -58,7 +60,9 @@ def decode(
     """
     _check_heads(q_BHD, k_BKSD, v_BKSD)
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
-    return reference.decode(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale)
+    q_BHD, k_BKSD, v_BKSD = _autocast(q_BHD, k_BKSD, v_BKSD)
+    with torch.autocast(q_BHD.device.type, enabled=False):  # which would round page scores
+        return reference.decode(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale)
 
 
 def paged_decode(
@@ -265,11 +269,9 @@ def teacher_forced(
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
         raise ValueError(f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys")
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    device = q_BHTD.device.type
-    if torch.is_autocast_enabled(device):
-        q_BHTD, k_BKTD, v_BKTD = (x.to(torch.get_autocast_dtype(device)) for x in (q_BHTD, k_BKTD, v_BKTD))
+    q_BHTD, k_BKTD, v_BKTD = _autocast(q_BHTD, k_BKTD, v_BKTD)
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
-    with torch.autocast(device, enabled=False):
+    with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":
             return reference.teacher_forced(*arguments)
         if implementation != "triton":
@@ -277,6 +279,15 @@ def teacher_forced(
         from sparrow.attention import triton
 
         return triton.teacher_forced(*arguments, kept=kept)
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the dtype of autocast, if it is on."""
+    device = q.device.type
+    if not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -188,6 +188,22 @@ def test_decode_in_bfloat16_errs_no_more_than_bfloat16_rounding():
             assert delta < 0.1, "or the bound would forgive a wrong page"
 
 
+def test_under_autocast_decode_and_teacher_forcing_read_what_the_cast_inputs_say():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(10, heads, 200, 8, generator=generator) for heads in (8, 4, 4))
+    start, length, prompt = (torch.full((10,), n) for n in (0, 200, 0))
+    top_k, layout = torch.full((10, 200), 15), PageLayout(page_size=4)
+
+    def both(q, k, v):
+        step = decode(q[:, :, -1], k, v, None, length, top_k[:, -1], layout=layout)
+        return step, teacher_forced(q, k, v, start, length, prompt, top_k, layout=layout)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found = both(q, k, v.bfloat16())  # as a model has them where its positions are turned in float32
+    for out, expected in zip(found, both(*(x.bfloat16() for x in (q, k, v))), strict=True):
+        assert torch.equal(out, expected)
+
+
 # --- teacher forcing ---
 
 T = 45
