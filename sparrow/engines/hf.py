@@ -30,7 +30,7 @@ from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding
 from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
-from sparrow.model.scoring import Batch, TokenScorer, micro_batches
+from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
 from sparrow.model.state import attention_layers
 from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
@@ -243,14 +243,9 @@ class HFEngine(Engine, Scorer):
 
     @contextlib.contextmanager
     def _inference(self) -> Iterator[None]:
-        training = self.model.training
-        self.model.eval()
         autocast = torch.autocast(self.model.device.type, self._autocast, enabled=self._autocast is not None)
-        try:
-            with torch.no_grad(), autocast:
-                yield
-        finally:
-            self.model.train(training)
+        with evaluating(self.model), autocast:
+            yield
 
     def _check_sparse(self, calls_before: int, sparse_steps: int) -> None:
         expected = sparse_steps * len(self._attention_layers - set(self.schedule.dense_layers))

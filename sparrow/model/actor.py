@@ -26,6 +26,7 @@ from sparrow import attention
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.model import masks, routing
 from sparrow.model.generation import dense_steps, watch_generate
+from sparrow.model.scoring import evaluating
 from sparrow.model.state import NAME, Actor, ScheduleTable, actor_of, attention_layers
 from sparrow.schedule import SparsitySchedule
 
@@ -229,7 +230,7 @@ def _route(model: PreTrainedModel, schedule: SparsitySchedule, windowed: Unsuppo
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
     calls: Counter[int] = Counter()
     modules: list[nn.Module] = []
-    with routing.evaluating(model):
+    with evaluating(model):
         with own.watch(layers):
             model(input_ids=ids, use_cache=False)
         model.set_attn_implementation(NAME)

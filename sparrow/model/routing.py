@@ -200,16 +200,3 @@ class LayerPass:
                     f"its own result and {what} differ by {float((own - ours).abs().max()):.2g} in "
                     f"{float(own.abs().max()):.2g}; choose a model whose attention is a causal softmax over keys alone"
                 )
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside there are no gradients and no dropout; afterwards every module is in its former mode again."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True

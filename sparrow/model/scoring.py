@@ -6,7 +6,8 @@ n entries of a top-n list, V vocabulary, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -119,14 +120,13 @@ class TokenScorer(nn.Module):
         gathered = log_p.gather(-1, torch.cat([target[:, None], top], -1) if top is not None else target[:, None])
         return gathered[:, 0], gathered[:, 1:], entropy
 
-    @torch.no_grad()
     def _check_head(self) -> None:
         # Several tokens: id 0 is often padding, whose zero embedding gives zero logits, capped or not.
         ids = torch.arange(8, device=next(self.model.parameters()).device)[None]
-        direct = self.model(input_ids=ids, use_cache=False).logits
-        ours = self.model.get_output_embeddings()(
-            self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        )
+        with evaluating(self.model):  # dropout would make the two differ
+            direct = self.model(input_ids=ids, use_cache=False).logits
+            hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            ours = self.model.get_output_embeddings()(hidden)
         if not torch.allclose(direct.float(), ours.float(), rtol=1e-3, atol=1e-3):
             raise UnsupportedModel(
                 f"{type(self.model).__name__} changes its logits after the output embedding (a soft cap or a scale), "
@@ -146,3 +146,16 @@ def micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
         else:
             groups.append([i])
     return groups
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside there are no gradients and no dropout; afterwards every module is in its former mode again."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True

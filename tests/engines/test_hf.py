@@ -171,6 +171,14 @@ def test_engine_samples_records_and_scores_the_same_distribution():
     assert max(np.abs(d.logprobs - r.logprobs).max() for d, r in zip(dense, rollouts, strict=True)) > 0.05
 
 
+def test_every_module_trains_again_after_sampling_if_it_did_before():
+    model = tiny_model().train()
+    model.model.layers[1].eval()
+    training = [module.training for module in model.modules()]
+    HFEngine(model, SparsitySchedule.fixed(2), eos_ids=[]).generate([[1, 2, 3]], Sampling(max_new_tokens=2))
+    assert [module.training for module in model.modules()] == training
+
+
 def test_counters_follow_the_schedule():
     schedule = SparsitySchedule.fixed(1, dense_layers=(0,))
     engine = HFEngine(tiny_model(), schedule, eos_ids=[])

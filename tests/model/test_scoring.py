@@ -118,6 +118,12 @@ def test_soft_capped_model_is_refused():
     TokenScorer(Gemma2ForCausalLM(Gemma2Config(**config, final_logit_softcapping=None)))
 
 
+def test_a_model_with_dropout_that_trains_is_not_taken_for_one_that_changes_its_logits():
+    model = tiny_model(attention_dropout=0.5).train()
+    TokenScorer(model)
+    assert all(module.training for module in model.modules())
+
+
 # --- micro_batches ---
 
 
