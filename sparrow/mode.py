@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from sparrow.errors import ConfigError
-from sparrow.schedule import SparsitySchedule
+from sparrow.schedule import SparsitySchedule, without_duplicates
 
 Mode = Literal["dense", "lossless", "lossy", "auto"]
 """``dense``: every step reads the whole cache. ``lossless``: sparse steps draft, a dense step verifies, samples are the
@@ -91,8 +91,8 @@ class Decoding:
             return cls.lossy(value)
         if isinstance(value, str) and value.strip().startswith("{"):
             try:
-                value = json.loads(value)
-            except ValueError as error:
+                value = json.loads(value, object_pairs_hook=without_duplicates)
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(f"the sparrow setting {value!r} is not JSON: {error}") from error
         if value == "lossless":
             return cls.lossless()
@@ -103,7 +103,7 @@ class Decoding:
         if mode == "auto":
             raise ConfigError(AUTO_ELSEWHERE)
         known = {"dense": [], "lossless": list(LOSSLESS_SETTINGS), "lossy": ["schedule"]}
-        if mode not in known:
+        if not isinstance(mode, str) or mode not in known:
             raise ConfigError(f"unknown mode {mode!r}, expected one of {get_args(Mode)}")
         unknown = sorted(settings.keys() - set(known[mode]))
         if unknown:

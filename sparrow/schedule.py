@@ -209,7 +209,7 @@ class SparsitySchedule:
     def from_json(cls, text: str) -> SparsitySchedule:
         """The inverse of ``to_json``. Raises ConfigError: not JSON, or not a schedule."""
         try:
-            plain = json.loads(text, object_pairs_hook=_without_duplicates)
+            plain = json.loads(text, object_pairs_hook=without_duplicates)
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"the schedule is not valid JSON: {error}") from error
         if not isinstance(plain, dict):
@@ -217,7 +217,7 @@ class SparsitySchedule:
         return cls.from_dict(plain)
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object without duplicate keys, of which the standard library would silently keep the last."""
     plain = dict(pairs)
     if len(plain) < len(pairs):

@@ -60,6 +60,8 @@ def test_settings_are_read_and_written_back(value, expected):
         ({"mode": "lossless", "drafter_invariant": "yes"}, "drafter_invariant must be true or false, got 'yes'"),
         ({"mode": "lossy", "schedule": "fixed:9", "drafter_invariant": True}, "'lossy' has no setting 'drafter_inv"),
         ('{"mode": ', "is not JSON"),
+        ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' stands there twice"),
+        ({"mode": ["lossless"]}, r"unknown mode \['lossless'\]"),
         ("loseless", "no schedule 'loseless'"),
     ],
 )
