@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -192,6 +193,22 @@ def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
         parts[smallest].append(i)
         tokens[smallest] += lengths[i]
     return [sorted(part) for part in parts]
+
+
+def mixed_precision(precision: str) -> str:
+    """``optimizer.precision`` in accelerate's words.
+
+    Raises ConfigError: this process has trained in another precision, and accelerate would keep that one.
+    """
+    wanted = "bf16" if precision == "bf16" else "no"
+    kept = AcceleratorState().mixed_precision if is_initialized() else wanted
+    if kept != wanted:
+        before = "fp32" if kept == "no" else kept
+        raise ConfigError(
+            f"optimizer.precision is {precision!r}, but this process has trained in {before!r} before, and accelerate "
+            "has one precision for all runs of a process; start this run in a process of its own"
+        )
+    return wanted
 
 
 def sharding(model: nn.Module, bf16: bool) -> FullyShardedDataParallelPlugin | None:

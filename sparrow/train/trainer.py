@@ -35,7 +35,7 @@ from sparrow.train.config import TrainConfig
 from sparrow.train.evaluation import Benchmarks, Evaluator
 from sparrow.train.experience import Assessment, Experience
 from sparrow.train.learner import Learner, Metrics, checkpointing
-from sparrow.train.ranks import Ranks, sharding
+from sparrow.train.ranks import Ranks, mixed_precision, sharding
 from sparrow.train.resume import describe, resumed
 from sparrow.train.reward import reward_metrics
 from sparrow.train.saving import Exports, export, load_checkpoint, save_checkpoint, uninterrupted
@@ -61,8 +61,9 @@ class Trainer:
     With a ``dial``, for an engine in ``mode=auto``, responses are verified up to the length that the dial sets.
     ``benchmarks`` are evaluated as ``config.eval`` says.
 
-    Raises ConfigError: a run directory in use, a tracker that is not installed, more processes than responses,
-    processes that start from different weights, or an engine that no dial can turn.
+    Raises ConfigError: a run directory in use, a tracker that is not installed, another precision than this process has
+    trained in before, more processes than responses, processes that start from different weights, or an engine that no
+    dial can turn.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Trainer:
         self.ceiling = Ceiling()
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
-            mixed_precision="bf16" if config.optimizer.precision == "bf16" else "no",
+            mixed_precision=mixed_precision(config.optimizer.precision),
             log_with=list(config.trackers) or None,
             project_dir=config.run_dir,
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],

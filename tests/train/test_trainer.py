@@ -263,6 +263,15 @@ def test_run_directory_is_not_overwritten(tmp_path):
         make_trainer(tmp_path / "new", resume=True)
 
 
+def test_another_precision_in_one_process_is_refused_before_anything_is_written(tmp_path):
+    make_trainer(tmp_path / "first").run_dir.release()  # as the tests of this process before it, in float32
+    message = "precision is 'bf16', but this process has trained in 'fp32' before, .*; start this run in a process of"
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(tmp_path / "second", optimizer=OptimizerConfig(precision="bf16"))
+    assert not (tmp_path / "second").exists()
+    make_trainer(tmp_path / "third").run_dir.release()
+
+
 def start_process(run_dir, steps: int, resume: bool = False) -> subprocess.Popen:
     """The run in a process of its own, with one thread: float32 sums depend on how many share the work."""
     code = (
