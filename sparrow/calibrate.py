@@ -158,9 +158,10 @@ def calibrate(
 
 
 def _table(bins: Iterable[int], pages: Iterable[int]) -> tuple[int, ...]:
-    """A schedule's table, which never shrinks. Bins before the first (of prompts, or joined to it) get its budget."""
-    rising = np.maximum.accumulate(list(pages)).tolist()
-    return (rising[0],) * min(bins) + tuple(rising)
+    """A schedule's table, which never shrinks, from the budgets of these rising ``bins``. Any other bin (of prompts,
+    joined to the first, or between short and long prompts) gets the budget of the next longer one."""
+    measured, rising = list(bins), np.maximum.accumulate(list(pages)).tolist()
+    return tuple(rising[i] for i in np.searchsorted(measured, range(measured[-1] + 1)))
 
 
 Tried = dict[int, PercentileInterval]  # for one bin: top-k -> tail, by rising top-k

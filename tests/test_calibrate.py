@@ -145,6 +145,22 @@ def test_first_bins_with_too_few_tokens_are_joined():
     assert [b.start for b in found.bins] == [0, 160, 320] and found.schedule.top_k == (10, 15, 15, ALL_PAGES)
 
 
+def test_lengths_that_no_response_reached_do_not_shift_the_table():
+    def gap(needed, calls):
+        def measure(schedule):
+            found = world([320] * 30 + [960] * 30, needed, calls)(schedule)
+            seen = (found.sequence < 30) | (found.position >= 640)  # short prompts and long ones, and none between
+            return Acceptance(*(x[seen] for x in found))
+
+        return measure
+
+    calls: list = []
+    found = calibrate(gap(lambda b: 10 + 8 * b, calls), fixed(2, 60), 0.8999, refine=6)
+    assert [(b.start, b.top_k) for b in found.bins] == [(0, 5), (160, 13), (640, 38), (800, 45)]  # 37 would do
+    assert found.schedule.top_k == (5, 13, 38, 38, 38, 45, ALL_PAGES)
+    assert len(calls) == len(set(calls)), "every pass tries what it was meant to"
+
+
 @pytest.mark.slow
 def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_path):
     import torch
