@@ -177,6 +177,7 @@ def calibrate_engine(
     provenance: Mapping[str, Any],
     relative: bool = False,
     lengthen: bool = False,
+    made_by: Mapping[str, Any] | None = None,
     listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories sampled once a round.
@@ -186,7 +187,7 @@ def calibrate_engine(
     prompts, earlier ones a tenth. The schedule sampled under needs no pass: the rollouts hold what it would compute.
 
     Args:
-        engine, scorer, prompts, sampling, folder: see ``Trajectories``.
+        engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
         layout: gives page size, bins and dense layers. The first round samples under it; but if it is dense and more
@@ -223,7 +224,9 @@ def calibrate_engine(
         while longer:
             sampling, seed = longer, longer.seed + number
             with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
-                trajectories = Trajectories(engine, scorer, some, replace(sampling, seed=seed), folder, behaviour)
+                trajectories = Trajectories(
+                    engine, scorer, some, replace(sampling, seed=seed), folder, behaviour, made_by
+                )
             best = trajectories.ceiling()
             dense = pool(best, layout.bin_tokens)
             longer = lengthened(sampling, dense.bins, target) if lengthen else None
@@ -298,8 +301,10 @@ class Trajectories:
     Args:
         engine, scorer: both with the same weights.
         prompts, sampling: what is sampled, and how.
-        folder: where rollouts and scores are kept; those already there for the same prompts and sampling are reused.
+        folder: where rollouts and scores are kept; those already there for the same prompts, sampling and ``made_by``
+            are reused.
         behaviour: the schedule to sample under; dense by default.
+        made_by: which weights and engine these are, in JSON types; needed where a folder may be used with others.
     """
 
     def __init__(
@@ -310,13 +315,14 @@ class Trajectories:
         sampling: Sampling,
         folder: Path,
         behaviour: SparsitySchedule | None = None,
+        made_by: Mapping[str, Any] | None = None,
     ) -> None:
         self._scorer, self._temperature, self._folder = scorer, sampling.temperature, folder
         folder.mkdir(parents=True, exist_ok=True)
         self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
         prompts = [list(map(int, prompt)) for prompt in prompts]
         sampled = {name: value for name, value in asdict(sampling).items() if name != "watch"}  # it changes no token
-        self._name = _digest(prompts, sampled, behaviour.to_dict() | {"provenance": None})
+        self._name = _digest(prompts, sampled, behaviour.to_dict() | {"provenance": None}, made_by)
         path = folder / f"rollouts-{self._name}.npz"
         if not path.exists():
             _save_rollouts(path, _sample(engine, prompts, sampling, behaviour))

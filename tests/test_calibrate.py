@@ -1,6 +1,7 @@
 """The search, against worlds whose tail is known."""
 
 import math
+import shutil
 
 import numpy as np
 import pytest
@@ -200,6 +201,31 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     engine.score = engine.generate = None  # type: ignore[assignment, method-assign]
     again = calibrate_engine(engine, engine, prompts, sampling, tmp_path / "work", **options)
     assert again.bins == found.bins
+
+
+@pytest.mark.slow
+def test_what_other_weights_have_sampled_is_not_taken_for_the_same(checkpoint, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    from sparrow.cli import main
+
+    model, out = tmp_path / "model", tmp_path / "schedule.json"
+    shutil.copytree(checkpoint, model)
+    options = "--task trace:lines=4 --count 24 --max-new-tokens 20 --budgets 1 --refine 0 --on-policy 0 --target 0.001"
+    command = ["calibrate", "--model", str(model), "--out", str(out), *options.split()]
+
+    def calibrated():
+        main(command)
+        return SparsitySchedule.from_json(out.read_text()).provenance["bins"], len(list(work.glob("rollouts-*")))
+
+    work = tmp_path / "schedule.json.work"
+    first, again = calibrated(), calibrated()
+    assert first == again and first[1] == 1
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] = 0.1 * weights["model.norm.weight"]  # as after training, under the same name
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    trained, files = calibrated()
+    assert files == 2 and trained[0]["p5"] != first[0][0]["p5"]
 
 
 @pytest.mark.slow

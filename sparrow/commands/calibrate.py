@@ -39,6 +39,7 @@ class Calibrate(FromPrompts):
     def run(self) -> None:
         from datetime import date
 
+        from sparrow.benchmark import weights_digest
         from sparrow.measure import SHORTEST_LISTS, calibrate_engine
         from sparrow.mismatch import Tau
         from sparrow.mode import Decoding
@@ -49,6 +50,10 @@ class Calibrate(FromPrompts):
         out = files.check_file(self.out)
         work = files.check_folder(out.with_name(out.name + ".work"))
         engine, scorer, prompts = self.load_sampler(Decoding.lossy(layout))
+        made_by = {
+            "model": self.model, "weights": weights_digest(scorer.model), "engine": self.engine,
+            "precision": self.precision,
+        }  # fmt: skip
         prompts_of = self.prompts or self.task or " ".join(self.dataset)
         source = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
         with CalibrationProgress() as progress:
@@ -62,6 +67,7 @@ class Calibrate(FromPrompts):
                 target=tau.value,
                 relative=tau.relative,
                 lengthen=self.top_n is None,
+                made_by=made_by,
                 layout=layout,
                 refine=self.refine,
                 on_policy=self.on_policy,

@@ -11,7 +11,8 @@ from sparrow.errors import ConfigError
 from sparrow.settings import Count, Positive, Seed
 
 if TYPE_CHECKING:
-    from sparrow.engines.base import Engine, Scorer
+    from sparrow.engines.base import Engine
+    from sparrow.engines.hf import HFEngine
     from sparrow.mode import Decoding
 
 
@@ -50,7 +51,7 @@ class FromPrompts(Sampled):
         if (self.prompts is not None) + (self.task is not None) + bool(self.dataset) != 1:
             raise ConfigError("say where prompts come from: one of --prompts FILE, --task NAME and --dataset NAME")
 
-    def load_sampler(self, decoding: Decoding) -> tuple[Engine, Scorer, list[list[int]]]:
+    def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
         """An engine that samples as the command says, a transformers scorer, and the prompts as token ids."""
         from sparrow import loading
         from sparrow.terminal import status
