@@ -348,7 +348,7 @@ class Trajectories:
         return [token_acceptance(rollout, p, self._behaviour, q) for rollout, p, q in rows]
 
     def _top_logprobs(self, schedule: SparsitySchedule) -> list[np.ndarray]:
-        path = self._folder / f"scores-{_digest(self._name, schedule.to_dict())}.npy"
+        path = self._folder / f"scores-{_digest(self._name, schedule.to_dict() | {'provenance': None})}.npy"
         if not path.exists():
             scores: list[Scores] = self._scorer.score(self.rollouts, schedule, self._temperature)
             partial = path.with_suffix(".partial.npy")

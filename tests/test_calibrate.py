@@ -332,6 +332,20 @@ class TwoPrograms:
 
 
 @pytest.mark.slow
+def test_a_calibration_goes_on_the_next_day_from_all_that_is_done(tmp_path):
+    engine, scorer, prompts = TwoPrograms(0.092), TwoPrograms(0.0), [[i, 1, 2, 3] for i in range(24)]
+    options = dict(
+        budgets=(4, 256), target=0.85, layout=SparsitySchedule.dense(bin_tokens=160, page_size=1), refine=1, on_policy=1
+    )
+    sampling = Sampling(320, top_n=16)
+    first = calibrate_engine(engine, scorer, prompts, sampling, tmp_path, **options, provenance={"date": "1 May"})
+    assert first.schedule.provenance["sampled_under"] != ["all"]
+    engine.generate = scorer.score = None  # type: ignore[assignment, method-assign]
+    again = calibrate_engine(engine, scorer, prompts, sampling, tmp_path, **options, provenance={"date": "2 May"})
+    assert again.bins == first.bins
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("anew", [False, True], ids=["same-noise", "noise-anew"])
 @pytest.mark.parametrize(("noise", "ceiling", "target"), [(0.092, 0.95, 0.90), (0.185, 0.90, 0.86)])
 def test_what_is_said_to_hold_holds_for_the_sampler_whose_numerics_are_not_the_scorers(
