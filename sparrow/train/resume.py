@@ -16,9 +16,9 @@ Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line
 
 # Checkpoints hold these, or count in their units: another value would be ignored, or would mix two runs.
 FIXED = (
-    "model", "task", "dataset", "seed", "bin_tokens", "distill.enabled", "distill.rank", "distill.target_modules",
-    "distill.adapter", "distill.step_down", "eval.benchmark", "eval.limit", "eval.k", "eval.temperature", "eval.top_p",
-    "eval.top_k", "eval.max_new_tokens",
+    "model", "task", "dataset", "seed", "bin_tokens", "lora.r", "lora.alpha", "lora.target_modules", "distill.enabled",
+    "distill.rank", "distill.target_modules", "distill.adapter", "distill.step_down", "eval.benchmark", "eval.limit",
+    "eval.k", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers")

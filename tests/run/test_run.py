@@ -12,7 +12,7 @@ from sparrow.run import LoggedResponse, RunConfig, RunDir, RunLog, TrainerState
 from sparrow.run.directory import RECORDED
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
-from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig
+from sparrow.train.config import DistillConfig, GuardConfig, LoraConfig, OptimizerConfig
 from tests.conftest import tiny_model
 from tests.train.test_trainer import make_trainer, metrics_of
 
@@ -132,6 +132,8 @@ def stopped(tmp_path):
     [
         ({"seed": 6}, "seed; it was started with other settings: seed 5 -> 6;"),
         ({"bin_tokens": 64}, "bin_tokens; it was started with other settings: bin_tokens null -> 64;"),
+        ({"lora": LoraConfig(alpha=64)}, "lora.alpha; it was started with other settings: lora.alpha 32 -> 64;"),
+        ({"lora": LoraConfig(r=4)}, "lora.r; it was started with other settings: lora.r null -> 4;"),
         ({"distill": DistillConfig(enabled=True)}, r"distill.enabled; .*: distill.enabled false -> true;"),
     ],
 )
