@@ -228,7 +228,9 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad()
             steps.append(merged)
-        loss_metrics = {key: float(np.mean([s[key] for s in steps])) for key in steps[0]}
+        loss_metrics = {
+            name: float((np.max if name.endswith("_max") else np.mean)([s[name] for s in steps])) for name in steps[0]
+        }
         step_metrics: Metrics = {
             "advantage": advantage_metrics,
             "correction": correction.metrics,

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.tasks import build_tokenizer
+from sparrow.train import learner
 from sparrow.train.config import DistillConfig, LoraConfig, LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.trainer import Trainer
 from tests.conftest import tiny_model
@@ -56,6 +57,15 @@ def test_each_resumes_to_the_same_numbers(name, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path / n / "model").state_dict() for n in ("whole", "killed")
     )
     assert all(torch.equal(trained[key], again[key]) for key in trained)
+
+
+@pytest.mark.slow
+def test_the_largest_log_ratio_is_that_of_all_minibatches(tmp_path, monkeypatch):
+    largest = []
+    monkeypatch.setattr(learner, "check_finite", lambda metrics, bound: largest.append(metrics["log_ratio_abs_max"]))
+    made = make_trainer(tmp_path, steps=1, optimizer=OptimizerConfig(RATE, token_budget=200, minibatches=2), **FEW)
+    made.train()
+    assert largest[0] < largest[1] == metrics_of(tmp_path)[0]["loss"]["log_ratio_abs_max"]
 
 
 @pytest.mark.slow
