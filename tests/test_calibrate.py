@@ -287,6 +287,24 @@ def test_calibration_is_drawn_from_its_file(tmp_path):
         draw_calibration(tmp_path / "plain.json")
 
 
+def test_a_relative_target_is_drawn_where_each_bin_has_to_be(tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    from sparrow.report import draw_calibration
+
+    drawn = []
+    monkeypatch.setattr(Axes, "hlines", lambda _, y, start, end, **style: drawn.extend(zip(y, start, end, strict=True)))
+    schedule = calibrate(world([640] * 30, lambda b: 10 + 8 * b), fixed(2, 20, 40), 0.85).schedule
+    evidence = {name: value for name, value in schedule.provenance.items() if name != "target"}
+    ceilings = [{**b, "ceiling": 0.9 if b["start"] else 1.0} for b in evidence["bins"]]
+    path = tmp_path / "schedule.json"
+    path.write_text(schedule.replace(provenance={**evidence, "bins": ceilings, "relative_target": 0.85}).to_json())
+    assert draw_calibration(path).read_bytes().startswith(b"\x89PNG")
+    levels = [0.85 if b["start"] == 0 else 1 - math.hypot(0.15, 0.1) for b in ceilings]
+    expected = [(-math.log10(1 - level), b["start"], b["end"]) for level, b in zip(levels, ceilings, strict=True)]
+    np.testing.assert_allclose(drawn, expected)
+
+
 class TwoPrograms:
     """A sampler whose logits are off by noise, and a scorer: of a model whose logits depend on prompt and place alone.
 

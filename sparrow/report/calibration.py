@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from sparrow.errors import ConfigError
+from sparrow.mismatch import Tau
 from sparrow.report import theme
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -38,7 +39,13 @@ def draw_calibration(schedule_file: Path, out: Path | None = None) -> Path:
                 label = "-".join(str(p) for p in sorted({k[0], k[-1]}) if p < ALL_PAGES)
                 axes.annotate(f" {label}", (middle[-1], p5[-1]), color=colour, fontsize=8, va="center")
                 labelled = p5[-1]
-        axes.axhline(_spread(evidence["target"]), color=theme.MUTED, linewidth=1, linestyle="--")
+        tau = Tau.chosen(evidence.get("target"), evidence.get("relative_target"))
+        if tau.relative:  # the curves are p5 as measured, of which each bin's ceiling asks for another
+            ends = np.array([[b["start"], b["end"]] for b in evidence["bins"]])
+            held = _spread([tau.level(b["ceiling"]) for b in evidence["bins"]])
+            axes.hlines(held, *ends.T, color=theme.MUTED, linewidth=1, linestyle="--")
+        else:
+            axes.axhline(_spread(tau.value), color=theme.MUTED, linewidth=1, linestyle="--")
         path = [((b["start"] + b["end"]) / 2, _spread(b["p5"])) for b in evidence["bins"] if b["top_k"] < ALL_PAGES]
         if path:
             axes.plot(
