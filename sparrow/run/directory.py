@@ -201,8 +201,9 @@ class RunDir:
         return (steps[-1], self._folder("checkpoints", steps[-1])) if steps else None
 
     def steps(self, kind: Kind) -> list[int]:
-        """The steps of all complete checkpoints or exports, rising."""
-        return sorted(int(path.name[5:]) for path in (self.path / kind).glob("step-*"))
+        """The steps of all complete checkpoints or exports, rising. Other names, as of copies, are not the run's."""
+        names = (path.name[5:] for path in (self.path / kind).glob("step-*"))
+        return sorted(int(name) for name in names if name.isdecimal())
 
     def remove(self, kind: Kind, steps: Iterable[int]) -> None:
         for step in steps:

@@ -53,6 +53,14 @@ def test_a_response_without_a_field_is_refused_by_its_line(tmp_path):
 # --- who may write ---
 
 
+def test_a_copy_beside_checkpoints_is_left_alone(tmp_path):
+    for name in ("step-2", "step-10", "step-10-copy", "step-", "partial-12"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    run = RunDir(tmp_path, resume=True)
+    assert run.steps("checkpoints") == [2, 10]
+    assert run.last_checkpoint() == (10, tmp_path / "checkpoints" / "step-10")
+
+
 def test_two_runs_in_one_directory_are_refused(tmp_path):
     made = make_trainer(tmp_path, steps=1)
     message = r"is in use by process \d+ on \S+, since 20\d\d-.*; wait until that run has ended, or choose another"
