@@ -61,7 +61,7 @@ class Panel:
 
     def keys(self, logs: Sequence[RunLog]) -> list[Key]:
         """The panel's legend. A single line needs none; the legend that tells two runs apart is above all figures."""
-        labels = {label: Key(label, color) for _, label, color, dash in self._lines(logs) if dash == DASHES[0]}
+        labels = {label: Key(label, color) for _, label, color, _ in self._lines(logs)}
         return list(labels.values()) if len(labels) > 1 else []
 
     def recorded(self, logs: Sequence[RunLog]) -> bool:

@@ -620,6 +620,18 @@ def test_two_runs_stand_in_one_page(run, tmp_path):
     assert order == sorted(order), "responses to one problem stand beside each other"
 
 
+def test_a_series_that_only_the_second_run_has_is_in_the_legend():
+    def rewards(*sources):
+        return log_of(step_row(1, reward={"mean": 0.5, "std": 0.1, "sources": dict.fromkeys(sources, 0.5)}))
+
+    panel, one, two = PANELS["Reward and responses"]["reward"], rewards(), rewards("gsm8k", "taco")
+    assert panel.keys([one]) == []
+    for logs in ([one, two], [two, one]):
+        keys = {key.label: key.color for key in panel.keys(logs)}
+        assert list(keys) == ["all", "gsm8k", "taco"]
+        assert {line.get_color() for line in drawn(panel.draw, *logs).lines} == set(keys.values())
+
+
 def test_runs_with_other_length_bins_are_not_compared(run, tmp_path):
     wide = write_run(tmp_path, [step_row(1, mismatch=mismatch(1) | {"bin_tokens": 200})])
     with pytest.raises(ConfigError, match=r"length bins differ .*100 tokens and .*200 tokens.*draw each run alone"):
