@@ -230,12 +230,12 @@ def draw_schedule(ax: Axes, logs: Logs) -> None:
 
 def draw_pages(ax: Axes, logs: Logs, log: RunLog) -> None:
     """Draw the share of the cache read at the end of each bin, by step."""
-    width = log.schedules[0].bin_tokens
+    width = log.bin_tokens  # of the bins that p5 is reported in, which need not be the schedule's
     reached = sorted({b.bin for index in range(len(log.metrics)) for b in log.bins(index)})
     colors = theme.bin_colors(bin_count(logs))
     for n in reached:
         # The last length in the bin: the next token would begin a page of the bin after it.
-        length = (n + 1) * width - log.schedules[0].page_size
+        length = max((n + 1) * width - log.schedules[0].page_size, 1)
         share = np.array([100 * s.tokens_read(length) / length for s in log.schedules])
         line(ax, log.steps, share, colors[n], DASHES[0])
     ax.set_ylim(0, 105)

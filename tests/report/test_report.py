@@ -683,6 +683,12 @@ def test_a_schedule_that_moved_is_drawn_by_step_and_alarms_are_counted():
     # 90 tokens, of which (2 + 3) and (4 + 3) pages of 10 are read; 190 tokens, (6 + 3) pages.
     assert read[0] == pytest.approx([500 / 9, 700 / 9, 700 / 9])
     assert read[1] == pytest.approx([9000 / 190] * 3)
+    # Of length bins that are wider than the schedule's, the end is in another of its bins.
+    wide = [b | {"bin": 0, "start": 0, "end": 200} for b in mismatch(0)["bins"][:1]]
+    rows = [row | {"mismatch": mismatch(0) | {"bins": wide, "bin_tokens": 200}} for row in rows]
+    wider = log_of(*rows, schedules=log.schedules)
+    (only,) = drawn(figures.draw_pages, wider, log=wider).lines
+    assert only.get_ydata() == pytest.approx(read[1])
     assert ("guard", "acceptance too low, at 1 of 3 steps, first at step 3") in result_rows(log)
     still = log_of(step_row(1), step_row(2))
     assert [figure.name for figure in figures.figures([still])["Schedule"]] == ["schedule"]
