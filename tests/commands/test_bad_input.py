@@ -383,13 +383,16 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
         patch.setattr(HFEngine, "generate", interrupted)
         run = str(tmp_path / "demo")
         refused = fails(capsys, "demo", "--run-dir", run, code=130)
-        assert refused.endswith(f"sparrow: interrupted before the first checkpoint; remove {run} to start again")
+        assert refused.endswith("sparrow: interrupted before the first step; the same command starts again")
         assert (
             fails(capsys, *MEASURE, "--max-new-tokens", "8", "--model", checkpoint, code=130) == "sparrow: interrupted"
         )
-    (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr("sparrow.loading.load_model", interrupted)
+        (tmp_path / "demo" / "metrics.jsonl").touch()
+        refused = fails(capsys, "demo", "--run-dir", run, code=130)
+        assert refused.endswith(f"sparrow: interrupted before the first checkpoint; remove {run} to start again")
+        (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
         assert f"sparrow train --resume --run-dir {run}' goes on" in fails(capsys, "demo", "--run-dir", run, code=130)
 
 
