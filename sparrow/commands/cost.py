@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sparrow.commands.base import Command
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
-from sparrow.settings import Count, Positive, Probability, Share
+from sparrow.settings import Count, Positive, Probability, Share, require
 
 if TYPE_CHECKING:
     from sparrow.cost import ModelShape
@@ -35,8 +35,16 @@ class Cost(Command):
     acceptance: Probability = 0.94
     # How landmarks are stored, in every mode; unset: as the schedule says, which of the published ones is auto.
     landmark_dtype: LandmarkDtype | None = None
-    # Share of a dense step's time that is rollout, where it is known; unset: training is priced by its FLOPs.
+    # On one GPU: share of a dense step's time that is rollout, where it is known; unset: training is priced by its
+    # FLOPs.
     rollout_share: Share | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        several, share = self.gpus > 1, self.rollout_share
+        require(self, "tensor_parallel", several or self.tensor_parallel == 1, "1 on one GPU")
+        require(self, "examples", several or self.examples is None, "left out on one GPU, as hours are of a cluster")
+        require(self, "rollout_share", share is None or not several, "left out beside gpus: every phase is predicted")
 
     def run(self) -> None:
         from sparrow import cluster
@@ -58,8 +66,7 @@ class Cost(Command):
             steps = None if self.examples is None else self.examples * self.samples // self.responses
             rows = cluster.rows(whole, steps)
         else:
-            share = self.rollout_share
-            lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=share)
+            lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share)
             stored = schedule.landmark_dtype
             lossless = predict_lossless(
                 shape, machine, lengths, lossy.dense, self.acceptance, *batching, landmark_dtype=stored
