@@ -135,6 +135,10 @@ class DecodingOptions(Settings):
                     "qwen3-4b-0.86; give one, or use mode lossless"
                 )
             return Decoding("auto", SparsitySchedule.load(chosen), self.draft_tokens)
+        if start and not isinstance(self, RolloutConfig):
+            raise ConfigError(
+                f"schedule is {schedule!r}, but only sparrow train moves a schedule; give the one to decode under"
+            )
         defaults = DecodingOptions()
         for name in LOSSLESS_SETTINGS:
             require(self, name, getattr(self, name) == getattr(defaults, name), "left out unless mode is lossless")

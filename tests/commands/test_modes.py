@@ -23,8 +23,6 @@ from tests.conftest import fails
         ({}, "dense", Decoding.load("dense")),
         ({}, None, Decoding.load("dense")),
         ({}, "fixed:9", Decoding.load("fixed:9")),
-        ({}, "auto", Decoding.load("dense")),
-        ({"mode": "lossy"}, "auto:fixed:9", Decoding.load("fixed:9")),
         ({"mode": "dense"}, "dense", Decoding.load("dense")),
         ({"mode": "lossless"}, "dense", Decoding.lossless()),
         ({"mode": "lossless", "draft_tokens": 4}, None, Decoding("lossless", DRAFT_SCHEDULE, 4)),
@@ -47,6 +45,8 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
     [
         ({"mode": "lossless"}, "auto", r"schedule is 'auto', but auto moves pages.*leave schedule out"),
         ({"mode": "lossless"}, "qwen3-4b-0.86", r"lossless samples are the dense policy's.*give it as draft_schedule"),
+        ({}, "auto", r"schedule is 'auto', but only sparrow train moves a schedule; give the one"),
+        ({"mode": "lossy"}, "auto:fixed:9", r"schedule is 'auto:fixed:9', but only sparrow train moves"),
         ({"mode": "dense"}, "fixed:9", r"'fixed:9', but mode is 'dense'.*leave one out"),
         ({"mode": "lossy"}, None, r"mode is 'lossy', which needs a schedule.*or use mode lossless"),
         ({"mode": "lossy"}, "dense", r"mode is 'lossy', which needs a schedule"),
@@ -67,6 +67,11 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
 def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
     with pytest.raises(ConfigError, match=message):
         DecodingOptions(**options).decoding(schedule)
+
+
+def test_a_schedule_that_training_moves_begins_where_it_says():
+    assert RolloutConfig().decoding("auto") == Decoding.load("dense")
+    assert RolloutConfig(mode="lossy").decoding("auto:fixed:9") == Decoding.load("fixed:9")
 
 
 def test_auto_drafts_and_decodes_under_one_schedule():
