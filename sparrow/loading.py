@@ -187,7 +187,7 @@ def load_benchmark(
 
     Raises ConfigError: a task without a limit, and as ``load_problems``.
     """
-    if _is_task(spec):
+    if is_task(spec):
         task = load_task_spec(spec)
         if limit is None:
             raise ConfigError(f"the task {spec} has no end; say how many problems to take, as in --limit 64")
@@ -199,7 +199,8 @@ def load_benchmark(
 _OWN = re.compile(r"([\w.]+:\w+)(?::(.*))?", re.DOTALL)  # module:Class, optionally with options
 
 
-def _is_task(spec: str) -> bool:
+def is_task(spec: str) -> bool:
+    """Whether a benchmark is a task and no dataset."""
     name = spec.partition(":")[0]
     return name in TASKS or bool(name not in FORMATS and _OWN.fullmatch(spec) and not os.path.isfile(spec))
 

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from sparrow import files
 from sparrow.commands.sampled import Sampled
+from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import Count, NotNegative, Share
 from sparrow.train.config import DecodingOptions
@@ -35,10 +36,14 @@ class Eval(DecodingOptions, Sampled):
 
     def run(self) -> None:
         from sparrow.benchmark import COLUMNS, markdown_table, rows, run_benchmark, weights_digest
-        from sparrow.loading import context_of, load_benchmark, load_engine, load_model, prompt_room
+        from sparrow.loading import context_of, is_task, load_benchmark, load_engine, load_model, prompt_room
         from sparrow.rollout import Sampling
         from sparrow.terminal import print_records, status
 
+        if self.reward is not None and all(map(is_task, self.benchmark)):
+            raise ConfigError(
+                f"--reward {self.reward} goes with datasets; the task {self.benchmark[0]} brings its own verifier"
+            )
         decoding = self.decoding(self.schedule)
         schedules = {self.schedule or decoding.mode: decoding.schedule}
         if self.mode is None:

@@ -343,6 +343,8 @@ def test_a_reward_of_ones_own_by_module_and_function(own, checkpoint, tmp_path, 
     main(train(checkpoint, tmp_path, "--dataset", "rows.jsonl", "--reward", f"{own}:judge"))
     (step,) = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert step["reward"]["mean"] == 0.25  # half of the problems have the answer 1
+    refused = fails(capsys, *EVAL, "--limit", "1", "--reward", f"{own}:judge")
+    assert f"--reward {own}:judge goes with datasets; the task trace:lines=4 brings its own verifier" in refused
 
 
 @pytest.mark.parametrize(
