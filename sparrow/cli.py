@@ -69,8 +69,11 @@ def parse(argv: list[str]) -> Command:
     # These come first, so that options on the command line win; of several files, the later one wins.
     argv = [*argv[:1], *configured, *argv[1:]]
     if argv[:1] == ["train"] and [a for a in argv if a in ("--resume", "--no-resume")][-1:] == ["--resume"]:
-        # Settings that the command line leaves out keep their recorded values.
-        argv = ["train", *recorded(_run_dir(argv), Train), *argv[1:]]
+        # Settings that the command line leaves out keep their recorded values; one kind of tau replaces the other.
+        given = {argument.partition("=")[0].replace("_", "-") for argument in argv}
+        other = {"--tau": "--relative-tau", "--relative-tau": "--tau"}
+        before = [a for a in recorded(_run_dir(argv), Train) if other.get(a.partition("=")[0]) not in given]
+        argv = ["train", *before, *argv[1:]]
     _check_model(argv)
     try:
         return tyro.cli(

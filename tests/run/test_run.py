@@ -209,6 +209,19 @@ def test_a_setting_that_an_older_run_did_not_record_was_at_its_default(stopped):
     assert recorded["resumed"] == [{"step": 2, "changed": {"guard.patience": [3, 4]}}]
 
 
+@pytest.mark.parametrize("name", ["relative_tau", "tau"])
+def test_one_kind_of_tau_replaces_the_other_on_resume(name, tmp_path):
+    from sparrow.cli import parse
+
+    recorded = {"model": "reasoner", "tau": 0.86, "relative_tau": None}
+    if name == "tau":
+        recorded = {"model": "reasoner", "tau": None, "relative_tau": 0.8}
+    RunConfig(recorded, SparsitySchedule.dense()).save(tmp_path)
+    for option in (["--" + name.replace("_", "-"), "0.9"], [f"--{name}=0.9"]):
+        train = parse(["train", "--resume", "--run-dir", str(tmp_path), *option])
+        assert {"tau": train.tau, "relative_tau": train.relative_tau} == {"tau": None, "relative_tau": None, name: 0.9}
+
+
 @pytest.mark.slow
 def test_train_resume_and_the_run_directory_suffice(tmp_path, capsys):
     from sparrow.cli import main
