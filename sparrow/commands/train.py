@@ -59,6 +59,7 @@ class Train(TrainConfig, Command):
 
         from sparrow.loading import context_of, load_benchmarks, load_model, load_problems, prompt_room
         from sparrow.report import summary_rows
+        from sparrow.run import RunDir
         from sparrow.terminal import Progress, print_rows, say, status
         from sparrow.train.trackers import check_trackers
         from sparrow.train.trainer import Trainer
@@ -67,6 +68,7 @@ class Train(TrainConfig, Command):
         decoding = self.rollout.decoding(self.schedule)
         closed_loop = re.match(r"auto(:|$)", self.schedule) is not None
         files.check_folder(self.run_dir)
+        RunDir(self.run_dir, self.resume)  # refuses what the trainer would refuse once model and engine are loaded
         # Schedulers end a run with SIGTERM, as do launchers of which another process died; save then as after Ctrl-C.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         # Every process takes its shards from weights that it loaded itself; otherwise transformers would leave the

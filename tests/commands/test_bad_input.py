@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sparrow.cli import main
+from sparrow.cli import main, parse
+from sparrow.run import RunConfig
+from sparrow.schedule import SparsitySchedule
 from tests.conftest import fails
 
 MODEL = ["--model", "reasoner"]
@@ -109,6 +111,14 @@ def test_a_file_as_run_directory_or_a_folder_as_file_is_refused(command, kind, c
     assert f"{there} {expected} to write to" in fails(capsys, *command, str(there))
     below = fails(capsys, *command, str(file / "below"))
     assert "Not a directory" in below or f"{file} is a file, expected a folder" in below
+
+
+def test_a_run_directory_that_holds_a_run_is_refused_before_the_work(capsys, tmp_path, no_work):
+    (tmp_path / "metrics.jsonl").touch()
+    there = ["--run-dir", str(tmp_path)]
+    assert "already holds a run; resume it (--resume) or" in fails(capsys, *TRAIN, *there)
+    RunConfig({}, SparsitySchedule.dense()).save(tmp_path)
+    assert "has no checkpoint to resume from; start it" in fails(capsys, *TRAIN, *there, "--resume")
 
 
 def test_a_missing_folder_for_out_is_made_before_the_work(checkpoint, tmp_path, capsys):
@@ -392,13 +402,11 @@ def test_an_interrupted_command_says_how_to_go_on(checkpoint, tmp_path, capsys, 
         assert (
             fails(capsys, *MEASURE, "--max-new-tokens", "8", "--model", checkpoint, code=130) == "sparrow: interrupted"
         )
-    with monkeypatch.context() as patch:
-        patch.setattr("sparrow.loading.load_model", interrupted)
-        (tmp_path / "demo" / "metrics.jsonl").touch()
-        refused = fails(capsys, "demo", "--run-dir", run, code=130)
-        assert refused.endswith(f"sparrow: interrupted before the first checkpoint; remove {run} to start again")
-        (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
-        assert f"sparrow train --resume --run-dir {run}' goes on" in fails(capsys, "demo", "--run-dir", run, code=130)
+    demo = parse(["demo", "--run-dir", run])
+    (tmp_path / "demo" / "metrics.jsonl").touch()
+    assert demo.interrupted() == f"interrupted before the first checkpoint; remove {run} to start again"
+    (tmp_path / "demo" / "checkpoints" / "step-3").mkdir()
+    assert f"sparrow train --resume --run-dir {run}' goes on" in demo.interrupted()
 
 
 # --- going on with a run ---
