@@ -57,7 +57,10 @@ FLOAT_TOLERANCE = 1e-6
 """Relative, and absolute below 1; it applies only if the expected number is written with a point or an exponent."""
 
 _show = Repr().repr
-_FENCE = re.compile(r"(?P<indent>[ \t]*)(?:(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?!.*```))")
+_FENCE = re.compile(
+    r"(?P<indent>[ \t]*+(?:(?:[-*+]|\d{1,9}[.)])[ \t]++)?+)"
+    r"(?:(?P<mark>`{3,}+|~{3,}+)[ \t]*+(?P<language>\w*+)(?!.*```))"
+)
 _QUOTES = re.compile(r"\"{3}|'{3}")
 _WORD = re.compile(r"\S+|\n")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
@@ -90,9 +93,9 @@ class Judgement:
 def extract_code(response: str) -> str | None:
     """The last fenced block after the reasoning, preferably one marked as Python; None if there is no block.
 
-    Fences are Markdown's, of backticks or tildes; code loses the indent of its fence. A block that is never closed ends
-    with the response, and one that is closed at the end of a line of code ends there. Without a fence, the last block
-    that is indented by four spaces or a tab is taken.
+    Fences are Markdown's, of backticks or tildes, perhaps in a list; code loses the indent of its fence. A block that
+    is never closed ends with the response, and one that is closed at the end of a line of code ends there. Without a
+    fence, the last block that is indented by four spaces or a tab is taken.
     """
     blocks: dict[bool, str] = {}
     opened: re.Match[str] | None = None

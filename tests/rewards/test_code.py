@@ -49,6 +49,8 @@ def judge(verifier, code, tests, **options):
         ("```py\na\n```", "a\n"),
         ("  ```python\n  a\n  ```", "a\n"),
         ("- so:\n    ```python\n    def f():\n        return 1\n    ```", "def f():\n    return 1\n"),
+        ("- ```python\n  if x:\n      y\n  ```\nIt is done.", "if x:\n    y\n"),
+        ("12. ~~~python\n    a\n    ~~~\n13. Words.", "a\n"),
         ("\t```python\n\tif x:\n\t\ty\n\t```", "if x:\n\ty\n"),
         ("~~~python\na\n```\nb\n~~~\nDone.", "a\n```\nb\n"),
         ("~~~\na\n~~~", "a\n"),
@@ -90,6 +92,7 @@ def test_the_program_in_a_response(response, code):
         "```python\n" * 100_001,
         "`" * 500_000,
         "\n" * 500_000,
+        "1. " * 200_000 + "```",
     ],
 )
 def test_a_flood_of_fences_is_read_in_linear_time(flood):
