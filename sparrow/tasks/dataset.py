@@ -247,7 +247,10 @@ def load_dataset_task(
     Raises ConfigError: no such format, or rows that cannot be loaded or used.
     """
     if name not in FORMATS:
-        raise ConfigError(f"no dataset {name!r}; known ones: {', '.join(sorted(FORMATS))}; 'qa' reads any local file")
+        raise ConfigError(
+            f"no file or dataset {name!r}; known datasets: {', '.join(sorted(FORMATS))}; with options a file is "
+            "written qa:path=FILE"
+        )
     format = FORMATS[name]
     if path is not None:
         name = Path(path).stem if name == "qa" else name  # several files may be mixed

@@ -220,7 +220,7 @@ def test_the_hub_s_rows_are_asked_for_by_name_config_and_split(monkeypatch):
 
 
 def test_names_and_verifiers_that_are_not_there():
-    with pytest.raises(ConfigError, match=r"no dataset 'gsm9k'; known ones: .*gsm8k.*; 'qa' reads any local file"):
+    with pytest.raises(ConfigError, match=r"no file or dataset 'gsm9k'; known datasets: .*gsm8k.*; with options"):
         load_dataset_task("gsm9k", VERIFIERS)
     with pytest.raises(ConfigError, match="'qa' is read from a local file; give its path"):
         load_dataset_task("qa", VERIFIERS)
