@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from common import Row, load, table
 
+KINDS = ("rejection", "drafter invariant")  # how drafts are verified
+
 
 def text_model() -> str:
     """One line: the model that the other tables are about."""
@@ -191,8 +193,22 @@ def reasoner_acceptance() -> str:
     return table([*head, "tokens a cycle, k = 4", "tokens a cycle, k = 8"], rows)
 
 
+def drafter_invariance() -> str:
+    result = load("drafter_invariance")
+    rows = []
+    for row in result["rows"]:
+        kept = [f"{row['kept'][how]:.4f}" for how in ("rejection", "gumbel", "inverse")]
+        cycles = [f"{row['cycles'][f'{how}, k = {k}']['tokens']:.2f}" for how in KINDS for k in (4, 8)]
+        as_dense = min(row["cycles"][f"{KINDS[1]}, k = {k}"]["as_dense"] for k in (4, 8))
+        rows.append([row["tokens"], *kept, *cycles, f"{as_dense} of {result['problems']}"])
+    head = ["tokens read", "kept by rejection sampling", "with the same Gumbel noise", "with the same uniform number"]
+    cycles = [f"{how}: tokens a cycle, k = {k}" for how in ("rejection", "drafter-invariant") for k in (4, 8)]
+    return table([*head, *cycles, "responses as dense decoding's"], rows)
+
+
 TABLES = {
     "reasoner acceptance": reasoner_acceptance,
+    "drafter invariance": drafter_invariance,
     "text vllm": text_vllm,
     "text metered": text_metered,
     "text page sizes": text_pages,

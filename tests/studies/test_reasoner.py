@@ -20,6 +20,7 @@ from tests.train.test_distill import ON, SCHEDULE, run
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "common"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "studies" / "reasoner"))
 import draft_acceptance
+import drafter_invariance
 from graph_engine import GraphEngine
 from stability_statistics import against_dense, arrival, last_reward, late_outcome, outcome, tau, threshold
 from stability_study import Arm, Options, as_if_large, fail, find_schedule, quantized, train
@@ -237,3 +238,25 @@ def test_acceptance_is_whole_where_all_is_read_and_less_where_little_is(checkpoi
     assert fewer < 2.9 < most <= 3
     with pytest.raises(SystemExit, match="give one each"):
         draft_acceptance.main(replace(small, lines=(4, 5)))
+
+
+def test_chances_that_two_distributions_draw_the_same_token():
+    p, q = torch.tensor([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0]]), torch.tensor([[0.25, 0.25, 0.5], [1.0, 0.0, 0.0]])
+    # Lengths [0, 0.5] and [0.5, 1] against [0, 0.25], [0.25, 0.5] and [0.5, 1]: only the first quarter coincides.
+    assert drafter_invariance.inverse_match(p, q) == pytest.approx((0.25 + 1) / 2)
+    # P(same) = sum over v of 1 / sum over w of max(p(w) / p(v), q(w) / q(v)) = 2 / (1 + 1 + 2).
+    generator = torch.Generator().manual_seed(0)
+    many = (x.repeat(200, 1) for x in (p, q))
+    assert drafter_invariance.gumbel_match(*many, generator) == pytest.approx((0.5 + 1) / 2, abs=0.01)
+
+
+def test_a_seed_gives_dense_tokens_where_the_study_says_so(checkpoint, tmp_path):
+    out = tmp_path / "invariance.json"
+    few = dict(pages=(1, 20), drafts=(2,), problems=2, max_new_tokens=40)
+    drafter_invariance.main(drafter_invariance.Options(out, model=checkpoint, lines=4, **few))
+    little, everything = json.loads(out.read_text())["rows"]
+    for row in (little, everything):
+        assert row["cycles"]["drafter invariant, k = 2"]["as_dense"] == 2
+        assert row["kept"]["inverse"] <= row["kept"]["gumbel"] + 0.01 <= row["kept"]["rejection"] + 0.02
+    assert little["kept"]["rejection"] < 0.99 < everything["kept"]["inverse"]
+    assert little["cycles"]["rejection, k = 2"]["as_dense"] < 2
