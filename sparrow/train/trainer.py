@@ -364,8 +364,10 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self._set_schedule(given.schedule if moved else state.schedule)
-        # A changed start schedule is the first rung of a new ladder, so the rung that was saved means nothing.
-        memory = {name: saved for name, saved in state.steering.items() if not (moved and name == "step_down")}
+        # A changed start schedule is the first rung of a new ladder, so the rung that was saved means nothing; nor do
+        # the closed loop's floors, which left no room under another tau.
+        outdated = {"step_down": moved, "closed_loop": not changes.keys().isdisjoint(("tau", "relative_tau"))}
+        memory = {name: saved for name, saved in state.steering.items() if not outdated.get(name)}
         self.movers.load(memory, self.schedule)
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:

@@ -418,6 +418,18 @@ def test_closed_loop_resumes_to_the_same_numbers(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tau", [0.99, 0.5])
+def test_the_loops_floors_are_forgotten_with_the_tau_they_were_found_under(tmp_path, tau):
+    changes = dict(closed_loop=True, rollout=EXACT)
+    before = make_trainer(tmp_path, steps=2, tau=0.99, **changes)
+    before.train()
+    found = before.movers.state()["closed_loop"]["floor"]
+    assert max(found) > 0
+    resumed = make_trainer(tmp_path, steps=4, tau=tau, resume=True, **changes)
+    assert resumed.movers.state()["closed_loop"]["floor"] == (found if tau == 0.99 else ())
+
+
+@pytest.mark.slow
 def test_nothing_that_moves_the_schedule_excludes_another(tmp_path):
     made = make_trainer(tmp_path / "c", steps=2, closed_loop=True, bin_tokens=7, guard=GuardConfig("raise"))
     made.train()
