@@ -18,6 +18,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,13 @@ def equal(arguments: argparse.Namespace) -> None:
         first = engine.generate(prompts(), SAMPLED)
         note("counters, sparse", str(engine.counters()))
         judge("sparse", first, SMALL)
+        responses = {"ids": [r.response_ids for r in first], "logprobs": [r.logprobs for r in first]}
+        np.savez(arguments.out.with_suffix(".npz"), **responses)
+        if arguments.against:
+            with np.load(arguments.against) as saved:
+                pairs = zip(first, saved["ids"], saved["logprobs"], strict=True)
+                other_run = [replace(r, response_ids=ids, logprobs=logprobs) for r, ids, logprobs in pairs]
+            note(f"sparse from the run in {arguments.against.name}", gap(first, other_run))
         note("sparse from the dense truth", miss(first, truth.score(first, UNBOUNDED, 1.0)))
         note("sparse again, from the prefix cache", gap(first, engine.generate(prompts(), SAMPLED)))
         if sleeps:
@@ -202,6 +210,7 @@ def main() -> None:
     parser.add_argument("what", choices=["equal"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--against", type=Path, help="compare with the .npz that another 'equal' left beside its --out")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     equal(arguments)
