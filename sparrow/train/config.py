@@ -174,8 +174,9 @@ class RewardConfig(Settings):
     function: Annotated[str | None, tyro.conf.arg(aliases=["--reward"])] = None
     time_limit: Positive = 300.0  # Seconds without any verdict after which a verifier is taken to hang.
     format: NotNegative = 0.0  # Added for a response that states an answer in the form asked for, right or wrong.
-    # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no loss. penalty: a
-    # response loses up to 1, linearly over the last overlong_window tokens (DAPO).
+    # Responses cut at max_new_tokens. keep: as they are. mask: they count in their group, but have no policy loss (they
+    # have a KL if loss.beta is above 0). penalty: a response loses up to 1, linearly over the last overlong_window
+    # tokens (DAPO).
     overlong: OverlongKind = "keep"
     # Tokens before max_new_tokens over which the penalty grows from 0 to 1; unset: a fifth of max_new_tokens.
     overlong_window: Count | None = None
