@@ -15,6 +15,7 @@ Shapes: B sequences, T query tokens, S columns of the cache, k drafts of a cycle
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +64,9 @@ class CachedSequences:
         self.model, self.start = model, start
         self.cache = DynamicCache(config=model.config)
         self._last_position = model.config.get_text_config().max_position_embeddings - 1
+        # Its name since transformers 5.24, which warns of the former one.
+        named = "cache" in inspect.signature(model.forward).parameters
+        self._cache_name = "cache" if named else "past_key_values"
 
     @property
     def lengths(self) -> Tensor:
@@ -79,9 +83,9 @@ class CachedSequences:
             attention_mask=real_BS.long() if self.start.any() else None,
             # A row may read drafts past its own end, but nobody looks at those.
             position_ids=positions.clamp(min=0, max=self._last_position),
-            past_key_values=self.cache,
             use_cache=True,
             logits_to_keep=logits_to_keep,
+            **{self._cache_name: self.cache},
         )
         return out.logits
 

@@ -1,6 +1,7 @@
 """Lossless decoding in transformers: what comes out is the dense policy's, whatever the drafts read."""
 
 import itertools
+import warnings
 
 import numpy as np
 import pytest
@@ -328,6 +329,12 @@ def test_the_engine_changes_what_it_drafts_with_and_stays_lossless():
     dense = HFEngine(tiny_model(), Decoding.load("dense"), eos_ids=[]).generate(prompts(), sampling)
     found = engine.generate(prompts(), sampling)
     assert [r.response_ids.tolist() for r in found] == [r.response_ids.tolist() for r in dense]
+
+
+def test_a_rollout_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HFEngine(tiny_model(), lossless(), eos_ids=[]).generate(prompts([20]), Sampling(4))
 
 
 def test_dense_steps_need_a_prepared_model():
