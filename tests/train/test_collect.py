@@ -119,7 +119,8 @@ def test_math_and_code_train_together_from_the_command_line(tmp_path, capsys):
     main(["report", str(tmp_path / "run")])
     assert "reward, taco" in (tmp_path / "run" / "report" / "index.html").read_text()
     with pytest.raises(SystemExit):
-        main([*command, str(tmp_path / "sums.jsonl"), f"taco:path={tmp_path / 'code.jsonl'},weight=0.5"])
+        wrong = f"taco:path={tmp_path / 'code.jsonl'},weight=0.5"
+        main([*command, str(tmp_path / "sums.jsonl"), wrong, "--run-dir", str(tmp_path / "other")])
     assert "weight is 0.5, but must be a valid integer" in " ".join(capsys.readouterr().err.split())
 
 
