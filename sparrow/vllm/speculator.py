@@ -140,6 +140,8 @@ class SparseSpeculator(DraftModelSpeculator):
         self.draft_logits.sparrow = runtime  # where verification finds it
         # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the kernels'.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
+        # vLLM pads its table to more blocks than a sequence may have, and than kernels have a workspace for.
+        self._blocks_SM = block_tables.input_block_tables[0][:, : -(-self.max_model_len // self._block_tokens)]
         self.attn_groups: list[Any] = []
         self.layer_names = list(
             get_layers_from_vllm_config(self.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
@@ -254,7 +256,7 @@ class SparseSpeculator(DraftModelSpeculator):
         """What the layers are told about a sparse step of ``rows`` rows."""
         return Step(
             rows=rows, lengths=self.input_buffers.seq_lens[:rows], top_k=self.runtime.begin_step(rows, None),
-            block_table=self.block_tables.input_block_tables[0][:rows], prefills=(),
+            block_table=self._blocks_SM[:rows], prefills=(),
             everything=self.runtime.everything(rows),
         )  # fmt: skip
 

@@ -285,6 +285,20 @@ def test_rows_are_chunked_preempted_and_cut_at_the_end_of_the_context(folder, mo
     assert_greedy_and_dense(model, asked, got)
 
 
+def test_drafts_see_as_many_blocks_as_kernels_have_a_workspace_for(folder, model):
+    asked = prompts(90, 17, seed=3)
+    with engine(folder, lossless(4), max_model_len=130) as llm:  # vLLM pads 5 blocks of 32 tokens to 8
+        got = generate(llm, asked, 60)
+
+        def widths(worker):
+            speculator = worker.model_runner.speculator
+            return speculator.block_tables.input_block_tables[0].shape[1], speculator._step(2).block_table.shape[1]
+
+        assert llm.collective_rpc(widths) == [(8, 5)]
+    assert [len(c.token_ids) for c in got] == [40, 60]
+    assert_greedy_and_dense(model, asked, got)
+
+
 def test_a_second_turn_finds_a_dense_cache(folder, model):
     asked = prompts(150, 33, 70, seed=4)
     with engine(folder, lossless(4)) as llm:
