@@ -171,6 +171,64 @@ def text_control_ranks() -> str:
     return table(["statistic", "actor's reward, all steps", "held-out reward at the end"], rows)
 
 
+def text_wall_clock() -> str:
+    """GRPO of the widened text model by arm: seconds of a step and where a decode step's time goes."""
+    result = load("text_wall_clock")
+    rows = []
+    for run, row in zip(result["arms"], result["rows"], strict=True):
+        profile, seconds = run["profile"], run["seconds"]
+        waiting = profile["clock_ms"] - profile["attention_ms"] - profile["other_ms"]
+        decode = [profile["clock_ms"], profile["attention_ms"], profile["other_ms"], waiting]
+        gains = [f"{row[f'{what}_speedup']:.2f}x" for what in ("rollout", "step")]
+        saved = row["saved_by_attention"]
+        cells = [f"`{run['arm']}`", *(f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync"))]
+        cells += [f"{run['step_s']:.1f}", *(gains if saved else ["", ""]), *(f"{ms:.2f}" for ms in decode)]
+        rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
+    head = ["rollouts", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout over dense", "step"]
+    return table([*head, "decoding a token, ms", "attention", "other kernels", "neither", "saved by attention"], rows)
+
+
+def text_wall_clock_model() -> str:
+    """One line: what was trained."""
+    result = load("text_wall_clock")
+    card, dense = result["model"], result["arms"][0]
+    o = dense["options"]
+    read = ", ".join(map(str, next(run for run in result["arms"] if run["arm"] == "p86")["top_k"]))
+    return (
+        f"{dense['device']}, held-out loss {card['held_out_loss']:.2f}; {o['copies']} copies of every head, "
+        f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
+        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}. "
+        f"`p86` selects {read} pages by 256 tokens of context, beside the first and the latest.\n"
+    )
+
+
+def text_wall_clock_rewards() -> str:
+    """What the arms earned, by steps and by minutes."""
+    rows = []
+    result = load("text_wall_clock")
+    for run, row in zip(result["arms"], result["rows"], strict=True):
+        cycle = "" if run["tokens_per_cycle"] is None else f"{run['tokens_per_cycle']:.1f}"
+        held = ", ".join(f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"])
+        cells = [
+            f"`{run['arm']}`",
+            f"{run['tokens']:,.0f}",
+            cycle,
+            f"{row['reward']:.3f}",
+            f"{row['minutes']:.1f}",
+            held,
+        ]
+        rows.append(cells)
+    steps = result["rows"][0]["first_steps"]
+    head = [
+        "rollouts",
+        "tokens a response",
+        "tokens a cycle",
+        f"reward, mean of the first {steps} steps",
+        "minutes they took",
+    ]
+    return table([*head, "policy's held-out reward (at minute)"], rows)
+
+
 def _spread(interval: list[float | None], sign: str = "") -> str:
     """A mean over seeds and the half width of its interval, if there are several seeds."""
     mean, _, high = interval
@@ -219,6 +277,9 @@ TABLES = {
     "text control": text_control,
     "text control model": text_control_model,
     "text control ranks": text_control_ranks,
+    "text wall clock": text_wall_clock,
+    "text wall clock model": text_wall_clock_model,
+    "text wall clock rewards": text_wall_clock_rewards,
     "text model": text_model,
     "text acceptance": text_acceptance,
     "text acceptance by length": text_lengths,

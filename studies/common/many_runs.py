@@ -187,6 +187,7 @@ def calibrated(
 def train_logged(
     path: Path, start: dict[str, Any], held_out: Callable[[], float], every: int, deadline: float, *trainer: Any,
     closed_loop: bool = False, dial: Any = None, after: Callable[[Any], None] = lambda trainer: None,
+    judge_cut_off: bool = False,
 ) -> None:  # fmt: skip
     """Train, and write the log: ``start``, then the steps.
 
@@ -195,6 +196,7 @@ def train_logged(
         deadline: no step begins after it, as ``time.time()``.
         trainer: config, model, tokenizer, task, engine and schedule, as ``Trainer`` takes them, like the next two.
         after: called with the trainer when a step is done and written.
+        judge_cut_off: whether the held-out score is measured, too, where the deadline ends the run.
 
     Raises TimeoutError: the deadline has passed. TrainingDiverged: see ``Trainer``; what is left is evaluated first.
     """
@@ -208,10 +210,11 @@ def train_logged(
         if event != "step":
             return
         step = metrics["step"]
-        evaluate = step % every == 0 or step == runner.config.steps
+        is_over = time.time() > deadline
+        evaluate = step % every == 0 or step == runner.config.steps or (is_over and judge_cut_off)
         write(path, condensed(metrics, tail) | ({"held_out": {"policy": held_out()}} if evaluate else {}))
         after(runner)
-        if time.time() > deadline:
+        if is_over:
             raise TimeoutError
 
     def recorded(experience: Any, schedule: Any) -> Any:
@@ -257,6 +260,7 @@ def condensed(metrics: dict[str, Any], tail: dict[str, Any]) -> dict[str, Any]:
         "read": metrics["kv"]["read_fraction"],
         "top_k": metrics["schedule"]["top_k"],
         "seconds": _rounded(list(metrics["seconds"].values()), 2),
+        **({"tokens_per_cycle": round(metrics["drafts"]["tokens_per_cycle"], 3)} if "drafts" in metrics else {}),
         **({"dial": metrics["dial"]} if "dial" in metrics else {}),
     }
 

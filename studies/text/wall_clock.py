@@ -6,11 +6,12 @@ projection share out the factor. With 32 copies a token takes 262 KB of cache, a
 what it is for large models at long context. The task is that of ``control.py``, with responses four times as long.
 
     python studies/text/control.py runs/text --out runs/wall --targets 0.86 --runs p86-0 --seconds 0 \\
-        --max-new-tokens 2048 --dense-layers --top-n 64                     # calibrates what the lossy arm reads
+        --max-new-tokens 2048 --dense-layers --budgets 4 8 16 26 38 56 80 110    # calibrates what the lossy arm reads
     python studies/text/wall_clock.py runs/text dense --out runs/wall
     python studies/text/wall_clock.py runs/text lossless --out runs/wall
     python studies/text/wall_clock.py runs/text p86 --out runs/wall
-    python studies/text/wall_clock_summary.py runs/wall --out benchmarks/results/text_wall_clock.json
+    python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
+        --out benchmarks/results/text_wall_clock.json
 
 ``OUT/ARM-SEED.jsonl`` is a log as ``control.py`` writes it, with the seconds of every phase of a step; evaluations on
 held-out problems are not on the clock. ``OUT/ARM-SEED.profile.json`` says where a decode step's time goes.
@@ -68,7 +69,7 @@ class Options:
     copies: int = 32  # Copies of every head, a power of 2.
     seconds: float = 480  # Seconds after which no step begins; starting vLLM does not count.
     steps: int = 1000  # The most steps.
-    prompts: int = 16  # Prompts a step.
+    prompts: int = 8  # Prompts a step.
     samples: int = 8  # Responses to each.
     max_new_tokens: int = 2048  # Responses are cut at this many tokens.
     temperature: float = 0.8  # Softmax temperature of actor and policy alike.
@@ -153,10 +154,8 @@ def start_engine(
     ) | options.engine  # fmt: skip
     if options.arm == "dense":
         return StockEngine(folder, **settings)
-    if options.arm == "lossless":
-        drafts = SparsitySchedule.fixed(options.draft_pages, dense_layers=())
-        return VLLMEngine(folder, Decoding.lossless(drafts), **settings)
-    return VLLMEngine(folder, schedule, **settings)
+    decoding = Decoding.lossless(schedule) if options.arm == "lossless" else schedule
+    return VLLMEngine(folder, decoding, **settings)
 
 
 def breakdown(kernels: Iterable[tuple[str, float]], tokens: float) -> dict[str, float]:
@@ -230,7 +229,9 @@ def train(options: Options, path: Path) -> None:
     task, other = Continue(options.checkpoint), Continue(options.checkpoint, "held_out")
     most = max(longest(each, tokenizer, options.max_new_tokens) for each in (task, other))
     schedule = SparsitySchedule.dense(**LAYOUT, dense_layers=())
-    if options.arm not in ("dense", "lossless"):
+    if options.arm == "lossless":  # what drafts read
+        schedule = schedule.replace(top_k=(options.draft_pages,))
+    elif options.arm != "dense":
         tables = json.loads(schedules(options).read_text(encoding="utf-8"))
         schedule = schedule.replace(top_k=tuple(tables[options.arm]))
     problems = held_out_problems(options)
@@ -255,6 +256,7 @@ def train(options: Options, path: Path) -> None:
             rollout=RolloutConfig(
                 prompts=options.prompts, samples=options.samples, max_new_tokens=options.max_new_tokens,
                 temperature=options.temperature, top_n=options.top_n,
+                mode="lossless" if options.arm == "lossless" else None,
             ),
             optimizer=OptimizerConfig(
                 options.learning_rate, token_budget=options.token_budget, precision="bf16"
@@ -276,7 +278,8 @@ def train(options: Options, path: Path) -> None:
             engine.counters()
             deadline = time.time() + options.seconds
             every = options.held_out_every
-            train_logged(path, start, held_out, every, deadline, config, model, tokenizer, task, engine, schedule)
+            trainer = config, model, tokenizer, task, engine, schedule
+            train_logged(path, start, held_out, every, deadline, *trainer, judge_cut_off=True)
         finally:
             engine.close()
 

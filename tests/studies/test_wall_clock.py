@@ -27,7 +27,7 @@ def study():
     with pytest.MonkeyPatch.context() as patch:
         for folder in STUDY:
             patch.syspath_prepend(str(ROOT / folder))
-        names = ("corpus", "task", "wall_clock", "wall_clock_summary")
+        names = ("corpus", "task", "wall_clock", "wall_clock_figure", "wall_clock_summary")
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
@@ -95,13 +95,18 @@ def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
     rows, timed = run_arm(checkpoint, tmp_path, "lossless", steps=1, tokens=80)
     (step,) = (row for row in rows if "reward" in row)
     assert step["mean"] > 0.97 and timed["tokens_per_step"] >= 1  # the number of drafts is being chosen
+    assert rows[0]["top_k"] == step["top_k"] == [3]  # drafts read what was asked for in training, too
+    assert step["tokens_per_cycle"] >= 1
 
 
 def test_the_summarys_numbers_by_hand(study, tmp_path):
     def log(name, rollout, profile):
-        start = {"arm": name, "seed": 0, "top_k": ["all"], "device": "GPU", "token_bytes": 4, "options": {}}
+        start = {"arm": name, "seed": 0, "top_k": ["all"], "device": "GPU", "token_bytes": 4}
+        start["options"] = {"checkpoint": "here", "out": "there", "samples": 2}
         rows = [start, {"step": 0, "held_out": {"policy": 0.1}}]
         rows += [{"step": i, "reward": 0.1 * i, "length": 10.0, "seconds": [rollout, 1, 2, 1]} for i in range(1, 5)]
+        if name == "lossless":
+            rows[2]["tokens_per_cycle"], rows[3]["tokens_per_cycle"] = 4.0, 6.0
         rows[-1]["held_out"] = {"policy": 0.3}
         rows[2]["seconds"] = [100, 0, 0, 0]  # the first step compiles
         rows.append({"ended": "time is over"})
@@ -111,16 +116,35 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     log("p86", 6, {"clock_ms": 5.0, "attention_ms": 2.0, "other_ms": 1.0})
     log("dense", 16, {"clock_ms": 15.0, "attention_ms": 10.0, "other_ms": 1.0})
     log("lossless", 4, {"clock_ms": 4.0, "attention_ms": 2.0, "other_ms": 1.5})
-    out, figure = tmp_path / "out.json", tmp_path / "figure.png"
-    study.wall_clock_summary.main(study.wall_clock_summary.Options(tmp_path, out, figure))
+    (tmp_path / "card.json").write_text('{"parameters": 5}')
+    out = tmp_path / "out.json"
+    study.wall_clock_summary.main(study.wall_clock_summary.Options(tmp_path, tmp_path, out))
     result = json.loads(out.read_text())
     dense, lossless, lossy = result["rows"]
-    assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"] and figure.stat().st_size > 10_000
+    assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
+    assert result["model"] == {"parameters": 5} and result["arms"][0]["options"] == {"samples": 2}  # nothing local
+    assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
+    assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["step_speedup"] == 2.0 and lossy["rollout_speedup"] == pytest.approx(16 / 6)
     assert lossless["step_speedup"] == 2.5 and dense["attention_share"] == pytest.approx(2 / 3)
     assert lossy["saved_by_attention"] == pytest.approx(0.8) and dense["saved_by_attention"] is None
     assert result["arms"][2]["reward"] == [[100.0, 0.1], [110.0, 0.2], [120.0, pytest.approx(0.3)], [130.0, 0.4]]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
+
+
+def test_the_figures_bars_are_a_steps_seconds(study, tmp_path, monkeypatch):
+    figure = study.wall_clock_figure
+    _, ax = figure.plt.subplots()
+    seconds = {"rollout": 8.0, "score": 2.0, "update": 4.0, "sync": 1.0}
+    runs = [{"arm": "dense", "seconds": seconds, "step_s": 15.0}]
+    figure.draw_steps(ax, [*runs, {"arm": "p86", "seconds": {**seconds, "rollout": 3.0}, "step_s": 10.0}])
+    bars = [(round(bar.get_x(), 6), bar.get_width()) for bar in ax.patches if bar.get_width()]
+    assert bars == [(0, 8), (8, 2), (10, 5), (0, 3), (3, 2), (5, 5)]
+    assert {"1", "1.50x"} <= {text.get_text() for text in ax.texts}
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["dense", "lossy (p5 0.86)"]
+    monkeypatch.setattr(figure, "PATH", tmp_path / "figure.png")
+    figure.main()
+    assert figure.PATH.stat().st_size > 10_000
 
 
 def main(checkpoint, folder, arm, steps, tokens):
