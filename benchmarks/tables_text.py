@@ -77,6 +77,20 @@ def text_reuse() -> str:
     return table(["tokens read", "dense layers", *(f"selected every {r} steps" for r in reuses)], rows)
 
 
+def text_shared_noise() -> str:
+    rows, counts = [], []
+    for row in load("text_shared_noise")["rows"]:
+        kept, cycles = row["kept"], row["tokens_a_cycle"]
+        counts = list(cycles)
+        cells = [_interval(kept["rejection"], 3), _interval(kept["shared noise"], 3), f"{kept['at least']:.3f}"]
+        for k in counts:
+            pair = "; ".join(_interval(cycles[k][how], 2) for how in ("rejection", "shared noise"))
+            cells.append(f"{pair}; {cycles[k]['ratio'][0] - 1:.1%}")
+        rows.append([f"{row['budget']:,}", *cells])
+    head = ["tokens read", "kept by rejection sampling", "with the same Gumbel noise", "at least, a / (2 - a)"]
+    return table([*head, *(f"tokens a cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows)
+
+
 def text_vllm() -> str:
     result = load("text_vllm")
     rows = []
@@ -267,6 +281,7 @@ def drafter_invariance() -> str:
 TABLES = {
     "reasoner acceptance": reasoner_acceptance,
     "drafter invariance": drafter_invariance,
+    "text shared noise": text_shared_noise,
     "text vllm": text_vllm,
     "text metered": text_metered,
     "text page sizes": text_pages,

@@ -107,16 +107,24 @@ Case = tuple[SparsitySchedule, int]  # the schedule, and the steps for which a s
 
 
 def lossless(
-    model: PreTrainedModel, ids: Tensor, start: Tensor, drafted: int, cases: Sequence[Case]
+    model: PreTrainedModel,
+    ids: Tensor,
+    start: Tensor,
+    drafted: int,
+    cases: Sequence[Case],
+    compare: Callable[[Tensor, Tensor], Tensor] = acceptance,
 ) -> tuple[Tensor, list[Tensor]]:
-    """The dense distributions ``[B, R, W, V]`` at the cycles' drafts, and each case's acceptance ``[B, R, W]``."""
+    """The dense distributions ``[B, R, W, V]`` at the cycles' drafts, and each case's acceptance ``[B, R, W]``.
+
+    Or, in place of acceptance, what ``compare`` gives for the policy's and the draft's distributions ``[B, R, V]``.
+    """
     dense = SparsitySchedule.dense(page_size=cases[0][0].page_size, dense_layers=())
     make = partial(drafts.Cycles, drafts.DenseCache.of(model, ids, drafts.layout_of(dense)), start, drafted)
     p = torch.stack(list(drafts.draft(model, ids, make(dense))), dim=2)
     alphas = []
     for case in cases:
         steps = drafts.draft(model, ids, make(*case))
-        alphas.append(torch.stack([acceptance(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1))
+        alphas.append(torch.stack([compare(p[:, :, step], q) for step, q in enumerate(steps)], dim=-1))
     return p, alphas
 
 
