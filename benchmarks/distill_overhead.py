@@ -110,7 +110,7 @@ def read(distiller: Distiller, step: Experience) -> float:
         return selection
 
     with mock.patch.object(Call, "select", watched):
-        distiller._sparse(step, [0], None)
+        distiller.actor_logprobs(step, [0], None)
     return statistics.mean(ratios)
 
 

@@ -68,7 +68,7 @@ def generated(bench: Bench) -> int:
 def abandon(bench: Bench, batch: int) -> None:
     """Give up the last ``batch`` requests."""
     engine = bench.llm.llm_engine
-    engine.abort_request([str(i) for i in range(bench._served - batch + 1, bench._served + 1)])
+    engine.abort_request([str(i) for i in range(bench.served - batch + 1, bench.served + 1)])
     while engine.has_unfinished_requests():
         engine.step()
 

@@ -108,7 +108,7 @@ class Connector(DecodeBenchConnector):
                 values = torch.randn(some.shape, generator=generator, device=cache.device, dtype=dtype)
                 some.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8) if is_fp8 else values)
                 if has_landmarks:
-                    keys, _, marks = layer.impl._views(layer, cache)
+                    keys, _, marks = layer.impl.cache_views(layer, cache)
                     pages = keys[begin : begin + 4096].unflatten(2, (marks.shape[1], -1))
                     marks[begin : begin + 4096] = pages.float().mean(3).transpose(1, 2).to(marks.dtype)
 
@@ -123,6 +123,7 @@ class Bench:
         self, shape: str, variant: str, folder: str, memory: float, lossless: Decoding | None = None, slots: int = 0,
         **more: Any,
     ) -> None:  # fmt: skip
+        self.served = 0  # requests so far; they are named by number
         self.shape, self.slots = shape, max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
         Qwen3Config(
             vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
@@ -177,9 +178,9 @@ class Bench:
                 flat_logprobs=True, ignore_eos=True,
                 output_kind=RequestOutputKind.FINAL_ONLY if only_final else RequestOutputKind.CUMULATIVE,
             )  # fmt: skip
-            self._served = getattr(self, "_served", 0) + 1
+            self.served += 1
             request = {"prompt_token_ids": tokens[: int(prompt)]}
-            self.llm.llm_engine.add_request(str(self._served), request, parameters)
+            self.llm.llm_engine.add_request(str(self.served), request, parameters)
 
     def finish(self) -> list[float]:
         """Run until nothing is left; seconds of every step."""

@@ -247,7 +247,7 @@ class Distiller:
             )
             for i, (indices, counts) in enumerate(groups):
                 self._ranks.tell("distil", i, len(groups))
-                logp, top = self._sparse(experience, indices, torch.cat([chosen[i] for i in indices]))
+                logp, top = self.actor_logprobs(experience, indices, torch.cat([chosen[i] for i in indices]))
                 policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in indices])
                 kl = bucket_kl(policy_top.to(top.device), top).sum()
                 loss = distill.kl_coef * kl / tokens
@@ -287,7 +287,7 @@ class Distiller:
         rollouts, budget = experience.rollouts, self.config.optimizer.token_budget
 
         def score(rows: list[int]) -> list[TokenAcceptance]:
-            _, top = self._sparse(experience, rows, None)
+            _, top = self.actor_logprobs(experience, rows, None)
             parts = top.cpu().split([len(rollouts[i]) for i in rows])
             return [
                 token_acceptance(rollouts[i], assessment.policy_top[i], schedule, part.numpy())
@@ -301,7 +301,7 @@ class Distiller:
         bins = pool(acceptances, schedule.bin_tokens).bins
         return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
 
-    def _sparse(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+    def actor_logprobs(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probs under the actor, teacher-forced with its schedule: of the sampled and of the top-n tokens."""
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
         if chosen is not None:

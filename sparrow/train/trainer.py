@@ -147,7 +147,7 @@ class Trainer:
             lossless = self.dial or self.config.rollout.mode == "lossless"
             if not (self.ceiling or lossless or (self.schedule.is_dense and not self.learner.distiller)):
                 self._measure_ceiling()
-            self._sync()
+            self.sync()
             self._evaluate()  # of the policy at the start, or at the step where the run was stopped
             while self.step < self.config.steps:
                 self._train_step()
@@ -192,7 +192,7 @@ class Trainer:
             self.step, self.cursor = self.step + 1, experience.cursor
             clock["update"] = time.perf_counter()
             try:
-                self._sync()
+                self.sync()
             finally:  # an engine that fails here does not undo the step
                 clock["sync"] = time.perf_counter()
                 seconds = np.diff(list(clock.values())).tolist()
@@ -237,7 +237,7 @@ class Trainer:
             self._push(schedule, self.learner.policy_weights)
             scores = self._evaluator.scores()
             self.ranks.gather("sleep", self._rest)
-            self._sync()
+            self.sync()
             rows = [*rows, {"step": self.step, "eval": scores, "seconds": time.perf_counter() - begun}]
             if self.ranks.is_main:
                 self.run_dir.append_evaluation(rows[-1])
@@ -245,7 +245,7 @@ class Trainer:
             self.listener("evaluated", scores)
         self._exports.update(self.learner, self.tokenizer, self.step, rows)
 
-    def _sync(self) -> None:
+    def sync(self) -> None:
         """Wake the engine and give it the actor's weights and schedule."""
         self._push(self.schedule, self.learner.actor_weights)
 
@@ -306,7 +306,7 @@ class Trainer:
                 self.dial, experience.rollouts, assessment.acceptances, self.schedule, self.ceiling, self.step
             )
         evidence = Evidence(self.step + 1, report, tail_under)
-        self._set_schedule(self.movers.next(self.schedule, evidence))
+        self.set_schedule(self.movers.next(self.schedule, evidence))
         if (complaint := self.movers.complaint(evidence)) and self.ranks.is_main:
             log.warning(complaint)
         guard = self.movers.guard
@@ -314,7 +314,7 @@ class Trainer:
             log.warning(guard.warning)
         return {"guard": {"steps_below": guard.steps_below, "alarm": guard.alarm}, **dial_metrics}
 
-    def _set_schedule(self, schedule: SparsitySchedule) -> None:
+    def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use another schedule from now on; the engine gets it with the next weights."""
         self.schedule = schedule
         self.learner.set_schedule(schedule)
@@ -363,7 +363,7 @@ class Trainer:
         state = load_checkpoint(folder, self.learner)
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
-        self._set_schedule(given.schedule if moved else state.schedule)
+        self.set_schedule(given.schedule if moved else state.schedule)
         # A changed start schedule is the first rung of a new ladder, so the rung that was saved means nothing; nor do
         # the closed loop's floors, which left no room under another tau.
         outdated = {"step_down": moved, "closed_loop": not changes.keys().isdisjoint(("tau", "relative_tau"))}

@@ -173,7 +173,7 @@ class SparseImpl(VLLMClass):
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> Any:
         """Scratch memory for the decode steps of all layers, if the implementation needs any."""
 
-    def _views(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def cache_views(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values ``[blocks, K, N, D]`` and landmarks ``[blocks, N / P, K, D]``."""
         if self._viewed is not kv_cache:
             assert self.runtime is not None
@@ -219,7 +219,7 @@ class SparseImpl(VLLMClass):
             )
         assert self.runtime is not None
         B = step.rows
-        keys, values, marks = self._views(layer, kv_cache)
+        keys, values, marks = self.cache_views(layer, kv_cache)
         for part in step.prefills:
             cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
             super().forward(layer, query[at], key[at], value[at], cache, part.metadata, output[at])
@@ -242,7 +242,7 @@ class SparseImpl(VLLMClass):
         if blocks is None or self.scales is None:
             return kv_cache
         copy = torch.empty((len(blocks), *kv_cache.shape[1:]), dtype=query.dtype, device=query.device)
-        keys, values, _ = self._views(layer, kv_cache)
+        keys, values, _ = self.cache_views(layer, kv_cache)
         to_keys, to_values = self.key_value(layer, copy)
         fp8.copy_blocks(keys, blocks, self.scales.values.k_K, to_keys)
         fp8.copy_blocks(values, blocks, self.scales.values.v_K, to_values)

@@ -39,7 +39,7 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
         if self.scales is None:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
         self.scales.settle(key, value, slot_mapping)
-        keys, values, _ = self._views(layer, kv_cache)
+        keys, values, _ = self.cache_views(layer, kv_cache)
         reference.store_tokens(key, value, keys, values, slot_mapping, self.scales.values, self.scales.cache.clipped)
 
 

@@ -46,10 +46,10 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
         """Like vLLM's own, but in a sparse layer decoding may begin during the update; and for an fp8 cache."""
         if self.scales is not None:
             self.scales.settle(key, value, slot_mapping)
-            keys, values, _ = self._views(layer, kv_cache)
+            keys, values, _ = self.cache_views(layer, kv_cache)
             store_tokens(key, value, keys, values, slot_mapping, self.scales.values, self.scales.cache.clipped)
         elif self.is_sparse_layer:
-            keys, values, _ = self._views(layer, kv_cache)
+            keys, values, _ = self.cache_views(layer, kv_cache)
             store_tokens(key, value, keys, values, slot_mapping)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)

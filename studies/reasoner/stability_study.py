@@ -156,10 +156,10 @@ def train(options: Options, arm_name: str, seed: int, device: Any, deadline: flo
 def fail(trainer: Any, fault: str) -> None:
     """Halve the schedule by hand, or lose the adapter on the actor's side, for good."""
     if fault == "halved":
-        trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+        trainer.set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
     else:
         trainer.learner.distiller.actor_weights = lambda: iter(trainer.learner.distiller.policy_weights().items())
-    trainer._sync()
+    trainer.sync()
 
 
 def find_schedule(arm: Arm, calibrated: Path) -> Any:

@@ -178,7 +178,7 @@ def test_faults_reach_the_actor_and_stay(tmp_path):
     policy, actor = (model(input_ids=ids).logits for model in (trainer.model, trainer.engine.model))
     assert not torch.equal(actor, policy)
     fail(trainer, "unworn")
-    trainer._sync()
+    trainer.sync()
     assert torch.equal(trainer.engine.model(input_ids=ids).logits, policy)
     fail(trainer, "halved")
     assert trainer.schedule.top_k == trainer.engine.schedule.top_k == (3,)

@@ -272,8 +272,10 @@ def test_a_share_of_the_positions_trains(tmp_path):
 @pytest.mark.slow
 def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
     scored = []
-    sparse = Distiller._sparse
-    monkeypatch.setattr(Distiller, "_sparse", lambda self, e, rows, c: scored.extend(rows) or sparse(self, e, rows, c))
+    stock = Distiller.actor_logprobs
+    monkeypatch.setattr(
+        Distiller, "actor_logprobs", lambda self, e, rows, chosen: scored.extend(rows) or stock(self, e, rows, chosen)
+    )
     trainer = run(tmp_path, replace(ON, responses=0.25))
     assert len(scored) == len(set(scored)) == 4
     row = metrics_of(tmp_path)[0]

@@ -381,7 +381,7 @@ def tables(run_dir) -> list[list]:
 def test_a_schedule_halved_by_hand_recovers_within_two_steps(tmp_path):
     def halve(event, metrics):
         if event == "step" and metrics["step"] == 1:
-            trainer._set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
+            trainer.set_schedule(trainer.schedule.replace(top_k=tuple(k // 2 for k in trainer.schedule.top_k)))
             trainer.engine.set_schedule(trainer.schedule)
 
     trainer = reasoner_trainer(tmp_path, SparsitySchedule((5, 9, 14, 16, 20, 21), **LAYOUT), listener=halve)
