@@ -91,7 +91,7 @@ class VLLMEngine(Client):
             for seed in sampling.request_seeds(len(prompts))
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with self._watched(sampling.watch):
+        with self._watched(sampling.watch), self._given_up_if_interrupted():
             outputs = self.llm.generate(requests, parameters, use_tqdm=False)
         return [
             _rollout(prompt, output.outputs[0], sampling.top_n) for prompt, output in zip(prompts, outputs, strict=True)
@@ -112,6 +112,17 @@ class VLLMEngine(Client):
 
     def reset_prefix_cache(self) -> bool:
         return self.llm.reset_prefix_cache()
+
+    @contextlib.contextmanager
+    def _given_up_if_interrupted(self) -> Iterator[None]:
+        """Whatever ends ``generate`` early, such as Ctrl-C, ends its requests: the next call would go on with them."""
+        try:
+            yield
+        except BaseException:
+            engine = self.llm.llm_engine
+            with contextlib.suppress(Exception):  # what ended it is raised again, whether or not vLLM still answers
+                engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
 
     @contextlib.contextmanager
     def _watched(self, watch: Watch) -> Iterator[None]:

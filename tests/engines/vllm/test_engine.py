@@ -180,6 +180,26 @@ def test_who_watches_is_told_of_tokens_and_finished_responses(folder, monkeypatc
     assert 0 < told[-1][0] <= generated and told[-1][1] in (2, 3, 4)
 
 
+def test_an_interrupted_rollout_leaves_nothing_behind(folder, monkeypatch):
+    with engine(folder) as vllm:
+        expected = vllm.generate(RAGGED[:2], GREEDY)
+        core, steps = vllm.llm.llm_engine, []
+        step = core.step
+
+        def interrupted():
+            steps.append(core.get_num_unfinished_requests())
+            if len(steps) == 5:
+                raise KeyboardInterrupt
+            return step()
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(core, "step", interrupted)
+            vllm.generate(RAGGED, GREEDY)
+        assert steps == [6] * 5 and not core.has_unfinished_requests()
+        again = vllm.generate(RAGGED[:2], GREEDY)
+    assert [list(r.response_ids) for r in again] == [list(r.response_ids) for r in expected]
+
+
 def test_the_last_token_of_a_prompt_is_prefill_even_alone(folder):
     prompt = prompts(257)
     with engine(folder) as sparrow:
