@@ -21,6 +21,7 @@ from sparrow.mismatch import PercentileInterval, percentile_by_bin_interval, pla
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 PERCENTILE = 5
+MIN_SEQUENCES = 20  # fewer give no interval of p5
 WIDE = 1.5  # budgets further apart than this factor are bisected before p5 is interpolated between them
 STEP = 4 / 3  # factor of the first step away from a budget that fails, or that is more than needed
 
@@ -77,7 +78,7 @@ def calibrate(
     target: float = 0.86,
     fewest: int = 0,
     refine: int = 3,
-    min_sequences: int = 20,
+    min_sequences: int = MIN_SEQUENCES,
     seed: int = 0,
     provenance: Mapping[str, Any] | None = None,
     ceiling: Acceptance | None = None,

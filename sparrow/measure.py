@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sparrow.calibrate import Acceptance, Calibration, calibrate
+from sparrow.calibrate import MIN_SEQUENCES, Acceptance, Calibration, calibrate
 from sparrow.engines.base import Engine, Scorer
 from sparrow.errors import ConfigError
 from sparrow.mismatch import (
@@ -196,9 +196,14 @@ def calibrate_engine(
         lengthen: whether responses are sampled again with longer lists where those of dense rollouts are too short.
         listener: called at the start of every pass with its name and about how many seconds are left, NaN if unknown.
 
-    Raises ConfigError: rounds on policy without a pass to refine what they start from; or no budget holds the target in
-    any length bin, or the lists of ``sampling.top_n`` tokens are too short to show that one does.
+    Raises ConfigError: fewer prompts than an interval of p5 needs; rounds on policy without a pass to refine what they
+    start from; or no budget holds the target in any length bin, or the lists of ``sampling.top_n`` tokens are too short
+    to show that one does.
     """
+    if len(prompts) < MIN_SEQUENCES:
+        raise ConfigError(
+            f"{len(prompts)} responses give no interval of p5, at least {MIN_SEQUENCES} are needed; raise count"
+        )
     if on_policy and not refine:
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
     slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds per response

@@ -72,7 +72,7 @@ def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(checkpoint, t
 
     monkeypatch.setattr(HFEngine, "generate", stop)
     common = ["--model", str(model), "--seed", "3"]
-    sampled = ["--count", "4", "--max-new-tokens", "8"]
+    sampled = ["--count", "20", "--max-new-tokens", "8"]
     for command, arguments in {
         "train": ["--dataset", str(data), "--rollout.prompts", "4", "--rollout.samples", "2",
                   "--rollout.max-new-tokens", "8", "--run-dir", str(tmp_path / "run")],
@@ -82,8 +82,9 @@ def test_every_command_sends_a_dataset_s_prompts_in_the_same_words(checkpoint, t
     }.items():  # fmt: skip
         with pytest.raises(SystemExit):
             main([command, *common, *arguments])
-    assert sent["calibrate"] == sent["measure"] == list(dict.fromkeys(sent["train"]))
-    assert sorted(sent["eval"]) == sorted(sent["calibrate"]) and len(sent["eval"]) == 4
+    each = list(dict.fromkeys(sent["train"]))
+    assert sent["calibrate"] == sent["measure"] and sent["measure"][:4] == each and len(sent["measure"]) == 20
+    assert sorted(sent["eval"]) == sorted(each) and len(each) == 4
     dressed = AutoTokenizer.from_pretrained(model).decode(sent["measure"][0])
     assert dressed.startswith("ask:") and dressed.endswith("\nanswer:")
 
@@ -157,6 +158,19 @@ def _schedule(folder: Path, **fields) -> str:
     path = folder / "schedule.json"
     path.write_text(json.dumps({"top_k": [1], **fields}))
     return str(path)
+
+
+def test_cost_knows_the_bundled_reasoner(capsys):
+    main(["cost", "--model", "reasoner", "--schedule", "fixed:2", "--median", "200", "--cutoff", "400"])
+    assert "Neither pays" in capsys.readouterr().out
+
+
+def test_too_few_responses_are_refused_before_they_are_sampled(capsys, tmp_path):
+    options = ["--model", "reasoner", "--task", "trace:lines=2", "--count", "19", "--out", str(tmp_path / "out.json")]
+    assert "19 responses give no interval of p5, at least 20 are needed; raise count" in fails(
+        capsys, "calibrate", *options
+    )
+    assert not list(tmp_path.rglob("rollouts-*"))
 
 
 def test_help_is_quick_and_light():

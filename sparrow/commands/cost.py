@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Cost(Command):
     """Predict what each mode buys on a named GPU: rollout and step time, dense, lossy under a schedule, lossless."""
 
-    model: str  # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b; or a model by hub name, or its config.json.
+    model: str  # qwen3-1.7b, qwen3-4b, qwen3-8b, qwen3-14b, reasoner; or a model by hub name, or its config.json.
     schedule: str  # fixed:PAGES, a published table such as qwen3-4b-0.86, or a JSON file.
     gpu: Literal["a100", "h100", "h200", "b200"] = "h200"  # The machine.
     gpus: Count = 1  # How many of them; more than one are planned as a whole: memory, and a step split into its phases.
@@ -78,7 +78,8 @@ class Cost(Command):
 
 
 def find_shape(model: str) -> ModelShape:
-    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``, or a hub name.
+    """The shape of a model as a user names it: a folder or its ``config.json``, one of ``SHAPES``, the bundled
+    ``reasoner``, or a hub name.
 
     Raises ConfigError, UnsupportedModel: see ``ModelShape.from_config``; or the hub cannot be reached.
     """
@@ -89,5 +90,8 @@ def find_shape(model: str) -> ModelShape:
     if (known := model.removeprefix("Qwen/").lower()) in SHAPES:
         return SHAPES[known]
     from sparrow.engines.hf import load_config
+    from sparrow.loading import REASONER, model_path
 
+    if model == REASONER:
+        return ModelShape.from_config(model_path(model))
     return ModelShape.from_config(load_config(model))
