@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def landmark_kernel(
     k_cache, landmarks, slots, count,
     stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
