@@ -40,7 +40,7 @@ get seeds of their own: if the two are not independent, the result does not foll
 ``drafter_invariant`` nothing replaces a draft, and the noise is the same on purpose (``sparrow.vllm.verify``)."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _begin_kernel(
     index_B, length_B, sampled_B, rejected_B, newest_S, prefilling_B, heat_S, seed_S, own_index_R, ids_R, positions_R,
     lengths_R, own_heat_S, own_seed_S, step, counts, B, S, limit,
