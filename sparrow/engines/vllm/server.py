@@ -77,12 +77,13 @@ class VLLMServer(Client):
 
     def _check_settings(self, decoding: Decoding) -> None:
         """Raises ConfigError: a setting of lossless mode, other than the default, that the server does not have."""
-        default, theirs = Decoding.lossless().to_dict(), self._described[0]
         for name in (each for each in LOSSLESS_SETTINGS if each != "draft_schedule"):
-            value = decoding.to_dict().get(name)
-            if value not in (default.get(name), theirs.get(name)):
+            default = getattr(Decoding.lossless(), name)
+            theirs = self._described[0].get(name, default)
+            value = decoding.to_dict().get(name, default)
+            if value not in (default, theirs):
                 raise ConfigError(
-                    f"the server at {self._url} has {name} {theirs.get(name)!r}, not {value!r}, and cannot change it; "
+                    f"the server at {self._url} has {name} {theirs!r}, not {value!r}, and cannot change it; "
                     f"start it with that {name} in --additional-config, or leave {name} out"
                 )
 
