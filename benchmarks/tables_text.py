@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from common import Row, load, table
 
 KINDS = ("rejection", "drafter invariant")  # how drafts are verified
+UNEVEN = ("even", "layers", "kv heads", "page scores", "two levels", "pairs of layers", "together")
 
 
 def text_model() -> str:
@@ -146,6 +148,37 @@ def text_kept() -> str:
         if row["study"] in ("sink pages", "recent pages")
     ]
     return table(["sink pages", "recent pages", "mean", "p5"], rows)
+
+
+def text_uneven(study: str) -> str:
+    """One study's rows, each compared with the even schedule at the same bytes, interpolated over its budgets."""
+    rows = []
+    for row in load("text_uneven")["rows"]:
+        if row["study"] == study:
+            cells = [] if study == "even" else [row["how"]]
+            cells += [f"{row['budget']:,}", f"{row['tokens_read']:,.0f}", f"{row['mean'][0]:.3f}"]
+            cells += [_interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
+            rows.append(cells if study == "even" else [*cells, _difference(row["minus_even"]["p5"])])
+    head = ["tokens read", "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"]
+    return table(head if study == "even" else [study, *head, "p5 minus even, same bytes"], rows)
+
+
+def text_uneven_target() -> str:
+    """What the target p5 takes, and what p5 half the bytes of the even schedule give."""
+    result = load("text_uneven")
+    whole, rows = result["even_at_target"], []
+    for row in result["targets"]:
+        reached = "" if row["reached"] is None else f"{row['reached']:,.0f} ({row['reached'] / whole:.0%})"
+        name = "even" if row["study"] == "even" else f"{row['study']}: {row['how']}"
+        rows.append([name, _interval(row["p5_at_half"], 3), reached])
+    return table(
+        ["", f"p5 at {whole / 2:,.0f} tokens' worth", f"tokens' worth at a p5 of {result['target']:.2f}"], rows
+    )
+
+
+def _difference(interval: list[float]) -> str:
+    estimate, low, high = interval
+    return f"{estimate:+.3f} [{low:+.3f}, {high:+.3f}]"
 
 
 def text_control() -> str:
@@ -289,6 +322,8 @@ TABLES = {
     "text quest": text_quest,
     "text layers": text_layers,
     "text kept": text_kept,
+    **{f"text uneven {study}": partial(text_uneven, study) for study in UNEVEN},
+    "text uneven target": text_uneven_target,
     "text control": text_control,
     "text control model": text_control_model,
     "text control ranks": text_control_ranks,

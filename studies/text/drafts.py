@@ -82,21 +82,33 @@ class Cycles:
             self.own[layer] = keys.new_zeros(B, K, R, self.drafts, D), keys.new_zeros(B, K, R, self.drafts, D)
         for own, new in zip(self.own[layer], (k_BKRD, v_BKRD), strict=True):
             own[:, :, :, self.step] = new
-        own_k, own_v = (own[:, :, :, : self.step + 1] for own in self.own[layer])
-        read_BKRT = (torch.arange(T, device=keys.device) < self.start_BR[..., None])[:, None]
+        read_BKRT = (torch.arange(T, device=keys.device) < self.start_BR[..., None])[:, None].expand(B, K, R, T)
         if layer not in self.schedule.dense_layers:
             if self.step % self.reuse == 0:
-                length_BR = self.start_BR + self.step + 1
-                scores = self.scores(q_BHRD, self.cache.landmarks[layer])
-                self.kept[layer] = select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout)
+                self.kept[layer] = self.select(layer, q_BHRD)
             read_BKRT = read_BKRT & self.kept[layer].repeat_interleave(self.layout.page_size, dim=-1)
-        q_BKGRD = q_BHRD.view(B, K, H // K, R, D) * scale
-        before = torch.einsum("bkgrd,bktd->bkgrt", q_BKGRD, keys).masked_fill(~read_BKRT[:, :, None], float("-inf"))
-        since = torch.einsum("bkgrd,bkrwd->bkgrw", q_BKGRD, own_k)
-        weights = torch.cat([before, since], dim=-1).softmax(-1)
+        weights = self.weights(layer, q_BHRD * scale, read_BKRT)
         out = torch.einsum("bkgrt,bktd->bkgrd", weights[..., :T], values)
+        own_v = self.own[layer][1][:, :, :, : self.step + 1]
         out = out + torch.einsum("bkgrw,bkrwd->bkgrd", weights[..., T:], own_v)
         return out.reshape(B, H, R, D)
+
+    def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
+        """What scaled queries attend to, of the cached tokens that they read and then the cycle's own.
+
+        Sums to 1; ``[B, K, G, R, T + W]``, W being the drafts so far.
+        """
+        keys, own_k = self.cache.keys[layer], self.own[layer][0][:, :, :, : self.step + 1]
+        q_BKGRD = q_BHRD.unflatten(1, (keys.shape[1], -1))
+        before = torch.einsum("bkgrd,bktd->bkgrt", q_BKGRD, keys).masked_fill(~read_BKRT[:, :, None], float("-inf"))
+        since = torch.einsum("bkgrd,bkrwd->bkgrw", q_BKGRD, own_k)
+        return torch.cat([before, since], dim=-1).softmax(-1)
+
+    def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
+        """The pages that the newest drafts read in a layer: bool ``[B, K, R, N]``."""
+        length_BR = self.start_BR + self.step + 1
+        scores = self.scores(q_BHRD, self.cache.landmarks[layer])
+        return select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout)
 
 
 def layout_of(schedule: SparsitySchedule) -> PageLayout:

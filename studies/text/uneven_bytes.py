@@ -1,0 +1,440 @@
+"""Acceptance of drafts at equal bytes when layers, kv heads and pages share them unevenly, against the even schedule.
+
+    python studies/text/uneven_bytes.py CHECKPOINT --out benchmarks/results/text_uneven.json
+
+Drafts as in ``fewer_bytes.py``, in float32, and bytes counted as there, in tokens' worth of a layer's keys and values.
+The even schedule reads as many pages of 16 tokens in every layer and kv head, ranked by the mean query. The others:
+
+- *layers*, *kv heads*: the same tokens in all, shared by hand or as a calibration says. It sees other texts, from the
+  middle between those that are measured, and gives 64 tokens at a time to the layer or kv head where they take off
+  most of the attention mass that the dense policy has on tokens that would not be read. Weighted: a layer's mass counts
+  by what acceptance loses for it where this layer alone is sparse.
+- *page scores*: the best query head of the group, or the heads' softmax over pages, summed.
+- *two levels*: groups of four pages are ranked by their mean key, then the pages inside of the best groups.
+- *pairs of layers*: a layer reads the pages that the one before it selected, head by head or, matched, those of the
+  head whose pages hold most of its attention mass on the calibration's texts.
+- *together*: landmarks in 8 bits, smaller pages, two levels, and the weighted budgets by layer and kv head.
+
+Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), U budgets of 64, 128, ... tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import drafts
+import numpy as np
+import torch
+from acceptance import Floats, Study, acceptance, schedule
+from fewer_bytes import rounded
+from numpy.typing import NDArray
+from torch import Tensor
+from train import windows
+from transformers import PreTrainedModel
+
+from sparrow.attention.pages import landmarks, page_count, page_scores, select_pages
+from sparrow.mismatch import sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.schedule import SparsitySchedule
+
+DRAFTS = 8
+UNIT = 64  # tokens that a calibration gives at a time, and the least that a kv head reads
+SINK, RECENT = 16, 32  # tokens always read
+GROUP = 4  # pages that are ranked together at the first of two levels
+TARGET = 0.86  # p5 whose bytes are asked for
+
+Ints = NDArray[np.int64]
+Score = Literal["mean query", "best head", "softmax"]
+Spread = Literal[
+    "even", "last 3", "ends 3", "last 8", "layers", "heads of a layer", "heads of all layers", "weighted heads"
+]
+BY_HAND: dict[Spread, Callable[[int, int], int]] = {  # a layer's share, from its number and how many there are
+    "even": lambda layer, layers: 1,
+    "last 3": lambda layer, layers: 3 if layer == layers - 1 else 1,
+    "last 8": lambda layer, layers: 8 if layer == layers - 1 else 1,
+    "ends 3": lambda layer, layers: 3 if layer in (0, layers - 1) else 1,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What drafts read."""
+
+    study: str
+    how: str
+    budget: int  # tokens that a kv head reads, averaged over all
+    spread: Spread = "even"
+    score: Score = "mean query"
+    page_size: int = 16
+    precision: Literal["16 bit", "fp8"] = "16 bit"  # of landmarks
+    candidates: int = 0  # pages ranked at the second level, in top-k pages; 0: one level
+    first_follower: int = 0  # this layer and every second one after it reads the pages of the one before; 0: none
+    matched: bool = False  # followers' heads take over the best leader's head's pages, not those of their own number
+
+    @property
+    def layout(self) -> SparsitySchedule:
+        pages = dict(page_size=self.page_size, sink_pages=SINK // self.page_size, recent_pages=RECENT // self.page_size)
+        return SparsitySchedule.fixed(1, dense_layers=(), **pages)
+
+    def top_k(self, tokens: Ints) -> Ints:
+        """Pages by score of heads that read so many tokens, a multiple of 16 from 64 on."""
+        return (tokens - SINK - RECENT) // self.page_size
+
+    def groups(self, top_k: Ints) -> Ints:
+        """Groups of pages whose own landmarks are read, besides the newest."""
+        return -(-self.candidates * top_k // GROUP)
+
+    def followers(self, layers: int) -> range:
+        return range(self.first_follower, layers, 2) if self.first_follower else range(0)
+
+    def tokens_read(self, tokens_LK: Ints, length: Ints) -> float:
+        """Bytes of a draft in a layer, as tokens of keys and values, averaged over heads, layers and lengths."""
+        mark = {"16 bit": 0.5, "fp8": 0.25}[self.precision]
+        budget = tokens_LK[..., None]
+        pages = length.ravel() / self.page_size
+        ranked = np.broadcast_to(pages, (*tokens_LK.shape, length.size))
+        if self.candidates:
+            second = np.minimum((self.groups(self.top_k(budget)) + 1) * GROUP, pages)
+            ranked = np.minimum(ranked, pages / GROUP + second)
+        ranks = np.where(length.ravel() > budget, ranked, 0)
+        ranks[list(self.followers(len(tokens_LK)))] = 0
+        return float((np.minimum(budget, length.ravel()) + mark * ranks).mean())
+
+
+def variants(even: Sequence[int], budgets: Sequence[int], together: Sequence[int]) -> list[Variant]:
+    by_layer: dict[str, Spread] = {
+        "last layer 3 times the others": "last 3",
+        "last layer 8 times the others": "last 8",
+        "first and last layer 3 times the others": "ends 3",
+        "calibrated, weighted": "layers",
+    }
+    by_head: dict[str, Spread] = {
+        "calibrated, layers alike": "heads of a layer",
+        "calibrated, over all layers": "heads of all layers",
+        "calibrated, over all layers, weighted": "weighted heads",
+    }
+    pairs = {
+        "layers 1, 3, 5, ...": dict(first_follower=1),
+        "layers 1, 3, 5, ..., heads matched": dict(first_follower=1, matched=True),
+        "layers 2, 4, 6, ..., heads matched": dict(first_follower=2, matched=True),
+    }
+    combined: dict[str, dict[str, Any]] = {
+        "pages of 8": dict(page_size=8),
+        "pages of 8, weighted budgets": dict(page_size=8, spread="weighted heads"),
+        "pages of 8, two levels": dict(page_size=8, candidates=4),
+        "pages of 8, two levels, weighted budgets": dict(page_size=8, candidates=4, spread="weighted heads"),
+        "pages of 4, two levels": dict(page_size=4, candidates=4),
+        "pages of 4, two levels, weighted budgets": dict(page_size=4, candidates=4, spread="weighted heads"),
+    }
+    return [
+        *(Variant("even", "even", b) for b in even),
+        *(Variant("layers", how, b, spread) for how, spread in by_layer.items() for b in budgets),
+        *(Variant("kv heads", how, b, spread) for how, spread in by_head.items() for b in budgets),
+        *(Variant("page scores", "best head", b, score="best head") for b in budgets),
+        *(Variant("page scores", "softmax by head, summed", b, score="softmax") for b in budgets),
+        *(Variant("two levels", f"{n} candidates a page read", b, candidates=n) for n in (2, 4) for b in budgets),
+        *(Variant("pairs of layers", how, b, **options) for how, options in pairs.items() for b in budgets),
+        *(Variant("together", how, b, precision="fp8", **options) for how, options in combined.items()
+          for b in together),
+    ]  # fmt: skip
+
+
+# --- selecting pages ---
+
+
+def scored(how: Score, q_BHRD: Tensor, marks_BKND: Tensor, known_BRN: Tensor) -> Tensor:
+    """Scores ``[B, K, R, N]`` of pages; those that are not yet full are not ``known``, and have any landmark."""
+    if how == "mean query":
+        return page_scores(q_BHRD, marks_BKND)
+    q_BKGRD = q_BHRD.unflatten(1, (marks_BKND.shape[1], -1))
+    by_head = torch.einsum("bkgrd,bknd->bkgrn", q_BKGRD, marks_BKND)
+    if how == "best head":
+        return by_head.amax(2)
+    by_head = by_head * q_BHRD.shape[-1] ** -0.5
+    return by_head.masked_fill(~known_BRN[:, None, None], float("-inf")).softmax(-1).sum(2)
+
+
+@dataclass
+class Uneven(drafts.Cycles):
+    """Cycles whose kv heads have budgets of their own.
+
+    Attributes:
+        variant: how pages are ranked.
+        top_k_LK: pages by score that each head reads.
+        groups: by layer, the mean keys of groups of pages ``[B, K, N / 4, D]``; used at two levels.
+        heads: by layer that follows the one before it, the heads there whose pages its own heads read.
+    """
+
+    variant: Variant = field(kw_only=True)
+    top_k_LK: Ints = field(kw_only=True)
+    groups: Sequence[Tensor] = field(kw_only=True)
+    heads: Mapping[int, Sequence[int]] = field(kw_only=True)
+
+    def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
+        if layer in self.heads:
+            return self.kept[layer - 1][:, list(self.heads[layer])]
+        length_BR, marks = self.start_BR + self.step + 1, self.cache.landmarks[layer]
+        full_BR1 = length_BR[..., None] // self.layout.page_size
+        pages = torch.arange(marks.shape[2], device=marks.device)
+        scores = scored(self.variant.score, q_BHRD, marks, pages < full_BR1)
+        if self.variant.candidates:
+            group = torch.arange(marks.shape[2] // GROUP, device=marks.device)
+            full = full_BR1 // GROUP
+            of_groups = scored(self.variant.score, q_BHRD, self.groups[layer], group < full)
+            of_groups = of_groups.masked_fill((group > full)[:, None], float("-inf"))
+            of_groups = of_groups.masked_fill((group == full)[:, None], float("inf"))
+        kept = []
+        for head, k in enumerate(self.top_k_LK[layer].tolist()):
+            mine = scores[:, head, None]
+            if self.variant.candidates:
+                count = min(int(self.variant.groups(np.array(k))) + 1, len(group))
+                best = of_groups[:, head, None].topk(count, dim=-1).indices
+                inside = torch.zeros_like(of_groups[:, head, None], dtype=torch.bool).scatter(-1, best, True)
+                mine = mine.masked_fill(~inside.repeat_interleave(GROUP, dim=-1), float("-inf"))
+            kept.append(select_pages(mine, length_BR, torch.full_like(length_BR, k), self.layout))
+        return torch.cat(kept, dim=1)
+
+
+# --- calibration ---
+
+
+@dataclass
+class Masses(drafts.Cycles):
+    """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by the mean query.
+
+    Attributes:
+        at: tokens that the selections read which followers would take over.
+        missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave out.
+        caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head of the layer before.
+    """
+
+    at: int = field(kw_only=True)
+    missed: dict[int, Tensor] = field(default_factory=dict)
+    caught: dict[int, Tensor] = field(default_factory=dict)
+    order: dict[int, Tensor] = field(
+        default_factory=dict
+    )  # layer -> pages [B, K, R, N], those first that are read first
+    selected: dict[int, Tensor] = field(default_factory=dict)  # layer -> 1 for pages read at ``at`` tokens, or else 0
+
+    def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
+        layout, length_BR = self.layout, self.start_BR + self.step + 1
+        scores = page_scores(q_BHRD, self.cache.landmarks[layer])
+        page = torch.arange(scores.shape[-1], device=scores.device)
+        pages_BR1 = page_count(length_BR, layout.page_size)[..., None]
+        always = (page < layout.sink_pages) | (page >= pages_BR1 - layout.recent_pages)
+        inside = (page < pages_BR1)[:, None].expand_as(scores)
+        ranking = scores.masked_fill(always[:, None], float("inf")).masked_fill(~inside, float("-inf"))
+        self.order[layer] = ranking.argsort(dim=-1, descending=True, stable=True)
+        return inside
+
+    def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
+        weights, order = super().weights(layer, q_BHRD, read_BKRT), self.order[layer]
+        mass_BKRN = weights[..., : read_BKRT.shape[-1]].mean(2).unflatten(-1, (-1, self.layout.page_size)).sum(-1)
+        read = mass_BKRN.gather(-1, order).cumsum(-1)
+        missed = (read[..., -1:] - read)[..., UNIT // self.layout.page_size - 1 :: UNIT // self.layout.page_size]
+        self.missed[layer] = self.missed.get(layer, 0) + missed.sum((0, 2))
+        chosen = order[..., : self.at // self.layout.page_size]
+        self.selected[layer] = torch.zeros_like(mass_BKRN).scatter(-1, chosen, 1.0)
+        if layer:
+            both = torch.einsum("bkrn,bjrn->kj", mass_BKRN, self.selected[layer - 1])
+            self.caught[layer] = self.caught.get(layer, 0) + both
+        return weights
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What calibration texts say, averaged over drafts.
+
+    Attributes:
+        missed_LKU: attention mass that a head leaves unread.
+        lost_L: acceptance lost where one layer alone reads ``at`` tokens and all others everything.
+        heads_LK: for each head, the head of the layer before whose pages at ``at`` tokens hold most of its mass.
+    """
+
+    missed_LKU: Floats
+    lost_L: Floats
+    heads_LK: Ints
+    at: int
+
+    @property
+    def weights(self) -> Floats:
+        """Acceptance lost for each unit of mass that a layer's heads leave unread."""
+        mass = self.missed_LKU[..., self.at // UNIT - 1].mean(1)
+        return self.lost_L / np.maximum(mass, np.finfo(float).tiny)
+
+    def tokens(self, spread: Spread, budget: int) -> Ints:
+        """Tokens ``[L, K]`` that heads read; ``budget`` on average."""
+        L, K, _ = self.missed_LKU.shape
+        if spread in BY_HAND:
+            return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[:, None].repeat(K, 1)
+        weighted = self.missed_LKU * self.weights[:, None, None]
+        if spread == "layers":
+            return greedy(weighted.mean(1), L * budget // UNIT)[:, None].repeat(K, 1) * UNIT
+        if spread == "heads of a layer":
+            return np.stack([greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
+        missed = weighted if spread == "weighted heads" else self.missed_LKU
+        return greedy(missed.reshape(L * K, -1), L * K * budget // UNIT).reshape(L, K) * UNIT
+
+
+def by_shares(shares: Sequence[int], budget: int) -> Ints:
+    """Tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of 16 tokens."""
+    exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
+    whole = np.floor(exact + 1e-9).astype(np.int64)
+    rest = len(shares) * budget // 16 - whole.sum()
+    whole[np.argsort(whole - exact, kind="stable")[:rest]] += 1
+    return whole * 16
+
+
+def greedy(missed_CU: Floats, units: int) -> Ints:
+    """Units of each cell, ``units`` in all and at least one each: every next one where it takes off most."""
+    given = np.ones(len(missed_CU), np.int64)
+    gains = np.append(missed_CU[:, :-1] - missed_CU[:, 1:], np.full((len(missed_CU), 1), -np.inf), axis=1)
+    for _ in range(units - len(given)):
+        given[gains[np.arange(len(given)), given - 1].argmax()] += 1
+    return given
+
+
+def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
+    """One text at a time. ``start`` has the first positions of cycles."""
+    layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
+    missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
+    for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):
+        cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
+        masses = Masses(cache, start, DRAFTS, dense, at=at)
+        p = list(drafts.draft(model, ids, masses))
+        missed.append(torch.stack([masses.missed[layer] for layer in range(layers)]))
+        caught.append(torch.stack([masses.caught[layer] for layer in range(1, layers)]))
+        for layer in range(layers):
+            kept = schedule(at, [other for other in range(layers) if other != layer])
+            steps = drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, kept))
+            alpha = torch.stack([acceptance(p[step], q) for step, q in enumerate(steps)])
+            lost[layer] += 1 - alpha.mean().item()
+    best = torch.stack(caught).sum(0).argmax(-1).cpu().numpy()
+    heads_LK = np.concatenate([np.arange(best.shape[1])[None], best])
+    missed_LKU = torch.stack(missed).sum(0).double().cpu().numpy() / (start_SR.numel() * DRAFTS)
+    return Calibration(missed_LKU, lost / len(ids_ST), heads_LK, at)
+
+
+# --- measuring ---
+
+
+def measure(
+    model: PreTrainedModel, every: Sequence[Variant], calibration: Calibration, ids: Tensor, start: Tensor
+) -> list[Tensor]:
+    """Each variant's acceptance ``[B, R, W]``."""
+    dense = SparsitySchedule.dense(dense_layers=())
+    cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
+    p = list(drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, dense)))
+    stored = {(size, v.precision) for v in every for size in (v.page_size, GROUP * v.page_size)}
+    marks = {
+        (size, precision): [rounded(landmarks(k.unflatten(2, (-1, size))), precision) for k in cache.keys]
+        for size, precision in stored
+    }
+    alphas = []
+    for v in every:
+        followers = v.followers(len(cache.keys))
+        same = range(cache.keys[0].shape[1])
+        cycles = Uneven(
+            replace(cache, landmarks=marks[v.page_size, v.precision]), start, DRAFTS, v.layout, variant=v,
+            top_k_LK=v.top_k(calibration.tokens(v.spread, v.budget)), groups=marks[GROUP * v.page_size, v.precision],
+            heads={layer: calibration.heads_LK[layer].tolist() if v.matched else same for layer in followers},
+        )  # fmt: skip
+        steps = drafts.draft(model, ids, cycles)
+        alphas.append(torch.stack([acceptance(p[step], q) for step, q in enumerate(steps)], dim=-1))
+    print(f"{len(every)} variants of {len(ids)} texts", flush=True)
+    return alphas
+
+
+def between(x: float, xs: Sequence[float], ys: Sequence[Floats]) -> Floats:
+    """The curve through ``(xs, ys)`` at x, linear in log x; beyond its ends it goes on as it did."""
+    above = min(max(int(np.searchsorted(xs, x)), 1), len(xs) - 1)
+    share = np.log(x / xs[above - 1]) / np.log(xs[above] / xs[above - 1])
+    return ys[above - 1] + share * (ys[above] - ys[above - 1])
+
+
+def reaches(target: float, xs: Sequence[float], ys: Sequence[float]) -> float | None:
+    """Where the curve comes to ``target``; None if that is not between its ends."""
+    if not ys[0] <= target <= ys[-1]:
+        return None
+    return float(np.exp(np.interp(target, ys, np.log(xs))))
+
+
+Curve = Sequence[tuple[float, Floats]]  # bytes and acceptance [S, R, W], by rising bytes
+
+
+def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -> list[float]:
+    """A curve's mean or p5 at so many bytes, less another curve's at the same, and the 95 % interval (whole texts)."""
+    shape = curve[0][1].shape
+    text = np.broadcast_to(np.arange(shape[0])[:, None, None], shape).ravel()
+    statistic = weighted_percentile if percentile else weighted_mean
+
+    def of(_: Floats, owner: Ints, weights: Floats) -> Floats:
+        def height(points: Curve) -> Floats:
+            if len(points) == 1:
+                return statistic(points[0][1].ravel(), owner, weights)
+            xs = [x for x, _ in points]
+            return between(read, xs, [statistic(alpha.ravel(), owner, weights) for _, alpha in points])
+
+        return height(curve) - (height(minus) if minus else 0)
+
+    return [round(x, 4) for x in sequence_bootstrap(curve[0][1].ravel(), text, of)[:3]]
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--even", type=int, nargs="+", default=[256, 512, 768, 1024, 1536, 2048], help="budgets")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="of what is compared with it")
+    parser.add_argument("--together", type=int, nargs="+", default=[512, 768, 1024], help="budgets of all together")
+    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--calibration", type=int, default=8, help="texts between them, for budgets and heads")
+    parser.add_argument("--cycles", type=int, default=16, help="of each text")
+    args = parser.parse_args(argv)
+
+    study = Study(args.checkpoint, args.texts, args.cycles, DRAFTS)
+    model, position = study.load(attn_implementation=drafts.NAME), study.position
+    between_them = windows(np.load(args.checkpoint / "held_out.npy"), 2 * args.texts - 1, study.context)[1::2]
+    some = np.linspace(0, len(between_them) - 1, args.calibration).round().astype(int)
+    calibration = calibrate(model, between_them[some].to(study.device), study.start[some], args.budgets[0])
+    print(f"lost by layer: {calibration.lost_L.round(4).tolist()}, a unit of mass {calibration.weights}", flush=True)
+
+    every = variants(args.even, args.budgets, args.together)
+    values = study.measured(partial(measure, model, every, calibration), batch=1)
+    budgets = [calibration.tokens(v.spread, v.budget) for v in every]
+    read = [v.tokens_read(tokens, position + 1) for v, tokens in zip(every, budgets, strict=True)]
+    curves: dict[tuple[str, str], list[tuple[float, Floats]]] = {}
+    for v, x, alpha in zip(every, read, values, strict=True):
+        curves.setdefault((v.study, v.how), []).append((x, alpha))
+    even = curves["even", "even"]
+    rows = []
+    for v, x, alpha, tokens in zip(every, read, values, budgets, strict=True):
+        measured = study.summary(alpha, (4, DRAFTS))
+        row = {**vars(v), "tokens_read": round(x, 1), **{k: measured[k] for k in ("n", "mean", "p5", "tokens_a_cycle")}}
+        if v.study != "even":
+            row["minus_even"] = {name: at_bytes(x, [(x, alpha)], even, name == "p5") for name in ("mean", "p5")}
+        if v.spread != "even":
+            row["tokens"] = tokens.tolist()
+        rows.append(row)
+        print(f"{v.study}: {v.how} {v.budget}: reads {x:.0f}, p5 {row['p5']} {row.get('minus_even')}", flush=True)
+
+    def p5s(curve: Curve) -> list[float]:
+        return [float(np.percentile(alpha, 5)) for _, alpha in curve]
+
+    whole = reaches(TARGET, [x for x, _ in even], p5s(even))
+    targets = []
+    for (name, how), curve in curves.items():
+        reached = reaches(TARGET, [x for x, _ in curve], p5s(curve))
+        at_half = whole and at_bytes(whole / 2, curve, None, True)
+        targets.append({"study": name, "how": how, "reached": reached, "p5_at_half": at_half})
+    lost, weights, heads = calibration.lost_L.round(4), calibration.weights.round(4), calibration.heads_LK
+    found = {"lost": lost.tolist(), "weights": weights.tolist(), "heads": heads.tolist()}
+    return study.save(args, target=TARGET, even_at_target=whole, calibration=found, rows=rows, targets=targets)
+
+
+if __name__ == "__main__":
+    main()
