@@ -284,6 +284,54 @@ def _spread(interval: list[float | None], sign: str = "") -> str:
     return f"{mean:{sign}.3f}" if high is None else f"{mean:{sign}.3f} ± {high - mean:.3f}"
 
 
+def _spans(gain: list[float]) -> str:
+    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gain)
+
+
+def text_distill_setting() -> str:
+    """One line: what the adapters were trained on, where, and the schedule."""
+    result = load("text_distill")
+    s, schedule = result["settings"], result["schedule"]
+    dense = " and ".join(map(str, schedule["dense_layers"])) or "none"
+    pages = schedule["top_k"][0] + schedule["sink_pages"] + schedule["recent_pages"]
+    return (
+        f"Held-out loss {result['model']['held_out_loss']:.2f} nats a token. "
+        f"Prompts of {s['prompt']} tokens, {s['train']} responses of {s['tokens']} tokens to train on and "
+        f"{s['held_out']} held-out ones, temperature 1, float32, {result['machine']}. Schedule: {pages} pages of "
+        f"{schedule['page_size']} tokens, sink and recent ones included; dense layers: {dense}. Adapter: rank "
+        f"{s['rank']}, AdamW, {s['update']} responses an update, lists of "
+        f"{s['top_n']} tokens, seed {s['seed']}.\n"
+    )
+
+
+def text_distill() -> str:
+    """Acceptance with an adapter by loss and training responses: on held-out responses, on its own, and of drafts."""
+    names = {"none": "no adapter", "forward": "forward KL", "reverse": "reverse KL", "overlap": "overlap"}
+    rows, counts = [], list(load("text_distill")["rows"][0]["drafting"]["tokens_a_cycle"])
+    for row in load("text_distill")["rows"]:
+        held, own, drafts = row["held_out"], row.get("on_its_own"), row.get("drafting")
+        gains = [_spans(row["gain"][name]) if "gain" in row else "" for name in ("mean", "p5")]
+        rate = f"{row['learning_rate']:g}" if "learning_rate" in row else ""
+        cells = [names[row["loss"]], rate, row["responses"]]
+        cells += [f"{held['mean'][0]:.3f}", gains[0], _interval(held["p5"], 3), gains[1]]
+        cells += [_interval(own[name], 3) if own else "" for name in ("mean", "p5")]
+        cells += [_interval(drafts["mean"], 3) if drafts else ""]
+        cells += ["{:.2f} ({:.2f})".format(*drafts["tokens_a_cycle"][k]) if drafts else "" for k in counts]
+        rows.append(cells)
+    head = [
+        "loss",
+        "learning rate",
+        "responses seen",
+        "held out: mean",
+        "gain",
+        "p5",
+        "gain",
+        "its own samples: mean",
+        "p5",
+    ]
+    return table([*head, "drafts: mean", *(f"tokens a cycle, k = {k}" for k in counts)], rows)
+
+
 def reasoner_acceptance() -> str:
     rows = []
     for model in load("reasoner_acceptance")["models"]:
@@ -324,6 +372,8 @@ TABLES = {
     "text kept": text_kept,
     **{f"text uneven {study}": partial(text_uneven, study) for study in UNEVEN},
     "text uneven target": text_uneven_target,
+    "text distill": text_distill,
+    "text distill setting": text_distill_setting,
     "text control": text_control,
     "text control model": text_control_model,
     "text control ranks": text_control_ranks,

@@ -1,0 +1,328 @@
+"""DistillSparse on natural text: what an adapter does for responses that it was not trained on.
+
+    python studies/text/distill.py CHECKPOINT --samples runs/distill.npz --out benchmarks/results/text_distill.json
+
+The policy is fixed. It writes responses once, densely, at temperature 1, to prompts of ``task.py``: some to train on,
+and held-out ones, whose prompts are of packages that the model has never seen. The schedule reads as many pages as
+bring p5 on some training responses nearest to the target. For each loss and learning rate an adapter begins at zero
+and sees every training response once, under that schedule, by the pass and the lists of ``sparrow.train.distill``. It
+is measured on the held-out responses on the way. Losses: ``forward`` is the trainer's KL(policy || actor); ``reverse``
+is KL(actor || policy) and ``overlap`` 1 - acceptance, both of the same lists, and no options of the trainer.
+
+An actor is measured in three ways, each against the whole distribution of the dense policy: on the held-out responses,
+with a history of its own from the prompt on; the same on responses that it samples itself; and as a drafter, in cycles
+over the policy's own cache (``drafts.py``), where it never was in training.
+
+Shapes: S responses, P prompt tokens, R response tokens of each, T = P + R, n tokens of a list, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import drafts
+import numpy as np
+import torch
+from acceptance import Floats, acceptance, distributions, lossy, starts, summary
+from numpy.typing import NDArray
+from task import Continue
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from sparrow.engines.hf import HFEngine
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.model.actor import set_schedule, teacher_forced
+from sparrow.model.scoring import Batch, TokenScorer
+from sparrow.rollout import Sampling
+from sparrow.schedule import SparsitySchedule
+from sparrow.train.config import DistillConfig
+from sparrow.train.distill import Adapter, bucket_kl
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import save
+
+BIN_TOKENS = 128
+"""Tokens of the bins by position in which p5 is given too."""
+Ids = NDArray[np.uint16]
+
+
+def overlap_lost(policy_top: Tensor, actor_top: Tensor) -> Tensor:
+    """1 - the acceptance of listed tokens, an upper bound on 1 - acceptance; log-probs ``[M, n]``, result ``[M]``."""
+    return 1 - torch.minimum(policy_top.exp(), actor_top.exp()).sum(-1)
+
+
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward": bucket_kl,
+    "reverse": lambda policy_top, actor_top: bucket_kl(actor_top, policy_top),
+    "overlap": overlap_lost,
+}
+"""Of log-probs ``[M, n]`` of the policy's likeliest tokens under the policy and under the actor; per token ``[M]``."""
+
+
+class Study:
+    """The policy, the responses that it wrote, and what actors are measured on.
+
+    Attributes:
+        policy: in float32; it never changes.
+        train: token ids ``[N, T]`` of the training responses, prompts included; ``held_out`` the others'.
+        prompt: P.
+        schedule: what actors read.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.prompt = args, args.prompt
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.policy = self.load(attn_implementation=drafts.NAME)
+        self.train, self.held_out = self._responses()
+        self.dense = list(self._batches(self.held_out, self.policy_distributions))
+
+    def load(self, **options: Any) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(self.args.checkpoint, dtype=torch.float32, **options)
+        return model.to(self.device).eval().requires_grad_(False)
+
+    def layout(self, pages: int) -> SparsitySchedule:
+        return SparsitySchedule.fixed(pages, page_size=16, dense_layers=tuple(self.args.dense_layers))
+
+    def sample(
+        self, model: PreTrainedModel, schedule: SparsitySchedule, prompts: Sequence[list[int]], seed: int
+    ) -> Ids:
+        """``[S, T]``: prompts with responses of exactly R tokens, which may go on in another file."""
+        engine = HFEngine(model, schedule, [], self.args.sampled_together)
+        rollouts = engine.generate(prompts, Sampling(self.args.tokens, 1.0, 0, seed=seed))
+        return np.stack([np.concatenate([r.prompt_ids, r.response_ids]) for r in rollouts]).astype(np.uint16)
+
+    def _responses(self) -> list[Ids]:
+        args = self.args
+        if not args.samples.exists():
+            tokenizer, model = AutoTokenizer.from_pretrained(args.checkpoint), self.load()
+            dense = SparsitySchedule.dense(dense_layers=())
+            sampled = {}
+            for seed, kind, count in ((0, "train", args.train), (1, "held_out", args.held_out)):
+                task = Continue(args.checkpoint, kind)
+                texts = [task.problem(i, seed).prompt for i in range(count)]
+                ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+                prompts = [prompt[-self.prompt :] for prompt in ids]
+                if (short := min(map(len, prompts))) < self.prompt:
+                    raise ValueError(f"a prompt has only {short} tokens; take --prompt {short} or less")
+                sampled[kind] = self.sample(model, dense, prompts, seed)
+            args.samples.parent.mkdir(parents=True, exist_ok=True)
+            np.savez(args.samples, **sampled)
+        with np.load(args.samples) as file:
+            found = [file["train"][: args.train], file["held_out"][: args.held_out]]
+        wanted = [(args.train, self.prompt + args.tokens), (args.held_out, self.prompt + args.tokens)]
+        if [ids.shape for ids in found] != wanted:
+            raise ValueError(
+                f"{args.samples} has responses of {[i.shape for i in found]}, not {wanted}; name a new file"
+            )
+        return found
+
+    def _batches(self, ids: Ids, of: Callable[[Tensor], Any]) -> Iterator[Any]:
+        for some in torch.from_numpy(ids.astype(np.int64)).split(self.args.batch):
+            yield of(some.to(self.device))
+
+    def policy_distributions(self, ids: Tensor) -> Tensor:
+        """The policy's distributions of the response tokens, ``[B, 1, R, V]``."""
+        return distributions(self.policy, ids, self._first(ids), self.args.tokens)
+
+    def _first(self, ids: Tensor) -> Tensor:
+        return torch.full((len(ids), 1), self.prompt - 1, device=self.device)
+
+    def batch(self, rows: Sequence[int]) -> tuple[Batch, Tensor]:
+        """Training responses with the policy's n likeliest tokens, and the log-probs of these ``[B * R, n]``."""
+        ids = self.train[rows].astype(np.int64)
+        top = self.policy_distributions(torch.from_numpy(ids).to(self.device))[:, 0].topk(self.args.top_n)
+        lists = [row.cpu().numpy() for row in top.indices]
+        prompts, responses = ids[:, : self.prompt].tolist(), list(ids[:, self.prompt :])
+        return Batch.build(prompts, responses, lists, self.device), top.values.log().flatten(0, 1)
+
+    def measured(
+        self, actor: PreTrainedModel, ids: Ids, schedule: SparsitySchedule, dense: Sequence[Tensor] | None = None
+    ) -> Floats:
+        """Acceptance ``[S, R]`` of a lossy actor along these responses; the first token's is that of dense prefill."""
+        policy = iter(dense) if dense else self._batches(ids, self.policy_distributions)
+
+        def of(some: Tensor) -> Tensor:
+            return lossy(actor, some, self._first(some), next(policy), self.prompt, schedule)[:, 0]
+
+        return torch.cat(list(self._batches(ids, of))).double().clamp(0, 1).cpu().numpy()
+
+    def calibrate(self) -> list[dict[str, float]]:
+        """Mean and p5 on some training responses by pages; the schedule is that whose p5 is nearest to the target."""
+        actor, ids = self.load(), self.train[: self.args.calibration]
+        set_schedule(actor, self.layout(1))
+        curve = []
+        for pages in self.args.pages:
+            alpha = self.measured(actor, ids, self.layout(pages))
+            curve.append({"pages": pages, "mean": float(alpha.mean()), "p5": float(np.percentile(alpha, 5))})
+            print(curve[-1], flush=True)
+        self.schedule = self.layout(int(min(curve, key=lambda row: abs(row["p5"] - self.args.target))["pages"]))
+        return curve
+
+    def along(self, alpha: Floats) -> dict[str, Any]:
+        """Statistics of acceptance ``[S, R]``, in all and by position."""
+        first, end = self.prompt, self.prompt + self.args.tokens
+        position = np.broadcast_to(np.arange(first, end), alpha.shape)[..., None]
+        found = summary(alpha[..., None], position, [*range(first, end, BIN_TOKENS), end], ())
+        return {k: v for k, v in found.items() if k != "by_step"}
+
+    def on_its_own(self, actor: PreTrainedModel) -> dict[str, Any]:
+        """Statistics on responses to the held-out prompts that the actor samples itself."""
+        ids = self.sample(actor, self.schedule, self.held_out[:, : self.prompt].tolist(), 2)
+        return self.along(self.measured(actor, ids, self.schedule))
+
+    def drafting(self, weights: dict[str, Tensor]) -> dict[str, Any]:
+        """Statistics of cycles of drafts by these weights over the policy's cache of the held-out responses."""
+        drafter = self.load(attn_implementation=drafts.NAME)
+        assert not drafter.load_state_dict(weights, strict=False).unexpected_keys
+        W, ks = max(self.args.drafts), self.args.drafts
+        tokens = self.args.tokens
+        start_SR = self.prompt + starts(len(self.held_out), self.args.cycles, tokens, W)
+        start_SR = start_SR.to(self.device)
+        start = iter(start_SR.split(self.args.batch))
+        every = self.schedule.replace(top_k=SparsitySchedule.dense().top_k, dense_layers=())
+
+        def of(ids: Tensor) -> Tensor:
+            now = next(start)
+            cache = drafts.DenseCache.of(self.policy, ids, drafts.layout_of(self.schedule))
+            policy = drafts.draft(self.policy, ids, drafts.Cycles(cache, now, W, every))
+            drafted = drafts.draft(drafter, ids, drafts.Cycles(cache, now, W, self.schedule))
+            return torch.stack([acceptance(p, q) for p, q in zip(policy, drafted, strict=True)], dim=-1)
+
+        alpha = torch.cat(list(self._batches(self.held_out, of))).double().clamp(0, 1).cpu().numpy()
+        position = (start_SR[..., None].cpu() + torch.arange(W)).numpy()
+        found = summary(alpha, position, [self.prompt, self.prompt + tokens], ks)
+        return {k: v for k, v in found.items() if k != "bins"}
+
+
+def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
+    """How far mean and p5 of acceptance ``[S, R]`` rose on the same responses, with 95 % intervals.
+
+    Whole responses are resampled, the same ones before and after.
+    """
+    owner = np.broadcast_to(np.arange(len(before))[:, None], before.shape).ravel()
+    old, new = before.ravel(), after.ravel()
+    found = {}
+    for name, statistic in (("mean", weighted_mean), ("p5", weighted_percentile)):
+
+        def of(at: Floats, who: NDArray[np.int64], weights: Floats, statistic: Any = statistic) -> Floats:
+            index = at.astype(np.int64)
+            return statistic(new[index], who, weights) - statistic(old[index], who, weights)
+
+        found[name] = [round(x, 4) for x in sequence_bootstrap(np.arange(len(old)), owner, of)[:3]]
+    return found
+
+
+def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:
+    """Train an adapter, and stop at each of ``--measure-at``: responses seen, adapter, mean loss since the last stop.
+
+    An update takes ``--update`` responses, one forward pass each ``--batch`` of them.
+    """
+    args, model = study.args, study.load()
+    torch.manual_seed(args.seed)
+    adapter = Adapter(model, DistillConfig(rank=args.rank, learning_rate=rate), study.schedule)
+    scorer = TokenScorer(model)
+    optimizer = torch.optim.AdamW(adapter.parameters, lr=rate, weight_decay=0.0)
+    losses = []
+    for first in range(0, args.train, args.update):
+        rows = range(first, min(first + args.update, args.train))
+        total = 0.0
+        with adapter.active():
+            for begin in range(first, rows.stop, args.batch):
+                some = range(begin, min(begin + args.batch, rows.stop))
+                batch, policy_top = study.batch(some)
+                with teacher_forced(model, batch.prompt_lengths):
+                    top = scorer(batch, 1.0).top_logprobs
+                assert top is not None
+                loss = LOSSES[name](policy_top, top).sum() / (len(rows) * args.tokens)
+                loss.backward()
+                total += loss.item()
+            torch.nn.utils.clip_grad_norm_(adapter.parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(total)
+        print(f"{name} at {rate:g}: {rows.stop} responses, loss {total:.4f}", flush=True)
+        if rows.stop in args.measure_at:
+            yield rows.stop, adapter, float(np.mean(losses))
+            losses.clear()
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--samples", type=Path, required=True, help="the policy's responses; sampled if not there")
+    parser.add_argument("--out", type=Path, required=True, help="runs that it has are left out")
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=list(LOSSES))
+    parser.add_argument("--prompt", type=int, default=256, help="tokens, the last ones of the task's prompts")
+    parser.add_argument("--tokens", type=int, default=384, help="of each response")
+    parser.add_argument("--train", type=int, default=1024, help="responses to train on")
+    parser.add_argument("--held-out", type=int, default=128, help="responses to measure on")
+    parser.add_argument("--calibration", type=int, default=16, help="training responses that the schedule is chosen on")
+    parser.add_argument("--pages", type=int, nargs="+", default=[4, 6, 8, 10, 12, 14, 16, 18], help="tried")
+    parser.add_argument("--target", type=float, default=0.80, help="p5 of the schedule")
+    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3], help="each with every loss")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter")
+    parser.add_argument("--top-n", type=int, default=256, help="tokens of a list")
+    parser.add_argument("--update", type=int, default=4, help="responses of an update")
+    parser.add_argument("--measure-at", type=int, nargs="+", default=[64, 256, 1024], help="training responses seen")
+    parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--cycles", type=int, default=16, help="of each held-out response")
+    parser.add_argument("--batch", type=int, default=4, help="responses of a forward pass")
+    parser.add_argument("--sampled-together", type=int, default=32)
+    args = parser.parse_args(argv)
+
+    began = time.monotonic()
+    study = Study(args)
+    apart = ("checkpoint", "out", "samples", "losses", "learning_rates")
+    result: dict[str, Any] = {"settings": {k: v for k, v in vars(args).items() if k not in apart}, "seconds": 0}
+    if args.out.exists():
+        found = json.loads(args.out.read_text())
+        if found["settings"] != result["settings"]:
+            raise ValueError(f"{args.out} was made with other settings; name a new file")
+        result = found
+        study.schedule = SparsitySchedule.from_dict(found["schedule"])
+    else:
+        card = json.loads((args.checkpoint / "card.json").read_text())
+        result |= {"model": card, "calibration": study.calibrate(), "schedule": study.schedule.to_dict(), "rows": []}
+    rows, spent = result["rows"], result["seconds"]
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(plain(row))
+        save(args.out, result | {"seconds": round(spent + time.monotonic() - began, 1)})
+        print(row, flush=True)
+
+    actor = study.load()
+    set_schedule(actor, study.schedule)
+    before = study.measured(actor, study.held_out, study.schedule, study.dense)
+    if not rows:
+        own = {"on_its_own": study.on_its_own(actor), "drafting": study.drafting({})}
+        keep({"loss": "none", "responses": 0, "held_out": study.along(before), **own})
+    for name, rate in product(args.losses, args.learning_rates):
+        there = [row for row in rows if (row["loss"], row.get("learning_rate")) == (name, rate)]
+        if any("drafting" in row for row in there):
+            continue
+        rows[:] = [row for row in rows if row not in there]  # of a run that was cut off
+        for seen, adapter, loss in trained(study, name, rate):
+            with adapter.active():
+                alpha = study.measured(adapter.model, study.held_out, study.schedule, study.dense)
+            row = {"loss": name, "learning_rate": rate, "responses": seen, "training_loss": loss}
+            row |= {"held_out": study.along(alpha)}
+            row["gain"] = gain(before, alpha)
+            if seen == max(args.measure_at):
+                weights = dict(adapter.actor_weights())
+                assert not actor.load_state_dict(weights, strict=False).unexpected_keys
+                row |= {"on_its_own": study.on_its_own(actor), "drafting": study.drafting(weights)}
+            keep(row)
+    return json.loads(args.out.read_text())
+
+
+if __name__ == "__main__":
+    main()
