@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -435,6 +436,16 @@ def test_weight_files_carry_every_tensor_and_leave_nothing(monkeypatch):
     assert all(torch.equal(seen[name], weights[name]) for name in weights)
     with pytest.raises(FileNotFoundError):
         load_file(paths[-1])
+
+
+@pytest.mark.parametrize("free, in_memory", [(64, False), (10**6, True)])
+def test_weights_that_shared_memory_cannot_hold_go_to_the_disk(monkeypatch, tmp_path, free, in_memory):
+    (shared := tmp_path / "shared").mkdir()
+    monkeypatch.setattr(client, "SHARED_MEMORY", str(shared))
+    monkeypatch.setattr(client.shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    for path in client.weight_files([("w", torch.ones(16))]):  # 64 bytes
+        assert load_file(path)["w"].sum() == 16 and Path(path).is_relative_to(shared) is in_memory
+    assert not list(shared.iterdir())
 
 
 @pytest.mark.parametrize("as_text", [True, False], ids=["0.26", "0.32"])

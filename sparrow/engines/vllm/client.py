@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from sparrow.schedule import SparsitySchedule
 
 logger = logging.getLogger(__name__)
 
+SHARED_MEMORY = "/dev/shm"
 CHUNK_BYTES = 2**30  # weights are handed to other processes in files of about this size
 
 
@@ -128,27 +131,34 @@ def tally(
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:
-    """Weights for other processes of this machine, as paths of safetensors files; in ``/dev/shm`` if it is writable.
+    """Weights for other processes of this machine, as paths of safetensors files.
 
     A file is gone once the next one is asked for. ``whole``: one file, for an engine that quantises its weights.
     """
+    chunk: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        chunk[name] = tensor.detach().to("cpu").contiguous()
+        size += chunk[name].nbytes
+        if size >= CHUNK_BYTES and not whole:
+            with _saved(chunk, size) as path:
+                yield path
+            chunk, size = {}, 0
+    if chunk:
+        with _saved(chunk, size) as path:
+            yield path
+
+
+@contextlib.contextmanager
+def _saved(chunk: dict[str, Tensor], size: int) -> Iterator[str]:
+    """A safetensors file of ``size`` bytes of weights: in memory, or where containers leave too little, on disk."""
     from safetensors.torch import save_file
 
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="sparrow-weights-", dir=shared) as folder:
+    in_memory = os.access(SHARED_MEMORY, os.W_OK) and shutil.disk_usage(SHARED_MEMORY).free > 1.1 * size
+    with tempfile.TemporaryDirectory(prefix="sparrow-weights-", dir=SHARED_MEMORY if in_memory else None) as folder:
         path = str(Path(folder) / "weights.safetensors")
-        chunk: dict[str, Tensor] = {}
-        size = 0
-        for name, tensor in weights:
-            chunk[name] = tensor.detach().to("cpu").contiguous()
-            size += chunk[name].nbytes
-            if size >= CHUNK_BYTES and not whole:
-                save_file(chunk, path)
-                yield path
-                chunk, size = {}, 0
-        if chunk:
-            save_file(chunk, path)
-            yield path
+        save_file(chunk, path)
+        yield path
 
 
 def rollout(prompt: Sequence[int], tokens: Sequence[int], ids: np.ndarray, logprobs: np.ndarray, end: Any) -> Rollout:
