@@ -256,23 +256,10 @@ def text_wall_clock_rewards() -> str:
     for run, row in zip(result["arms"], result["rows"], strict=True):
         cycle = "" if run["tokens_per_cycle"] is None else f"{run['tokens_per_cycle']:.1f}"
         held = ", ".join(f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"])
-        cells = [
-            f"`{run['arm']}`",
-            f"{run['tokens']:,.0f}",
-            cycle,
-            f"{row['reward']:.3f}",
-            f"{row['minutes']:.1f}",
-            held,
-        ]
-        rows.append(cells)
-    steps = result["rows"][0]["first_steps"]
-    head = [
-        "rollouts",
-        "tokens a response",
-        "tokens a cycle",
-        f"reward, mean of the first {steps} steps",
-        "minutes they took",
-    ]
+        cells = [f"`{run['arm']}`", f"{run['tokens']:,.0f}", cycle, f"{row['reward']:.3f}", f"{row['minutes']:.1f}"]
+        rows.append([*cells, held])
+    first = f"reward, mean of the first {result['rows'][0]['first_steps']} steps"
+    head = ["rollouts", "tokens a response", "tokens a cycle", first, "minutes they took"]
     return table([*head, "policy's held-out reward (at minute)"], rows)
 
 
@@ -282,10 +269,6 @@ def _spread(interval: list[float | None], sign: str = "") -> str:
     if mean is None:
         return "no dense run"
     return f"{mean:{sign}.3f}" if high is None else f"{mean:{sign}.3f} ± {high - mean:.3f}"
-
-
-def _spans(gain: list[float]) -> str:
-    return "{:+.3f} [{:+.3f}, {:+.3f}]".format(*gain)
 
 
 def text_distill_setting() -> str:
@@ -310,7 +293,7 @@ def text_distill() -> str:
     rows, counts = [], list(load("text_distill")["rows"][0]["drafting"]["tokens_a_cycle"])
     for row in load("text_distill")["rows"]:
         held, own, drafts = row["held_out"], row.get("on_its_own"), row.get("drafting")
-        gains = [_spans(row["gain"][name]) if "gain" in row else "" for name in ("mean", "p5")]
+        gains = [_difference(row["gain"][name]) if "gain" in row else "" for name in ("mean", "p5")]
         rate = f"{row['learning_rate']:g}" if "learning_rate" in row else ""
         cells = [names[row["loss"]], rate, row["responses"]]
         cells += [f"{held['mean'][0]:.3f}", gains[0], _interval(held["p5"], 3), gains[1]]
@@ -318,18 +301,10 @@ def text_distill() -> str:
         cells += [_interval(drafts["mean"], 3) if drafts else ""]
         cells += ["{:.2f} ({:.2f})".format(*drafts["tokens_a_cycle"][k]) if drafts else "" for k in counts]
         rows.append(cells)
-    head = [
-        "loss",
-        "learning rate",
-        "responses seen",
-        "held out: mean",
-        "gain",
-        "p5",
-        "gain",
-        "its own samples: mean",
-        "p5",
-    ]
-    return table([*head, "drafts: mean", *(f"tokens a cycle, k = {k}" for k in counts)], rows)
+    head = ["loss", "learning rate", "responses seen", "held out: mean", "gain", "p5", "gain"]
+    return table(
+        [*head, "its own samples: mean", "p5", "drafts: mean", *(f"tokens a cycle, k = {k}" for k in counts)], rows
+    )
 
 
 def reasoner_acceptance() -> str:
