@@ -204,7 +204,6 @@ def test_log_probs_and_top_lists_are_the_dense_policys():
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("sampling", [dict(temperature=1.0), dict(temperature=0.7, top_k=20, top_p=0.9)])
 def test_a_seeds_tokens_are_those_of_dense_decoding_whatever_drafts(sampling):
     """With ``drafter_invariant``: any number of drafts, and any pages; else drafts take numbers of their own."""

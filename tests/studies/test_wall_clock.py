@@ -68,15 +68,15 @@ def test_kernels_are_told_apart_by_name(study):
     assert study.wall_clock.breakdown(kernels, 4.0) == {"attention_ms": 2.0, "other_ms": 0.5}
 
 
-def run_arm(checkpoint, folder, arm, steps, tokens):
+def run_arm(checkpoint, folder, arm, steps, tokens, seconds=480, ended="done"):
     """The log's rows and the profile of a small run, in a process of its own: accelerate allows each one precision."""
-    arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens)]
+    arguments = [str(checkpoint), str(folder), arm, str(steps), str(tokens), str(seconds)]
     path = on_v2(folder) if arm == "lossless" else discoverable(folder)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT)])}
     command = [sys.executable, "-m", "tests.studies.test_wall_clock", *arguments]
     subprocess.run(command, check=True, env=environment, cwd=ROOT, timeout=600)
     rows = [json.loads(line) for line in (folder / f"{arm}-0.jsonl").read_text().splitlines()]
-    assert rows[-1] == {"ended": "done"}, (folder / f"{arm}-0.error.txt").read_text()
+    assert rows[-1] == {"ended": ended}, (folder / f"{arm}-0.error.txt").read_text()
     return rows, json.loads((folder / f"{arm}-0.profile.json").read_text())
 
 
@@ -89,6 +89,12 @@ def test_an_arm_from_end_to_end(checkpoint, tmp_path, arm):
     # In bfloat16 a dense actor is the policy up to rounding; the sparse one is not.
     assert all((row["mean"] > 0.97) == (arm == "dense") for row in steps)
     assert 90 < timed["length"] < 200 and timed["clock_ms"] > 0 and timed["tokens_per_step"] == 1
+
+
+def test_an_arm_that_the_clock_ends_is_judged_where_it_ends(checkpoint, tmp_path):
+    rows, _ = run_arm(checkpoint, tmp_path, "p86", steps=3, tokens=100, seconds=0, ended="time is over")
+    assert [row["step"] for row in rows if "held_out" in row] == [0, 1]
+    assert [row["step"] for row in rows if "reward" in row] == [1]
 
 
 def test_the_lossless_arm_from_end_to_end(checkpoint, tmp_path):
@@ -147,7 +153,7 @@ def test_the_figures_bars_are_a_steps_seconds(study, tmp_path, monkeypatch):
     assert figure.PATH.stat().st_size > 10_000
 
 
-def main(checkpoint, folder, arm, steps, tokens):
+def main(checkpoint, folder, arm, steps, tokens, seconds):
     """The process of an arm. A second call finds its log, and does nothing."""
     for part in STUDY:
         sys.path.insert(0, str(ROOT / part))
@@ -159,7 +165,8 @@ def main(checkpoint, folder, arm, steps, tokens):
     (folder / "schedules.json").write_text(json.dumps({"p86": [3, 4]}))
     options = wall_clock.Options(
         checkpoint, arm, folder, copies=2, steps=steps, prompts=2, samples=2, max_new_tokens=tokens, top_n=400,
-        held_out=2, held_out_every=2, token_budget=2048, draft_pages=3, engine={"enforce_eager": True},
+        held_out=2, held_out_every=2, token_budget=2048, draft_pages=3, seconds=seconds,
+        engine={"enforce_eager": True},
     )  # fmt: skip
     wall_clock.main(options)
     log = folder / f"{arm}-0.jsonl"
@@ -169,5 +176,5 @@ def main(checkpoint, folder, arm, steps, tokens):
 
 
 if __name__ == "__main__":
-    checkpoint, folder, arm, steps, tokens = sys.argv[1:]
-    main(Path(checkpoint), Path(folder), arm, int(steps), int(tokens))
+    checkpoint, folder, arm, steps, tokens, seconds = sys.argv[1:]
+    main(Path(checkpoint), Path(folder), arm, int(steps), int(tokens), float(seconds))
