@@ -228,25 +228,42 @@ def text_wall_clock() -> str:
         decode = [profile["clock_ms"], profile["attention_ms"], profile["other_ms"], waiting]
         gains = [f"{row[f'{what}_speedup']:.2f}x" for what in ("rollout", "step")]
         saved = row["saved_by_attention"]
-        cells = [f"`{run['arm']}`", *(f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync"))]
+        cells = [f"`{run['arm']}`", run["model"] + 1]
+        cells += [f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync")]
         cells += [f"{run['step_s']:.1f}", *(gains if saved else ["", ""]), *(f"{ms:.2f}" for ms in decode)]
         rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
-    head = ["rollouts", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout over dense", "step"]
-    return table([*head, "decoding a token, ms", "attention", "other kernels", "neither", "saved by attention"], rows)
+    head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout over dense"]
+    head += ["step", "decoding a token, ms", "attention", "other kernels", "neither", "saved by attention"]
+    return table(head, rows)
+
+
+def text_wall_clock_paired() -> str:
+    """Each arm against dense, step by step on the same problems."""
+    rows = []
+    for row in load("text_wall_clock")["paired"]:
+        cells = [f"`{row['arm']}`", len(row["seeds"]), row["pairs"], _interval(row["step_speedup"], 2)]
+        rows.append([*cells, _spread(row["reward_minus_dense"], "+")])
+    return table(["rollouts", "models", "pairs of steps", "step over dense", "reward minus dense's"], rows)
 
 
 def text_wall_clock_model() -> str:
-    """One line: what was trained."""
+    """A line: what was trained; and one for each model."""
     result = load("text_wall_clock")
-    card, dense = result["model"], result["arms"][0]
+    dense = result["arms"][0]
     o = dense["options"]
-    read = ", ".join(map(str, next(run for run in result["arms"] if run["arm"] == "p86")["top_k"]))
-    return (
-        f"{dense['device']}, held-out loss {card['held_out_loss']:.2f}; {o['copies']} copies of every head, "
+    text = (
+        f"{dense['device']}; {o['copies']} copies of every head, "
         f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
-        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}. "
-        f"`p86` selects {read} pages by 256 tokens of context, beside the first and the latest.\n"
+        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}.\n"
     )
+    for i, card in enumerate(result["models"]):
+        (lossy,) = (run for run in result["arms"] if run["arm"] == "p86" and run["model"] == i)
+        text += (
+            f"Model {i + 1}: held-out loss {card['held_out_loss']:.2f}, problems of seed {lossy['seed']}; `p86` "
+            f"selects {', '.join(map(str, lossy['top_k']))} pages by 256 tokens of context, beside the first and the "
+            "latest.\n"
+        )
+    return text
 
 
 def text_wall_clock_rewards() -> str:
@@ -256,10 +273,10 @@ def text_wall_clock_rewards() -> str:
     for run, row in zip(result["arms"], result["rows"], strict=True):
         cycle = "" if run["tokens_per_cycle"] is None else f"{run['tokens_per_cycle']:.1f}"
         held = ", ".join(f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"])
-        cells = [f"`{run['arm']}`", f"{run['tokens']:,.0f}", cycle, f"{row['reward']:.3f}", f"{row['minutes']:.1f}"]
-        rows.append([*cells, held])
+        cells = [f"`{run['arm']}`", run["model"] + 1, f"{run['tokens']:,.0f}", cycle, f"{row['reward']:.3f}"]
+        rows.append([*cells, f"{row['minutes']:.1f}", held])
     first = f"reward, mean of the first {result['rows'][0]['first_steps']} steps"
-    head = ["rollouts", "tokens a response", "tokens a cycle", first, "minutes they took"]
+    head = ["rollouts", "model", "tokens a response", "tokens a cycle", first, "minutes they took"]
     return table([*head, "policy's held-out reward (at minute)"], rows)
 
 
@@ -354,6 +371,7 @@ TABLES = {
     "text control ranks": text_control_ranks,
     "text wall clock": text_wall_clock,
     "text wall clock model": text_wall_clock_model,
+    "text wall clock paired": text_wall_clock_paired,
     "text wall clock rewards": text_wall_clock_rewards,
     "text model": text_model,
     "text acceptance": text_acceptance,

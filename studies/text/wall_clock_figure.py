@@ -6,7 +6,7 @@ python studies/text/wall_clock_figure.py        # writes docs/figures/wall-clock
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,32 @@ def named(arm: str) -> str:
     return arm if arm in ("dense", "lossless") else f"lossy (p5 0.{arm[1:]})"
 
 
-def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
-    """A bar for each arm: the seconds of a step, by phase."""
+def over_seeds(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for each arm: a step's seconds by phase, and by step the clock and the reward, as means over its runs."""
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in runs):
+        some = [run for run in runs if run["arm"] == arm]
+        steps = min(run["steps"] for run in some)
+        seconds = {name: np.mean([run["seconds"][name] for run in some]) for name in some[0]["seconds"]}
+        rows.append({"arm": arm, "seconds": seconds, "reward": np.mean([r["reward"][:steps] for r in some], axis=0)})
+    return rows
+
+
+def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]], gains: Mapping[str, float]) -> None:
+    """A bar for each arm: the seconds of a step, by phase; ``gains`` are the arms' speed-ups over dense."""
     for i, (run, color) in enumerate(zip(arms, (INK, *SERIES), strict=False)):
         begin, seconds = 0.0, run["seconds"]
         spent = {**seconds, "update": seconds["update"] + seconds["sync"]}
         for phase, alpha in zip(PHASES, (1.0, 0.55, 0.3), strict=True):
             ax.barh(i, spent[phase], left=begin, height=0.62, color=color, alpha=alpha)
             begin += spent[phase]
-        gain = arms[0]["step_s"] / run["step_s"]
-        ax.text(begin + 0.4, i, "1" if i == 0 else f"{gain:.2f}x", va="center", weight="bold")
+        gain = gains.get(run["arm"])
+        ax.text(begin + 0.4, i, f"{gain:.2f}x" if gain else "1", va="center", weight="bold")
     for phase, alpha in zip(PHASES, (1.0, 0.55, 0.3), strict=True):
         ax.barh(0, 0, color=MUTED, alpha=alpha, label=PHASES[phase])
+    longest = sum(arms[0]["seconds"].values())
     ax.set_yticks(range(len(arms)), [named(run["arm"]) for run in arms], color=INK)
-    ax.set(xlabel="seconds of a training step", xlim=(0, 1.15 * arms[0]["step_s"]), ylim=(len(arms) + 0.35, -0.5))
+    ax.set(xlabel="seconds of a training step", xlim=(0, 1.15 * longest), ylim=(len(arms) + 0.35, -0.5))
     ax.grid(axis="y", visible=False)
     ax.legend(loc="lower center", ncol=3, fontsize=7, handlelength=1, columnspacing=1)
 
@@ -57,7 +69,7 @@ def draw_steps(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
 def draw_rewards(ax: Axes, arms: Sequence[dict[str, Any]]) -> None:
     """The actor's reward by the clock, each step and smoothed."""
     for run, color in zip(arms, (INK, *SERIES), strict=False):
-        seconds, reward = np.array(run["reward"]).T
+        seconds, reward = run["reward"].T
         smooth = np.convolve(reward, np.ones(SMOOTH) / SMOOTH, "valid")
         ax.plot(seconds / 60, reward, "o", ms=2.5, alpha=0.5, color=color)
         ax.plot(seconds[SMOOTH - 1 :] / 60, smooth, color=color, lw=1.8, label=named(run["arm"]))
@@ -81,10 +93,11 @@ def draw_tail(ax: Axes, rows: Sequence[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Draw it; the same results give the same bytes."""
-    arms = load("text_wall_clock")["arms"]
+    result = load("text_wall_clock")
+    arms, gains = over_seeds(result["arms"]), {row["arm"]: row["step_speedup"][0] for row in result["paired"]}
     with plt.rc_context(MATPLOTLIB):
         figure, axes = plt.subplots(1, 3, figsize=(12, 3.1), layout="constrained")
-        draw_steps(axes[0], arms)
+        draw_steps(axes[0], arms, gains)
         draw_rewards(axes[1], arms)
         draw_tail(axes[2], load("text_acceptance")["rows"])
         for ax, title in zip(

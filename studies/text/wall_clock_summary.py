@@ -1,10 +1,11 @@
 """The study of reward against wall-clock as one JSON file, which ``wall_clock_figure.py`` draws.
 
     python studies/text/wall_clock_summary.py runs/wall --checkpoint runs/text \\
-        --out benchmarks/results/text_wall_clock.json
+        --out benchmarks/results/text_wall_clock.json [--earlier EARLIER.json]
 
-The clock is the sum of the seconds of the steps: rollout, scoring, update and the new weights on their way to vLLM.
-Starting vLLM and evaluating on held-out problems are not on it.
+Runs of another seed, from the same model or one trained again, are added to those of an earlier summary. The clock is
+the sum of the seconds of the steps: rollout, scoring, update and the new weights on their way to vLLM. Starting vLLM
+and evaluating on held-out problems are not on it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import tyro
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
 from common import save  # noqa: E402
-from stability_statistics import Run, logged_rows  # noqa: E402
+from stability_statistics import Run, logged_rows, t_interval  # noqa: E402
 
 PHASES = ("rollout", "score", "update", "sync")
 HERE = ("checkpoint", "out")
 """Options that say only where files were."""
+RESAMPLES = 2000
+"""For the interval of a speed-up."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Options:
     runs: tyro.conf.Positional[Path]  # Folder with logs of arms.
     checkpoint: Path  # Folder that train.py wrote, the model that the runs began with.
     out: Path = Path("text_wall_clock.json")  # Where the result goes.
+    earlier: Path | None = None  # Result of an earlier call, whose runs had other seeds.
 
 
 def arm(path: Path) -> dict[str, Any]:
@@ -66,19 +70,24 @@ def arm(path: Path) -> dict[str, Any]:
     }
 
 
-def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each arm: its speed over the dense arm's, a step and a rollout, and what attention gave of it.
+def dense_of(run: Run, arms: Sequence[Run]) -> Run:
+    """The dense run of the same model and seed."""
+    return next(d for d in arms if d["arm"] == "dense" and (d["model"], d["seed"]) == (run["model"], run["seed"]))
 
-    ``reward``: the actor's, in the mean over as many steps as every arm did, and ``minutes`` these steps took.
+
+def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each run: its speed over the dense run's, a step and a rollout, and what attention gave of it.
+
+    ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these steps took.
 
     ``attention_share``: of a decode step's time on the clock, in the profile. ``saved_by_attention``: of the time that
-    a token takes less than in the dense arm, the part that attention takes less; the rest is the host's and the other
+    a token takes less than in the dense run, the part that attention takes less; the rest is the host's and the other
     kernels'.
     """
-    dense = next(run for run in arms if run["arm"] == "dense")
     steps = min(run["steps"] for run in arms)
     rows = []
     for run in arms:
+        dense = dense_of(run, arms)
         saved = dense["profile"]["clock_ms"] - run["profile"]["clock_ms"]
         attention = dense["profile"]["attention_ms"] - run["profile"]["attention_ms"]
         rows.append(
@@ -99,14 +108,48 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
+def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
+    """A row for each arm but dense, its steps paired with those of dense: the same problems, as many updates before.
+
+    ``step_speedup``: dense's seconds over the arm's, all steps but the first of a run together; the 95 % interval
+    resamples pairs. ``reward_minus_dense``: the mean over all pairs with its 95 % t-interval.
+    """
+    rows = []
+    for arm in dict.fromkeys(run["arm"] for run in arms if run["arm"] != "dense"):
+        seconds, rewards = [], []
+        runs = [run for run in arms if run["arm"] == arm]
+        for run in runs:
+            dense = dense_of(run, arms)
+            pair = [np.array(of["reward"][: min(run["steps"], dense["steps"])]) for of in (dense, run)]
+            seconds.append([np.diff(of[:, 0]) for of in pair])
+            rewards.append(pair[1][:, 1] - pair[0][:, 1])
+        theirs, ours = np.concatenate(seconds, axis=1)
+        drawn = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
+        low, high = np.quantile(theirs[drawn].sum(1) / ours[drawn].sum(1), [0.025, 0.975])
+        mean, half = t_interval(np.concatenate(rewards).tolist())
+        rows.append(
+            {
+                "arm": arm,
+                "seeds": [run["seed"] for run in runs],
+                "pairs": sum(map(len, rewards)),
+                "step_speedup": [float(theirs.sum() / ours.sum()), float(low), float(high)],
+                "reward_minus_dense": [mean, mean - half, mean + half],
+            }
+        )
+    return rows
+
+
 def main(options: Options) -> None:
     """Write the summary and print its rows."""
-    arms = [arm(path) for path in sorted(options.runs.glob("*.jsonl"))]
-    arms.sort(key=lambda run: (run["arm"] != "dense", run["arm"] != "lossless", run["arm"], run["seed"]))
-    rows = compared(arms)
+    known = json.loads(options.earlier.read_text(encoding="utf-8")) if options.earlier else {"models": [], "arms": []}
     card = json.loads((options.checkpoint / "card.json").read_text(encoding="utf-8"))
-    save(options.out, {"model": card, "rows": rows, "arms": arms})
-    for row in rows:
+    models = [*known["models"], *([] if card in known["models"] else [card])]
+    model = models.index(card)
+    arms = [*known["arms"], *({**arm(path), "model": model} for path in sorted(options.runs.glob("*.jsonl")))]
+    arms.sort(key=lambda run: (run["arm"] != "dense", run["arm"] != "lossless", run["arm"], run["model"], run["seed"]))
+    rows, pairs = compared(arms), paired(arms)
+    save(options.out, {"models": models, "rows": rows, "paired": pairs, "arms": arms})
+    for row in (*rows, *pairs):
         print(json.dumps(row))
 
 

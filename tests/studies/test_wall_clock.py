@@ -123,12 +123,12 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     log("dense", 16, {"clock_ms": 15.0, "attention_ms": 10.0, "other_ms": 1.0})
     log("lossless", 4, {"clock_ms": 4.0, "attention_ms": 2.0, "other_ms": 1.5})
     (tmp_path / "card.json").write_text('{"parameters": 5}')
-    out = tmp_path / "out.json"
-    study.wall_clock_summary.main(study.wall_clock_summary.Options(tmp_path, tmp_path, out))
+    summary, out = study.wall_clock_summary, tmp_path / "out.json"
+    summary.main(summary.Options(tmp_path, tmp_path, out))
     result = json.loads(out.read_text())
     dense, lossless, lossy = result["rows"]
     assert [row["arm"] for row in result["rows"]] == ["dense", "lossless", "p86"]
-    assert result["model"] == {"parameters": 5} and result["arms"][0]["options"] == {"samples": 2}  # nothing local
+    assert result["models"] == [{"parameters": 5}] and result["arms"][0]["options"] == {"samples": 2}  # nothing local
     assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
     assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["step_speedup"] == 2.0 and lossy["rollout_speedup"] == pytest.approx(16 / 6)
@@ -137,13 +137,45 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     assert result["arms"][2]["reward"] == [[100.0, 0.1], [110.0, 0.2], [120.0, pytest.approx(0.3)], [130.0, 0.4]]
     assert result["arms"][2]["held_out"] == [[0.0, 0.1], [130.0, 0.3]]
 
+    again = tmp_path / "again"  # the model trained once more
+    again.mkdir()
+    for path in tmp_path.glob("*-0.*"):
+        (again / path.name).write_bytes(path.read_bytes())
+    (again / "card.json").write_text('{"parameters": 6}')
+    summary.main(summary.Options(again, again, again / "out.json", earlier=out))
+    both = json.loads((again / "out.json").read_text())
+    assert both["models"] == [{"parameters": 5}, {"parameters": 6}]
+    assert [(run["arm"], run["model"]) for run in both["arms"]] == [
+        (name, model) for name in ("dense", "lossless", "p86") for model in (0, 1)
+    ]
+    assert [row["pairs"] for row in both["paired"]] == [8, 8]
+    assert [row["step_speedup"] for row in both["paired"]] == [[2.5] * 3, [2.0] * 3]
+
+
+def test_steps_are_paired_by_hand(study):
+    def run(name, model, reward):
+        return {"arm": name, "model": model, "seed": 0, "steps": len(reward), "reward": reward}
+
+    dense = [run("dense", 0, [[9.0, 0.1], [19.0, 0.2], [39.0, 0.4], [99.0, 1]]), run("dense", 1, [[5.0, 0], [15.0, 0]])]
+    ours = [run("p86", 0, [[7.0, 0.1], [12.0, 0.4], [22.0, 0.4]]), run("p86", 1, [[9.0, 0.1], [11.0, 0.1]])]
+    (row,) = study.wall_clock_summary.paired([*dense, *ours])
+    # 10 and 20 s against 5 and 10, 10 against 2; the first steps, and dense's fourth, are left out.
+    gain, low, high = row["step_speedup"]
+    assert row["pairs"] == 5 and gain == pytest.approx(40 / 17) and low == pytest.approx(2.0) and high <= 5.0
+    # Differences of 0, 0.2, 0, 0.1 and 0.1: their standard deviation is 0.0837; t(0.975, 4) is 2.776.
+    mean, low, high = row["reward_minus_dense"]
+    assert mean == pytest.approx(0.08) and high - mean == pytest.approx(mean - low) == pytest.approx(0.1039, abs=1e-4)
+
 
 def test_the_figures_bars_are_a_steps_seconds(study, tmp_path, monkeypatch):
     figure = study.wall_clock_figure
     _, ax = figure.plt.subplots()
     seconds = {"rollout": 8.0, "score": 2.0, "update": 4.0, "sync": 1.0}
-    runs = [{"arm": "dense", "seconds": seconds, "step_s": 15.0}]
-    figure.draw_steps(ax, [*runs, {"arm": "p86", "seconds": {**seconds, "rollout": 3.0}, "step_s": 10.0}])
+    faster = [{"arm": "p86", "seconds": {**seconds, "rollout": rollout}} for rollout in (2.0, 4.0)]
+    runs = [
+        {"steps": 2, "reward": [[1, 0.1], [2, 0.2]], **run} for run in ({"arm": "dense", "seconds": seconds}, *faster)
+    ]
+    figure.draw_steps(ax, figure.over_seeds(runs), {"p86": 1.5})
     bars = [(round(bar.get_x(), 6), bar.get_width()) for bar in ax.patches if bar.get_width()]
     assert bars == [(0, 8), (8, 2), (10, 5), (0, 3), (3, 2), (5, 5)]
     assert {"1", "1.50x"} <= {text.get_text() for text in ax.texts}
