@@ -2,11 +2,15 @@
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
+    SPARROW_UNTESTED_VLLM=1 python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``; greedy tokens against
 stock vLLM's, and where they first differ, how far apart the float32 model's log-probs of the two tokens are.
 ``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against their probabilities,
-which transformers enumerates in float32 (chi-square). Models are random; drafts are really drawn.
+which transformers enumerates in float32 (chi-square). ``invariant``: with ``drafter_invariant``, the tokens of a seed
+against stock vLLM's, up to the first that differs; the yardstick is stock vLLM with fewer sequences at a time, whose
+rounding differs too, and lossless decoding without the option parts at once. Models are random; drafts are drawn for
+real.
 """
 
 from __future__ import annotations
@@ -102,6 +106,12 @@ def equal(arguments: argparse.Namespace) -> None:
         judge("sampled with new weights", engine.generate(prompts(), SAMPLED), weights=1)
         engine.update_weights(model.named_parameters())
         judge("sampled with the old weights again", engine.generate(prompts(), SAMPLED))
+        if alone:
+            engine.drop_prefixes()
+            engine.llm.sleep(level=2)  # drops the weights
+            engine.llm.wake_up()
+            engine.update_weights(model.named_parameters())
+            judge("sampled after sleep at level 2", engine.generate(prompts(), SAMPLED))
         note("counters after", engine.counters().to_dict())
         engine.close()
         variants = VARIANTS | {"compiled": dict(compilation_config=None)}
@@ -112,6 +122,40 @@ def equal(arguments: argparse.Namespace) -> None:
             engine.close()
         if not alone:
             llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
+
+
+def invariant(arguments: argparse.Namespace) -> None:
+    note = notes(arguments.out, dtype=arguments.dtype)
+    shared = options(arguments.dtype, compilation_config=GRAPHS, enable_prefix_caching=False)
+    settings = [
+        SamplingParams(temperature=t, seed=seed, max_tokens=192, ignore_eos=True, detokenize=False)
+        for t, seed in ((1.0, 1), (0.7, 2))
+    ]
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
+
+    def tokens(llm: LLM) -> list[np.ndarray]:
+        outputs = [llm.generate(asked, each, use_tqdm=False) for each in settings]
+        return [np.asarray(o.outputs[0].token_ids) for some in outputs for o in some]
+
+    def compare(label: str, stock: Sequence[np.ndarray], ours: Sequence[np.ndarray]) -> None:
+        common = [int(np.cumprod(a == b).sum()) for a, b in zip(stock, ours, strict=True)]
+        same = sum(n == len(a) for n, a in zip(common, stock, strict=True))
+        note(label, {"responses": len(stock), "same": same, "tokens": sum(map(len, stock)), "common": sum(common)})
+
+    with tempfile.TemporaryDirectory() as name:
+        random_model(Path(name), arguments.dtype)
+        llm = LLM(name, skip_tokenizer_init=True, **shared)
+        stock = tokens(llm)
+        compare("stock again", stock, tokens(llm))
+        few = LLM(name, skip_tokenizer_init=True, **{**shared, "max_num_seqs": 2})
+        compare("stock, 2 sequences at a time", stock, tokens(few))
+        for k, own in ((4, True), (12, True), (4, False)):
+            drafts = Decoding.lossless(DRAFTS, draft_tokens=k, adapt_draft_tokens=False, drafter_invariant=own)
+            engine = VLLMEngine(name, drafts, **shared)
+            engine.counters()
+            compare(f"{k} drafts" if own else f"{k} drafts, without drafter_invariant", stock, tokens(engine.llm))
+            note(f"counters, {k} drafts" + (", without" if not own else ""), engine.counters().to_dict())
+            engine.close()
 
 
 def enumerated(model: Qwen3ForCausalLM, prompt: Sequence[int]) -> np.ndarray:
@@ -189,7 +233,7 @@ def samples(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal", "samples"])
+    parser.add_argument("what", choices=["equal", "samples", "invariant"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--count", type=int, default=1_000_000)
@@ -198,7 +242,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    {"equal": equal, "samples": samples}[arguments.what](arguments)
+    {"equal": equal, "samples": samples, "invariant": invariant}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

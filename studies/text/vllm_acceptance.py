@@ -8,13 +8,15 @@ float32 along the tokens that came out (``drafts.py``). These are samples of the
 first j drafts are accepted is the mean of the product of min(1, q/p) of the first j tokens, without bias;
 ``consecutive`` and ``geometric`` are the estimates that ``acceptance.py`` makes, for comparison. With
 ``--meter-budget`` one in four cycles also measures another schedule, whose mean acceptance is compared with the model's
-at the first drafts of the same cycles.
+at the first drafts of the same cycles. With ``--drafter-invariant`` drafts are kept up to the first that is not the
+policy's own draw; the prediction remains that of rejection sampling.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -115,6 +117,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--meter-budget", type=int, help="of another schedule, measured on the way")
+    parser.add_argument("--drafter-invariant", action="store_true", help="decode the tokens that dense decoding would")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
     parser.add_argument("--cycles", type=int, default=48, help="of each request that are compared with the prediction")
@@ -129,7 +132,9 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     prompts = [row[:length].tolist() for row, length in zip(study.ids, lengths, strict=True)]
     other = acceptance.schedule(args.meter_budget, args.dense_layers, 16, args.landmarks) if args.meter_budget else None
     metered = {} if other is None else {"meter_schedule": other, "meter_every": 4}
-    decoding = Decoding.lossless(kept, draft_tokens=args.drafts, adapt_draft_tokens=False, **metered)
+    decoding = Decoding.lossless(
+        kept, draft_tokens=args.drafts, adapt_draft_tokens=False, drafter_invariant=args.drafter_invariant, **metered
+    )
     defaults = {"max_num_seqs": args.requests, "gpu_memory_utilization": args.memory, "enable_prefix_caching": False}
     llm = LLM(
         str(args.checkpoint), additional_config={"sparrow": decoding.to_dict()}, max_model_len=context,
@@ -137,7 +142,9 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     )  # fmt: skip
     llm.collective_rpc("sparrow_counters")
     llm.collective_rpc("sparrow_acceptance")
+    began = time.perf_counter()
     done = generate(llm, prompts, args.tokens)
+    seconds = time.perf_counter() - began
     counters = llm.collective_rpc("sparrow_counters")
     (report,) = llm.collective_rpc("sparrow_acceptance")
     del llm
@@ -156,7 +163,8 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         parts = zip(*(predict(model, *some, drafted, schedule) for some in pairs), strict=True)
         return [torch.cat(of).double().cpu().numpy() for of in parts]
 
-    result = {"counters": counters, **compare(start, emitted, *predicted(args.drafts, kept), study.edges)}
+    told = compare(start, emitted, *predicted(args.drafts, kept), study.edges)
+    result = {"counters": counters, "seconds": seconds, **told}
     if other is not None:
         measured = DraftAcceptance.from_dict(report["metered"]["acceptance"])
         result["metered"] = {
