@@ -463,14 +463,13 @@ def test_drafts_drawn_with_the_tokens_own_noise_are_mostly_kept(folder, monkeypa
     assert shares[1] < a / (2 - a) - 0.1
 
 
-def enumerated(model, prompt, tokens):
+def enumerated(model, prompt, tokens, temperature):
     """Probabilities ``[V ** tokens]`` of all continuations, by transformers."""
     V = model.config.vocab_size
     p, written = np.ones(1), np.zeros((1, 0), int)
     for _ in range(tokens):
-        log_p = torch.log_softmax(
-            torch.cat([model(torch.tensor([[*prompt, *row]])).logits[:, -1].detach() for row in written]).double(), -1
-        )
+        logits = torch.cat([model(torch.tensor([[*prompt, *row]])).logits[:, -1].detach() for row in written])
+        log_p = torch.log_softmax(logits.double() / temperature, -1)
         p = (p[:, None] * log_p.exp().numpy()).reshape(-1)
         written = np.concatenate([written.repeat(V, 0), np.tile(np.arange(V), len(written))[:, None]], 1)
     return p
@@ -485,18 +484,26 @@ def likelihood(counts, p):
     return stats.chisquare(seen[kept], expected[kept] * seen.sum() / expected.sum()).pvalue
 
 
-SAMPLES = {"exact": 20_000, "worst drafts": 10_000, "shared noise": 20_000, "no resampling": 2_000}
+SAMPLES = {
+    "exact": 20_000, "any number of drafts": 20_000, "worst drafts": 10_000, "shared noise": 20_000,
+    "no resampling": 2_000,
+}  # fmt: skip
+EXACT = ("exact", "any number of drafts", "worst drafts")
 
 
 @pytest.mark.parametrize("variant", SAMPLES)
 def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     """The dense policy's, whatever is drafted; and two defects that it would show."""
     # Of 108 models tried, the one whose drafts, three in ten of them rejected, would show shared noise best.
-    V, T = 12, 3 if variant == "exact" else 2  # in fewer outcomes a bias is found sooner
+    adapts = variant == "any number of drafts"  # which changes with every step, at a temperature below 1
+    V, T = 12, 3 if variant in EXACT[:2] else 2  # in fewer outcomes a bias is found sooner
     model = tiny.checkpoint(tmp_path, vocab_size=V, num_hidden_layers=2, initializer_range=0.35, seed=7)
     prompt = np.random.default_rng(1).integers(0, V, 150).tolist()
     stock = speculator.gumbel_sample
-    if variant == "worst drafts":  # rejected as often as can be
+    if adapts:
+        turns = iter(range(10**6))
+        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length: (2, 0, 1)[next(turns) % 3])
+    elif variant == "worst drafts":  # rejected as often as can be
         monkeypatch.setattr(speculator, "gumbel_sample", lambda logits, *args, **named: stock(-logits, *args, **named))
     elif variant == "shared noise":  # real drafts, drawn from the noise that replaces them when they are rejected
         monkeypatch.setattr(
@@ -519,15 +526,18 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
 
         monkeypatch.setattr(rejection_sampler, "rejection_sample", keep_rejected)
     layout = dict(max_model_len=256, max_num_seqs=256, max_num_batched_tokens=4096)
-    with engine(tmp_path, lossless(T - 1), **layout) as llm:
-        wanted = [parameters(T, temperature=1.0, seed=10**6 + i, logprobs=None) for i in range(SAMPLES[variant])]
+    temperature = 0.8 if adapts else 1.0
+    with engine(tmp_path, lossless(T - 1, adapt=adapts), **layout) as llm:
+        wanted = [
+            parameters(T, temperature=temperature, seed=10**6 + i, logprobs=None) for i in range(SAMPLES[variant])
+        ]
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(wanted), wanted, use_tqdm=False)
         counts = counters(llm)
     assert 0 < counts["accepted"] < counts["drafted"]
     code = np.array([o.outputs[0].token_ids for o in outputs]) @ (V ** np.arange(T - 1, -1, -1))
-    p_value = likelihood(np.bincount(code, minlength=V**T), enumerated(model, prompt, T))
+    p_value = likelihood(np.bincount(code, minlength=V**T), enumerated(model, prompt, T, temperature))
     print(variant, p_value)  # shown where the test fails
-    assert p_value > 1e-3 if variant in ("exact", "worst drafts") else p_value < 1e-4
+    assert p_value > 1e-3 if variant in EXACT else p_value < 1e-4
 
 
 # --- what changes while an engine runs ---
