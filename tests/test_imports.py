@@ -37,7 +37,7 @@ ALLOWED = {
     ],
     "attention.pages": [],
     "attention.decode": ["attention.pages"],
-    "attention.division": ["attention.decode"],
+    "attention.division": ["attention.decode", "attention.pages"],
     "attention.reference": ["attention.decode", "attention.pages"],
     "attention.cuda": ["attention.decode", "attention.division", "attention.pages"],
     "attention.triton": ["attention.decode", "attention.division", "attention.pages"],

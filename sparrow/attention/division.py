@@ -3,7 +3,8 @@
 In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and the CUDA kernel read
 the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs (one per kv head) of a part of a row:
 the row, the part, the row's number of parts, the slot of its first part, its length and its top_k; two are for
-alignment.
+alignment. Where heads have shares of top_k, the plan knows the mean alone, so that it is good for every layer: each
+program cuts its own head's pages into the row's number of parts.
 
 Shapes: R rows (sequences), S rows or sizes tried at a time.
 """
@@ -16,8 +17,10 @@ import triton
 import triton.language as tl
 
 from sparrow.attention.decode import PLAN_ENTRY, DecodeBatch, DecodeWorkspace
+from sparrow.attention.pages import ALL_PAGES
 
 ENTRY = tl.constexpr(PLAN_ENTRY)
+EVERY_PAGE = tl.constexpr(ALL_PAGES)
 SIZES = tl.constexpr(16)  # sizes that are tried for the parts of a batch
 
 
@@ -48,6 +51,16 @@ def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.c
     ranked = tl.maximum(pages - SINK - RECENT, 0)
     budget = tl.minimum(ranked, tl.maximum(top_k, 0))
     return pages, ranked, budget, length - (ranked - budget) * P
+
+
+@triton.jit
+def of_head(top_k, head_shares, head):
+    """A head's pages by score; its share is in units of 1 / 256, and ``head_shares`` is None if all heads are alike."""
+    if head_shares is not None:
+        share = tl.load(head_shares + head).to(tl.int64)
+        shared = tl.minimum((top_k.to(tl.int64) * share + 128) >> 8, EVERY_PAGE)
+        top_k = tl.where(top_k >= EVERY_PAGE, EVERY_PAGE, shared).to(tl.int32)
+    return top_k
 
 
 @triton.jit(do_not_specialize=["count", "extra", "resident"])

@@ -24,15 +24,17 @@ def paged(x_BKSD: torch.Tensor, table_BM: torch.Tensor, blocks: int, block_token
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(1, 90), min_size=1, max_size=3), st.integers(0, 12), st.sampled_from([1, 3]),
-    st.sampled_from([PageLayout(4), PageLayout(8, 2, 1)]), st.integers(0, 2**31),
+    st.sampled_from([PageLayout(4), PageLayout(8, 2, 1)]), st.sampled_from([None, (0, 700), (300, 212)]),
+    st.integers(0, 2**31),
 )  # fmt: skip
-def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, seed):
+def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, shares, seed):
     torch.manual_seed(seed)
     B, K, G, D, P = len(lengths), 2, 2, 8, layout.page_size
     S = max(lengths)
     q, k, v = (torch.randn(B, h, *s, D, dtype=torch.float64) for h, s in ((K * G, ()), (K, (S,)), (K, (S,))))
     length, budget = torch.tensor(lengths), torch.full((B,), top_k)
-    expected = reference.decode(q, k, v, None, length, budget, layout, 0.3)
+    shares = shares and torch.tensor(shares, dtype=torch.int32)
+    expected = reference.decode(q, k, v, None, length, budget, layout, 0.3, shares)
     block_tokens = P * per_block
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
@@ -47,7 +49,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, se
     update_landmarks(k_cache, marks, slots, layout=layout, implementation="reference")
     out = paged_decode(
         q, k_cache, v_cache, marks, table.int(), length.int(), budget.int(),
-        layout=layout, implementation="reference", scale=0.3,
+        layout=layout, implementation="reference", scale=0.3, head_shares_K=shares,
     )  # fmt: skip
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 

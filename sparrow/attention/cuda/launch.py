@@ -141,7 +141,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "q", "k", "v", "landmarks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
-            "k_scales", "v_scales",
+            "k_scales", "v_scales", "head_shares",
         )),
         *((name, ctypes.c_longlong) for name in (
             "q_row", "q_head", "block", "head", "token", "landmark_block", "landmark_page", "landmark_head",
@@ -182,14 +182,15 @@ class Launches:
         kernel = _kernel(tuple(defines.items()), shared_bytes, b.q_BHD.device)
         tensors = (
             b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
-            *w.counters, w.plan, *(() if b.cache_scales is None else (b.cache_scales.k_K, b.cache_scales.v_K)),
+            *w.counters, w.plan, b.cache_scales and b.cache_scales.k_K, b.cache_scales and b.cache_scales.v_K,
+            b.head_shares_K,
         )  # fmt: skip
         strides = (
             *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0),
             *b.out_BHD.stride()[:2], w.rows.stride(0),
         )  # fmt: skip
         arguments = _Arguments(
-            *(x.data_ptr() for x in tensors), *(() if b.cache_scales else (None, None)), *strides,
+            *(None if x is None else x.data_ptr() for x in tensors), *strides,
             b.scale * math.log2(math.e), len(b.q_BHD), int(rank_before_wait), self.capacity,
         )  # fmt: skip
         kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)

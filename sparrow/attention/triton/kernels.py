@@ -13,7 +13,7 @@ block of the cache; page id = block * PER_BLOCK + page within the block.
 import triton
 import triton.language as tl
 
-from sparrow.attention.division import ENTRY, page_counts
+from sparrow.attention.division import ENTRY, of_head, page_counts
 from sparrow.attention.triton.cache import complete_page
 
 LOWEST = tl.constexpr(-(2**31))
@@ -230,9 +230,9 @@ def _store_output(
     tl.store(out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits", "rank_before_wait"])
+@triton.jit(do_not_specialize=["splits", "rank_before_wait"], do_not_specialize_on_alignment=["head_shares"])
 def rank_kernel(
-    q, k_cache, landmarks, table, length, top_k, rows, counters, splits, rank_before_wait,
+    q, k_cache, landmarks, table, length, top_k, head_shares, rows, counters, splits, rank_before_wait,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -253,7 +253,8 @@ def rank_kernel(
     head = (item % K).to(tl.int64)
     tokens_in_row = tl.load(length + b)
     q_D = _mean_query(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
-    pages, ranked, budget, _ = page_counts(tokens_in_row, tl.load(top_k + b), P, SINK, RECENT)
+    own_top_k = of_head(tl.load(top_k + b), head_shares, head)
+    pages, ranked, budget, _ = page_counts(tokens_in_row, own_top_k, P, SINK, RECENT)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
     used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), splits)
     table += b * stride_table
@@ -280,9 +281,9 @@ def rank_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["head_shares"])
 def attend_kernel(
-    q, k_cache, v_cache, k_scales, v_scales, table, out, rows, partial, stats, counters, plan, count,
+    q, k_cache, v_cache, k_scales, v_scales, head_shares, table, out, rows, partial, stats, counters, plan, count,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_table, stride_out_row,
     stride_out_head, stride_rows, scale_log2,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -302,7 +303,8 @@ def attend_kernel(
         at = b.to(tl.int64)
         head = (work % K).to(tl.int64)
         item = at * K + head
-        _pages, ranked, budget, tokens = page_counts(tl.load(entry + 4), tl.load(entry + 5), P, SINK, RECENT)
+        own_top_k = of_head(tl.load(entry + 5), head_shares, head)
+        _pages, ranked, budget, tokens = page_counts(tl.load(entry + 4), own_top_k, P, SINK, RECENT)
         q += at * stride_q_row + head * G * stride_q_head
         q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)
         k_cache += head * stride_head
