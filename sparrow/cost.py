@@ -191,13 +191,13 @@ def decode_step(
     A step reads the weights (timed by their FLOPs where those take longer), the KV of dense layers, the kept pages of
     sparse layers, and the landmarks of sequences not read in full. KV writes, activations and logits are overheads.
 
-    Raises ValueError: no sequence, or one without tokens. ConfigError: a schedule for a model with more layers.
+    Raises ValueError: no sequence, or one without tokens. ConfigError: a schedule for another model.
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     if length.size == 0 or length.min() < 1:
         raise ValueError(f"lengths must be one or more counts of at least 1 token, got {length.tolist()[:8]}")
     schedule = schedule or SparsitySchedule.dense(dense_layers=())
-    schedule.check_model(shape.layers)
+    schedule.check_model(shape.layers, shape.kv_heads)
     read = schedule.tokens_read(length)
     partial = read < length
     sparse_layers = (shape.layers - len(set(schedule.dense_layers))) * bool(partial.any())

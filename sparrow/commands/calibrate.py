@@ -29,7 +29,8 @@ class Calibrate(FromPrompts):
     refine: CountOrZero = 3
     # Rounds that sample under the schedule found so far and search again; only the last takes all prompts.
     on_policy: CountOrZero = 2
-    # A schedule to take page size, bin width and dense layers from; if it is sparse, the first responses' too.
+    # A schedule to take page size, bin width, dense layers and shares of heads from; if it is sparse, the first
+    # responses' too.
     layout: str = "dense"
 
     def __post_init__(self) -> None:

@@ -70,7 +70,7 @@ def dry_run(command: Train) -> None:
     with noting():
         shape = find_shape(model_path(command.model))
         rows.append(("model", f"{shape.name}, {(shape.weights + shape.embedding) / 1e9:.2f}B parameters"))
-        decoding.schedule.check_model(shape.layers)
+        decoding.schedule.check_model(shape.layers, shape.kv_heads)
         room = prompt_room(shape.context, command.engine, command.rollout.max_new_tokens)
         rows.append(("context", f"{command.rollout.max_new_tokens:,} tokens of response, {room:,} left for the prompt"))
     with noting():

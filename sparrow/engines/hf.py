@@ -266,7 +266,7 @@ class HFEngine(Engine, Scorer):
         at_BT = length_B[:, None] + offset
         sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
         tokens_read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
-        counters = Counters(int(tokens_read), num_layers * int(at_BT[offset < count_B[:, None]].sum()))
+        counters = Counters(round(float(tokens_read)), num_layers * int(at_BT[offset < count_B[:, None]].sum()))
         if lossless:
             alpha_Bk = cycle.acceptance.cpu().numpy()
             looked_at = ~np.isnan(alpha_Bk)

@@ -24,11 +24,12 @@ def attention_layers(config: PreTrainedConfig) -> set[int]:
 
 
 class ScheduleTable:
-    """A schedule's page counts on the device, looked up without a host synchronisation."""
+    """A schedule's page counts and shares on the device, looked up without a host synchronisation."""
 
     def __init__(self, schedule: SparsitySchedule) -> None:
         self._schedule = schedule
         self._tables: dict[torch.device, Tensor] = {}
+        self._shares: dict[torch.device, Tensor] = {}
 
     def top_k(self, length: Tensor) -> Tensor:
         """``schedule.pages(length)`` as int32, in the shape of ``length``."""
@@ -37,6 +38,14 @@ class ScheduleTable:
         table, P = self._tables[length.device], self._schedule.page_size
         bins = (length + P - 1) // P * P // self._schedule.bin_tokens
         return table[bins.clamp(max=len(table) - 1)]
+
+    def head_shares(self, layer: int, device: torch.device) -> Tensor | None:
+        """What multiplies a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all heads are alike."""
+        if not self._schedule.head_shares:
+            return None
+        if device not in self._shares:
+            self._shares[device] = torch.from_numpy(self._schedule.shares).to(device)
+        return self._shares[device][layer]
 
 
 @dataclass

@@ -21,7 +21,7 @@ FIXED = (
     "eval.k", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
-LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers")
+LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_shares")
 
 
 def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:
@@ -41,7 +41,7 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
         name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE
     }
     old, new = recorded.schedule.to_dict(), schedule.to_dict()
-    changes |= {f"schedule.{k}": (old[k], new[k]) for k in ("top_k", *LAYOUT) if old[k] != new[k]}
+    changes |= {f"schedule.{k}": (old.get(k), new.get(k)) for k in ("top_k", *LAYOUT) if old.get(k) != new.get(k)}
     description = describe(changes)
     if fixed := [name for name in changes if name in (*FIXED, *(f"schedule.{k}" for k in LAYOUT))]:
         raise ConfigError(

@@ -119,7 +119,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
     if decoding.mode == "lossless":
         lossless.check_supported(vllm_config)
-    decoding.schedule.check_model(model.get_total_num_hidden_layers())
+    decoding.schedule.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
 
 
 def check_layer(asked: Mapping[str, Any]) -> None:

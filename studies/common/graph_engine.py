@@ -36,6 +36,7 @@ from transformers import Qwen3ForCausalLM
 
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
+from sparrow.errors import ConfigError
 from sparrow.mismatch import acceptance_bounds
 from sparrow.model.actor import teacher_forced
 from sparrow.model.scoring import Batch
@@ -98,7 +99,12 @@ class GraphEngine(HFEngine):
         self.set_schedule(schedule)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
-        """See ``Engine.set_schedule``; page counts only."""
+        """See ``Engine.set_schedule``; page counts only.
+
+        Raises ConfigError: a schedule with shares, which this engine's selection does not know.
+        """
+        if schedule.head_shares:
+            raise ConfigError("GraphEngine keeps as many pages in every kv head; take a schedule without head_shares")
         super().set_schedule(schedule)
         self._fill_table()
 

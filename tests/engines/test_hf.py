@@ -93,6 +93,34 @@ def test_teacher_forced_equals_step_by_step(architecture, pages):
         assert (alone - stepwise[i]).abs().max() < 1e-4
 
 
+UNEVEN = SparsitySchedule.fixed(2, dense_layers=(0,), head_shares=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
+
+
+@pytest.mark.slow
+def test_engine_follows_shares_of_layers_and_kv_heads():
+    model = tiny_model()
+    engine = HFEngine(model, UNEVEN, eos_ids=[])
+    rows = [p.tolist() for p in prompts()]
+    rollouts = engine.generate(rows, Sampling(max_new_tokens=30, temperature=0.8, top_n=5, seed=3))
+    counters = engine.counters()
+    # Pages by score: 0 and 6, 3 and 1, 1 and 1; three more are always read.
+    held = np.concatenate([np.arange(len(row) + 1, len(row) + 30) for row in rows])
+    read = sum(np.minimum(held, 16 * pages) for pages in (3, 9, 6, 4, 4, 4)) / 2 + held
+    assert counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2  # of a step: 1/2
+
+    def gap(shares):
+        scores = engine.score(rollouts, UNEVEN.replace(head_shares=shares), 0.8)
+        return max(np.abs(s.logprobs - r.logprobs).max() for s, r in zip(scores, rollouts, strict=True))
+
+    assert gap(UNEVEN.head_shares) < 1e-4
+    assert min(gap(()), gap(tuple(row[::-1] for row in UNEVEN.head_shares))) > 0.05
+
+
+def test_shares_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match="for 4 layers of 2 kv heads but the model has 4 of 4"):
+        HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
+
+
 @pytest.mark.slow
 def test_padding_and_static_cache_change_nothing():
     rows = prompts()

@@ -4,6 +4,7 @@ import json
 import logging
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 
@@ -12,7 +13,8 @@ from sparrow.run import LoggedResponse, RunConfig, RunDir, RunLog, TrainerState
 from sparrow.run.directory import RECORDED
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
-from sparrow.train.config import DistillConfig, GuardConfig, LoraConfig, OptimizerConfig
+from sparrow.train.config import DistillConfig, GuardConfig, LoraConfig, OptimizerConfig, TrainConfig
+from sparrow.train.resume import resumed
 from tests.conftest import tiny_model
 from tests.train.test_trainer import make_trainer, metrics_of
 
@@ -33,6 +35,14 @@ def test_what_is_written_is_read_back(tmp_path):
     state = TrainerState(3, 17, SCHEDULE, {"room_steps": [1]})
     state.save(tmp_path)
     assert TrainerState.load(tmp_path) == state and TrainerState.load(tmp_path).schedule.provenance == {"preset": "x"}
+
+
+def test_a_run_keeps_its_shares():
+    config, shares = TrainConfig(run_dir="run", steps=3), ((1, 1), (0.5, 1.5))
+    recorded = RunConfig(json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_shares=shares))
+    assert resumed(recorded, config, recorded.schedule, 1) == {}
+    with pytest.raises(ConfigError, match=r"cannot go on with another schedule\.head_shares"):
+        resumed(recorded, config, SCHEDULE, 1)
 
 
 def test_a_step_that_lacks_what_readers_need_is_not_written(tmp_path):

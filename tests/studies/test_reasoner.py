@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from sparrow.cost import MACHINES, SHAPES, decode_step
+from sparrow.errors import ConfigError
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from tests.conftest import VOCAB, tiny_model
@@ -52,6 +53,11 @@ def test_the_graph_engine_samples_from_the_reference(top_k):
         assert (rollout.finish_reason == "stop") == (rollout.response_ids[-1] == 7)
     lengths = [np.arange(len(r.prompt_ids) + 1, len(r.prompt_ids) + len(r)) for r in rollouts]
     assert counted.tokens_held == 4 * sum(int(n.sum()) for n in lengths)
+
+
+def test_the_graph_engine_refuses_shares():
+    with pytest.raises(ConfigError, match="GraphEngine keeps as many pages in every kv head"):
+        engine(SparsitySchedule((2,), **LAYOUT, head_shares=((1, 1),) * 4))
 
 
 def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it():

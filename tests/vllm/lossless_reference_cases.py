@@ -18,6 +18,7 @@ from tests.vllm.tiny_vllm import checkpoint, prompts
 
 K, PAGES = 4, 2
 LENGTHS = (300, 17, 150, 64)
+SHARES = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
 
 
 @pytest.fixture
@@ -84,11 +85,11 @@ def made(tmp_path_factory):
     return folder, model
 
 
-@pytest.mark.parametrize("landmark_dtype", ["fp8_e4m3", "auto"])
-def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycles, landmark_dtype):
+@pytest.mark.parametrize("changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_shares=SHARES), {}])
+def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
-    set_schedule(model, DRAFTS.replace(top_k=(PAGES,), landmark_dtype=landmark_dtype))  # the other tests' at last
-    with cases.engine(folder, cases.lossless(K, pages=PAGES, landmark_dtype=landmark_dtype)) as llm:
+    set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))  # the other tests' at last
+    with cases.engine(folder, cases.lossless(K, pages=PAGES, **changes)) as llm:
         llm.collective_rpc("sparrow_acceptance")
         completions = generate(llm, asked, 24, temperature=0.7, seed=3)
         metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
@@ -109,7 +110,8 @@ def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycl
 def test_another_schedule_is_measured_on_the_way(made, cycles):
     """What it measures is the reference's, and tokens, log-probs and counts are as without it, to the bit."""
     (folder, model), asked = made, prompts(*LENGTHS, seed=23)
-    drafts, other = DRAFTS.replace(top_k=(PAGES,)), DRAFTS.replace(top_k=(1, 4), bin_tokens=150, dense_layers=(1,))
+    drafts = DRAFTS.replace(top_k=(PAGES,), head_shares=SHARES)
+    other = drafts.replace(top_k=(1, 4), bin_tokens=150, dense_layers=(1,))
     runs = {}
     for every in (None, 2, 1):
         metered = {} if every is None else {"meter_schedule": other, "meter_every": every}
@@ -135,7 +137,7 @@ def test_another_schedule_is_measured_on_the_way(made, cycles):
             sparse, p = sequence.read(torch.tensor([cycle["ids"][:1]]))[0, 0], cycle["p"][0].double().softmax(-1)
             expected.append(float(torch.minimum((sparse.double() / 0.7).softmax(-1), p).sum()))
             length.append(cycle["cached"] + 1)
-    set_schedule(model, drafts)
+    set_schedule(model, DRAFTS.replace(top_k=(PAGES,)))
     found = runs[1][1]
     assert found["schedule"] == other.to_dict() and np.std(expected) > 0.1
     measured, reference = DraftAcceptance.from_dict(found["acceptance"]), DraftAcceptance.of(expected, length, 150)

@@ -49,6 +49,10 @@ def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | No
         (dict(page_size=8), "meter_schedule has page_size 8, drafts 16; both read the same cache"),
         (dict(landmark_dtype="fp8_e4m3"), "has landmark_dtype 'fp8_e4m3', drafts 'auto'"),
         (dict(dense_layers=(1, 2)), r"reads layers \[0\] sparsely, which drafts read whole; .* has, \[1, 2\]"),
+        (
+            dict(head_shares=((1,),) * 4),
+            "meter_schedule has other head_shares, but all steps of a layer",
+        ),
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
 )
@@ -188,6 +192,45 @@ def test_counters_by_hand():
     assert made.counters()["dense_rows_schedule"] == 1
 
 
+UNEVEN = SCHEDULE.replace(head_shares=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
+
+
+def test_counters_count_what_the_mean_head_reads():
+    made = runtime(UNEVEN, sparse=3, dense=1)
+    step(made, lengths(400, 40))  # 400: 4 pages on average and three more, of 25; 40: all 3
+    counts = made.counters()
+    assert counts["tokens_read"] == 440 + 3 * (16 * 7 + 40) and counts["pages_read"] == 3 * (7 + 3)
+    assert counts["dense_rows_short"] == 1
+    step(made, lengths(100))  # of 7 pages, some heads keep 3 and some all
+    kept = [3, 7, 7, 7, 5, 5, 5, 5, 3, 7, 7, 7]
+    counts = made.counters()
+    assert counts["tokens_read"] == int(100 + 3 * np.mean([min(100, 16 * n) for n in kept]))
+    assert counts["pages_read"] == int(3 * np.mean(kept)) and counts["dense_rows_short"] == 0
+
+
+def test_a_running_engine_keeps_its_shares():
+    made = runtime(UNEVEN)
+    made.set_schedule(UNEVEN.replace(top_k=(7,)))
+    made.set_schedule(SparsitySchedule.dense())
+    for other in (SCHEDULE, UNEVEN.replace(head_shares=UNEVEN.head_shares[:1] + UNEVEN.head_shares[:0:-1])):
+        with pytest.raises(ConfigError, match=r"not their layout or shares; it was started with \{'head_shares': "):
+            made.set_schedule(other)
+    assert made.describe()["schedule"]["top_k"] == ["all"]
+    assert runtime(UNEVEN).describe()["schedule"]["head_shares"][1] == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(ConfigError, match="meter_schedule has no head_shares"):
+        made.check_metered(SCHEDULE)
+
+
+def test_a_worker_has_the_shares_of_its_heads():
+    made = runtime(UNEVEN)
+    assert made.head_shares(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
+    assert [made.head_shares(1, 2, rank, 2).tolist() for rank in range(2)] == [[0, 256], [512, 768]]
+    assert [made.head_shares(1, 1, rank, 4).tolist() for rank in range(4)] == [[0], [256], [512], [768]]
+    copies = [made.head_shares(3, 1, rank, 8) for rank in range(8)]  # a head on two ranks each
+    assert [int(x) for x in copies] == [0, 0, 256, 256, 256, 256, 512, 512] and copies[0].dtype == torch.int32
+    assert runtime().head_shares(1, 4, 0, 1) is None
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 400), min_size=1, max_size=8), max_size=6), st.integers(1, 64))
 def test_counters_add_up_over_any_steps(steps, bin_pages):
@@ -290,6 +333,7 @@ def vllm_config(model=None, **parts):
     model = dict(
         architecture="Some", use_mla=False, is_encoder_decoder=False, is_hybrid=False, is_attention_free=False,
         runner_type="generate", get_head_size=lambda: 128, get_total_num_hidden_layers=lambda: 4,
+        get_total_num_kv_heads=lambda: 4,
     ) | (model or {})  # fmt: skip
     whole = dict(
         parallel_config=SimpleNamespace(
