@@ -47,13 +47,15 @@ ALLOWED = {
     "model.scoring": [],
     "engines.responses": ["model", "rollout"],
     "engines.hf": [
-        "engines.base", "engines.responses", "mismatch", "mode", "model", "model.scoring", "rollout", "schedule",
+        "attention", "engines.base", "engines.responses", "mismatch", "mode", "model", "model.scoring", "rollout",
+        "schedule",
     ],
     "vllm": [
         "mismatch", "attention", "attention.decode", "attention.pages", "attention.reference", "attention.triton",
         "mode", "schedule",
     ],
     "engines.vllm": ["engines.base", "mismatch", "mode", "rollout", "schedule", "vllm"],
+    "head_shares": ["engines.hf", "measure", "rollout", "schedule"],
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "rollout", "tasks"],

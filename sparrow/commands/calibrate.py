@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from sparrow import __version__, files
 from sparrow.commands.sampled import FromPrompts
+from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import CountOrZero, Probability, choose
 
@@ -32,16 +33,24 @@ class Calibrate(FromPrompts):
     # A schedule to take page size, bin width, dense layers and shares of heads from; if it is sparse, the first
     # responses' too.
     layout: str = "dense"
+    # Find shares of layers or kv heads first, with engine hf (docs/calibration.md); unset: leave those of the layout.
+    head_shares: Literal["layers", "heads"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose(self, "target", "relative_target", 0.86)
+        if self.head_shares and self.engine != "hf":
+            raise ConfigError(
+                f"shares are found with engine hf, got {self.engine!r}, which cannot change them while it runs; find a "
+                "schedule with engine hf first, and give it as --layout"
+            )
 
     def run(self) -> None:
         from datetime import date
 
+        from sparrow import head_shares
         from sparrow.benchmark import weights_digest
-        from sparrow.measure import SHORTEST_LISTS, calibrate_engine
+        from sparrow.measure import PILOT, SHORTEST_LISTS, calibrate_engine
         from sparrow.mismatch import Tau
         from sparrow.mode import Decoding
         from sparrow.rollout import Sampling
@@ -56,13 +65,20 @@ class Calibrate(FromPrompts):
             "precision": self.precision,
         }  # fmt: skip
         prompts_of = self.prompts or self.task or " ".join(self.dataset)
-        source = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
+        source: dict[str, Any] = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
+        sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
         with CalibrationProgress() as progress:
+            if self.head_shares:
+                middle = sorted(self.budgets)[len(self.budgets) // 2]
+                layout = head_shares.find(
+                    scorer, prompts[:PILOT], sampling, work, layout, self.head_shares, middle, made_by, progress
+                )
+                source["shares"] = layout.provenance["shares"]
             calibration = calibrate_engine(
                 engine,
                 scorer,
                 prompts,
-                Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed),
+                sampling,
                 work,
                 budgets=self.budgets,
                 target=tau.value,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -24,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from sparrow.attention import PageLayout
 from sparrow.engines.base import Counters, Engine, Scorer
 from sparrow.engines.responses import Responses
 from sparrow.errors import ConfigError, UnsupportedModel
@@ -33,9 +35,11 @@ from sparrow.model.actor import NAME, set_schedule, sparse_calls, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer, evaluating, micro_batches
 from sparrow.model.speculative import CachedSequences, Cycle, Shape, draw, speculate
 from sparrow.model.state import attention_layers
+from sparrow.model.unread import unread
 from sparrow.rollout import Rollout, Sampling, Scores, Watch, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 
+LOOKED_AT = 64  # tokens of a response whose attention is measured
 DECODE_TOKENS = 2**19
 """Tokens that a batch may grow to, such as 128 sequences of 4,096."""
 
@@ -185,6 +189,24 @@ class HFEngine(Engine, Scorer):
         streams = [[derived_seed(seed, 0), derived_seed(seed, 1), seed] for seed in seeds]
         numbers = [torch.stack([_uniform(sampling.max_new_tokens, stream) for stream in row]) for row in streams]
         return torch.stack(numbers, 1)
+
+    def unread(
+        self, rollouts: Sequence[Rollout], layout: SparsitySchedule, pages: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """Attention mass of the dense policy outside the pages that an actor keeps, by layer and kv head.
+
+        Averaged over at most ``LOOKED_AT`` tokens of each response; ``[layers, kv heads, len(pages)]`` for so many
+        ``pages`` by score in the page layout of ``layout``.
+        """
+        of_each = []
+        for rollout in rollouts:
+            ids = torch.tensor([*rollout.prompt_ids, *rollout.response_ids.tolist()], device=self.model.device)
+            first = len(rollout.prompt_ids)
+            position = torch.linspace(first, len(ids) - 1, min(LOOKED_AT, len(rollout))).round().long().to(ids.device)
+            with self._inference():
+                found = unread(self.model, ids, position, PageLayout(**layout.page_layout), pages)
+            of_each.append(found.double().cpu().numpy())
+        return np.asarray(np.mean(of_each, axis=0))
 
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
         """See ``Scorer.score``."""

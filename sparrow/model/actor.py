@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +54,8 @@ class _TeacherForcing:
     layers: Counter[int] = field(default_factory=Counter)  # the layers that called the attention, and how often
     modules: list[nn.Module] = field(default_factory=list)
     windows: routing.Windows | None = None  # set only while the model is tried out
+    # called with each layer's number, queries, keys and scale, as they came
+    watch: Callable[[int, Tensor, Tensor, float | None], None] | None = None
     # the last mask seen, which all layers of a pass share, with the shape of that pass; then the rows of that mask
     _mask: tuple[Tensor | None, tuple[int, ...]] | None = None
     _rows: masks.Rows | None = None
@@ -120,6 +122,8 @@ def _forced(
     forcing.modules.append(module)
     if forcing.windows is not None:
         forcing.windows.check(module, mask)
+    if forcing.watch is not None:
+        forcing.watch(module.layer_idx, query, key, scaling)
     actor, rows = forcing.actor, forcing.rows(mask, query, key)
     if module.layer_idx in actor.schedule.dense_layers:
         return None

@@ -37,6 +37,7 @@ from torch import Tensor
 from train import windows
 from transformers import PreTrainedModel
 
+from sparrow import head_shares
 from sparrow.attention.pages import landmarks, page_count, page_scores, select_pages
 from sparrow.mismatch import sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.schedule import SparsitySchedule
@@ -263,21 +264,18 @@ class Calibration:
     @property
     def weights(self) -> Floats:
         """Acceptance lost for each unit of mass that a layer's heads leave unread."""
-        mass = self.missed_LKU[..., self.at // UNIT - 1].mean(1)
-        return self.lost_L / np.maximum(mass, np.finfo(float).tiny)
+        return head_shares.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
 
     def tokens(self, spread: Spread, budget: int) -> Ints:
         """Tokens ``[L, K]`` that heads read; ``budget`` on average."""
         L, K, _ = self.missed_LKU.shape
         if spread in BY_HAND:
             return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[:, None].repeat(K, 1)
-        weighted = self.missed_LKU * self.weights[:, None, None]
-        if spread == "layers":
-            return greedy(weighted.mean(1), L * budget // UNIT)[:, None].repeat(K, 1) * UNIT
         if spread == "heads of a layer":
-            return np.stack([greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
-        missed = weighted if spread == "weighted heads" else self.missed_LKU
-        return greedy(missed.reshape(L * K, -1), L * K * budget // UNIT).reshape(L, K) * UNIT
+            return np.stack([head_shares.greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
+        weights = np.ones(L) if spread == "heads of all layers" else self.weights
+        by: head_shares.By = "layers" if spread == "layers" else "heads"
+        return head_shares.divided(self.missed_LKU, weights, by, budget / UNIT) * UNIT
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:
@@ -287,15 +285,6 @@ def by_shares(shares: Sequence[int], budget: int) -> Ints:
     rest = len(shares) * budget // 16 - whole.sum()
     whole[np.argsort(whole - exact, kind="stable")[:rest]] += 1
     return whole * 16
-
-
-def greedy(missed_CU: Floats, units: int) -> Ints:
-    """Units of each cell, ``units`` in all and at least one each: every next one where it takes off most."""
-    given = np.ones(len(missed_CU), np.int64)
-    gains = np.append(missed_CU[:, :-1] - missed_CU[:, 1:], np.full((len(missed_CU), 1), -np.inf), axis=1)
-    for _ in range(units - len(given)):
-        given[gains[np.arange(len(given)), given - 1].argmax()] += 1
-    return given
 
 
 def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:

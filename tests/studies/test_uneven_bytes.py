@@ -76,12 +76,8 @@ def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, 
     assert shared["layers"][:, 0].argmax() == 3
 
 
-def test_shares_and_greedy_gains_by_hand(study):
+def test_shares_by_hand(study):
     assert study.uneven_bytes.by_shares([1, 1, 1, 3], 192).tolist() == [64 + 96, 64 + 80, 64 + 80, 64 + 256]
-    missed = np.array([[0.9, 0.5, 0.4, 0.39], [0.3, 0.1, 0.0, 0.0], [0.8, 0.79, 0.78, 0.77]])
-    assert study.uneven_bytes.greedy(missed, 3).tolist() == [1, 1, 1]
-    assert study.uneven_bytes.greedy(missed, 5).tolist() == [2, 2, 1]  # off: 0.4, 0.2
-    assert study.uneven_bytes.greedy(missed, 7).tolist() == [3, 3, 1]  # then 0.1, 0.1
 
 
 def test_bytes_by_hand(study):

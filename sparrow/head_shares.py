@@ -1,0 +1,129 @@
+"""Which layers and kv heads need more pages than others: shares from a calibration.
+
+Pages go, a few at a time, where they take off most of the attention mass that the dense policy has on tokens that would
+not be read. A layer's mass counts by what acceptance loses for it where this layer alone is sparse. Mass alone would
+mislead, for a layer may spread its attention and need little of it. ``docs/selectors.md`` has what such budgets gained.
+
+Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U numbers of units of pages: 1, 2, ....
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from sparrow.errors import ConfigError
+from sparrow.measure import Trajectories, flatten
+from sparrow.rollout import Sampling
+from sparrow.schedule import LARGEST_SHARE, SparsitySchedule
+
+if TYPE_CHECKING:
+    from sparrow.engines.hf import HFEngine
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+By = Literal["layers", "heads"]
+UNITS = 16  # of pages in the mean budget
+LEAST = 0.01  # of the acceptance that the layer which needs most loses: what any layer counts as losing
+
+
+def greedy(missed_CU: Floats, units: int) -> Ints:
+    """Units of each cell, ``units`` in all and at least one each: every next one where it takes off most.
+
+    Where it is the same in several cells, the next one goes to that with the fewest.
+    """
+    given = np.ones(len(missed_CU), np.int64)
+    gains = np.append(missed_CU[:, :-1] - missed_CU[:, 1:], np.full((len(missed_CU), 1), -np.inf), axis=1)
+    for _ in range(units - len(given)):
+        next_C = gains[np.arange(len(given)), given - 1]
+        given[np.where(next_C == next_C.max(), given, gains.shape[1] + 1).argmin()] += 1
+    return given
+
+
+def weights(missed_LKU: Floats, lost_L: Floats, at: int) -> Floats:
+    """Acceptance lost for each unit of mass that a layer's heads leave unread; it was lost at ``at`` units."""
+    mass = missed_LKU[..., at - 1].mean(1)
+    return lost_L / np.maximum(mass, np.finfo(float).tiny)
+
+
+def divided(missed_LKU: Floats, weight_L: Floats, by: By, units: float) -> Ints:
+    """Units ``[L, K]`` of layers or kv heads, ``units`` on average, by the weighted mass that they leave unread."""
+    L, K, _ = missed_LKU.shape
+    weighted = missed_LKU * weight_L[:, None, None]
+    if by == "layers":
+        return greedy(weighted.mean(1), int(L * units))[:, None].repeat(K, 1)
+    return greedy(weighted.reshape(L * K, -1), int(L * K * units)).reshape(L, K)
+
+
+def find(
+    engine: HFEngine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    folder: Path,
+    layout: SparsitySchedule,
+    by: By,
+    top_k: int,
+    made_by: dict[str, Any] | None = None,
+    listener: Callable[[str, float], None] = lambda phase, left: None,
+) -> SparsitySchedule:
+    """``layout`` with shares of its sparse layers, on dense responses to these prompts.
+
+    Takes one pass over the responses for each sparse layer, and four more.
+
+    Args:
+        engine, prompts, sampling, folder, made_by: see ``Trajectories``.
+        layout: says which layers are sparse.
+        by: whether the heads of a layer have the same share.
+        top_k: the mean number of pages by score at which they are shared.
+        listener: called at the start of every pass with its name and NaN.
+
+    Raises ConfigError: no sparse layer, a layout with shares, or fewer pages than units; no layer loses acceptance; or
+    the shares do not raise p5 at ``top_k``, which happens where a layer's loss does not follow its unread mass.
+    """
+    layers = engine.model.config.get_text_config().num_hidden_layers
+    sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
+    if layout.head_shares or not sparse or top_k < UNITS:
+        raise ConfigError(
+            f"shares are found for a layout without any, with sparse layers, at {UNITS} pages or more; got "
+            f"{'' if layout.head_shares else 'no '}head_shares, {len(sparse)} sparse layers and {top_k} pages"
+        )
+    unit = top_k // UNITS
+    even = layout.replace(top_k=(unit * UNITS,))
+    listener(f"shares: sampling {len(prompts)} dense responses", np.nan)
+    trajectories = Trajectories(engine, engine, prompts, sampling, folder, SparsitySchedule.dense(), made_by)
+
+    def acceptance(schedule: SparsitySchedule) -> Floats:
+        return flatten(trajectories.acceptance(schedule))[0]
+
+    best, lost = float(flatten(trajectories.ceiling())[0].mean()), []
+    for layer in sparse:
+        listener(f"shares: scoring with layer {layer} alone sparse", np.nan)
+        others = tuple(other for other in range(layers) if other != layer)
+        lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
+    if max(lost) <= 0:
+        raise ConfigError(
+            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so shares cannot be found; "
+            "sample longer responses, or try smaller budgets"
+        )
+    lost_L = np.maximum(lost, LEAST * max(lost))
+    listener("shares: attention that is left unread", np.nan)
+    longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
+    counts = [unit * n for n in range(1, min(LARGEST_SHARE * UNITS, max(UNITS, -(-longest // unit))) + 1)]
+    missed_LKU = engine.unread(trajectories.rollouts, layout, counts)[sparse]
+    units = divided(missed_LKU, weights(missed_LKU, lost_L, UNITS), by, UNITS)
+    table = np.ones((layers, units.shape[1]))
+    table[sparse] = units / UNITS
+    found = {"by": by, "top_k": unit * UNITS, "lost": [round(x, 5) for x in lost]}
+    shares = tuple(map(tuple, table.tolist()))
+    listener("shares: scoring with them and without", np.nan)
+    without, shared = (float(np.percentile(acceptance(each), 5)) for each in (even, even.replace(head_shares=shares)))
+    if shared <= without:
+        raise ConfigError(
+            f"at {unit * UNITS} pages by score p5 is {without:.3f} without shares and {shared:.3f} with those found by "
+            f"{by}; leave head_shares out"
+        )
+    return layout.replace(head_shares=shares, provenance={**layout.provenance, "shares": found})

@@ -1,0 +1,65 @@
+"""Attention mass of a dense model on what a sparse actor would not read, by layer and kv head.
+
+Shapes: T tokens, R of them that are looked at, H query heads, K kv heads, G = H / K, D head dim, P page size, N pages,
+U numbers of pages, L layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores
+from sparrow.model.actor import teacher_forced
+from sparrow.schedule import SparsitySchedule
+
+ROWS = 16  # positions at a time: their attention over all tokens is in memory
+
+
+@torch.no_grad()
+def unread(
+    model: PreTrainedModel, ids_T: Tensor, position_R: Tensor, layout: PageLayout, pages_U: Sequence[int]
+) -> Tensor:
+    """What ``unread_mass`` says of each layer, ``[L, K, U]``, in a dense pass over one sequence.
+
+    Args:
+        model: one that ``set_schedule`` was called on, with attention in every layer.
+    """
+    layers = range(model.config.get_text_config().num_hidden_layers)
+    found: dict[int, Tensor] = {}
+
+    def watch(layer: int, query: Tensor, key: Tensor, scaling: float | None) -> None:
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        found[layer] = unread_mass(query[0], key[0], position_R, layout, scale, pages_U)
+
+    with teacher_forced(model, [len(ids_T)], SparsitySchedule.dense(dense_layers=tuple(layers))) as forcing:
+        forcing.watch = watch
+        model.get_decoder()(input_ids=ids_T[None], use_cache=False)
+    return torch.stack([found[layer] for layer in layers])
+
+
+def unread_mass(
+    q_HTD: Tensor, k_KTD: Tensor, position_R: Tensor, layout: PageLayout, scale: float, pages_U: Sequence[int]
+) -> Tensor:
+    """Mass ``[K, U]``, averaged over positions and a group's heads, outside what each number of pages keeps."""
+    (H, T, _), K, P = q_HTD.shape, len(k_KTD), layout.page_size
+    N, parts = -(-T // P), []
+    keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
+    marks_BKND = landmarks(keys.unflatten(1, (N, P)), layout.landmark_dtype)[None]
+    page, token = torch.arange(N, device=keys.device), torch.arange(T, device=keys.device)
+    for position in position_R.split(ROWS):
+        q_HRD, pages_R1 = q_HTD[:, position], page_count(position + 1, P)[:, None]
+        logits = torch.einsum("kgrd,ktd->kgrt", q_HRD.unflatten(0, (K, H // K)).float(), k_KTD.float()) * scale
+        weights = logits.masked_fill(token > position[:, None], -torch.inf).softmax(-1).mean(1)
+        mass_KRN = F.pad(weights, (0, N * P - T)).unflatten(-1, (N, P)).sum(-1)
+        scores = page_scores(q_HRD[None], marks_BKND)[0]
+        always_RN = (page < layout.sink_pages) | (page >= pages_R1 - layout.recent_pages)
+        scores = scores.masked_fill(always_RN, torch.inf).masked_fill(page >= pages_R1, -torch.inf)
+        read_KRN = mass_KRN.gather(-1, scores.argsort(dim=-1, descending=True, stable=True)).cumsum(-1)
+        last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
+        parts.append((1 - read_KRN[..., last.clamp(max=N - 1)]).clamp(min=0).sum(1))
+    return torch.stack(parts).sum(0) / len(position_R)
