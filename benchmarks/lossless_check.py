@@ -2,7 +2,7 @@
 
     python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
-    SPARROW_UNTESTED_VLLM=1 python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
+    python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``; greedy tokens against
 stock vLLM's, and where they first differ, how far apart the float32 model's log-probs of the two tokens are.

@@ -38,10 +38,10 @@ def adapter(version: str) -> ModuleType:
     return import_module(f"sparrow.vllm.{name}")
 
 
-def check_lossless(on_cpu: bool, drafter_invariant: bool = False) -> None:
+def check_lossless(on_cpu: bool) -> None:
     """Check that lossless mode can run in the vLLM of this process.
 
-    Raises ConfigError: vLLM before 0.26, or on a GPU a version or setting that was never run there, unless
+    Raises ConfigError: vLLM before 0.26, or on a GPU a version that was never run there, unless
     ``SPARROW_UNTESTED_VLLM`` is 1.
     """
     import vllm
@@ -50,17 +50,28 @@ def check_lossless(on_cpu: bool, drafter_invariant: bool = False) -> None:
     major, minor = Version(vllm.__version__).release[:2]
     if (major, minor) < (0, 26):
         raise ConfigError(f"mode 'lossless' needs vLLM 0.26 to 0.33, got {vllm.__version__}; install one of those")
-    if on_cpu or os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1":
-        return
-    if f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
+    if not on_cpu and not _tries_untested() and f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
         raise ConfigError(
             f"mode 'lossless' was never run on a GPU with vLLM {vllm.__version__}, only with {LOSSLESS_ON_CUDA}; "
             f"install one of those, or set {UNTESTED_ENVIRONMENT}=1 to try it"
         )
-    if drafter_invariant:
+
+
+def check_head_shares(on_cpu: bool) -> None:
+    """Check that a schedule's ``head_shares`` can be followed.
+
+    Raises ConfigError: on a GPU, where what the kernels compute with them was never compared, unless
+    ``SPARROW_UNTESTED_VLLM`` is 1.
+    """
+    if not on_cpu and not _tries_untested():
         raise ConfigError(
-            f"drafter_invariant was never run on a GPU; leave it out, or set {UNTESTED_ENVIRONMENT}=1 to try it"
+            "on a GPU, what the kernels compute with head_shares was never compared with the reference; leave them out "
+            f"of the schedule, or set {UNTESTED_ENVIRONMENT}=1 to try them"
         )
+
+
+def _tries_untested() -> bool:
+    return os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1"
 
 
 def drafts_have_own_noise() -> bool:

@@ -135,15 +135,8 @@ def test_versions_it_cannot_run_in_are_refused(version, on_cpu, message, monkeyp
 def test_an_untested_version_runs_if_told_to(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.32.0")
     monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
-    versions.check_lossless(on_cpu=False, drafter_invariant=True)
-    versions.check_lossless(on_cpu=True)
-
-
-def test_an_untested_setting_runs_on_a_gpu_if_told_to(cuda_version, monkeypatch):
-    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
     versions.check_lossless(on_cpu=False)
-    with pytest.raises(ConfigError, match="drafter_invariant was never run on a GPU; leave it out, or set SPARROW_"):
-        versions.check_lossless(on_cpu=False, drafter_invariant=True)
+    versions.check_lossless(on_cpu=True)
 
 
 @pytest.mark.parametrize(
