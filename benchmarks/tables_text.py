@@ -93,8 +93,9 @@ def text_shared_noise() -> str:
     return table([*head, *(f"tokens a cycle, k = {k}: rejection; drafter-invariant" for k in counts)], rows)
 
 
-def text_vllm() -> str:
-    result = load("text_vllm")
+def text_vllm(study: str) -> str:
+    """Tokens of vLLM's cycles by position, beside what rejection sampling gives for them by the model itself."""
+    result = load(study)
     rows = []
     for row in [*result["bins"], {"start": "all", **{k: v for k, v in result.items() if k != "bins"}}]:
         where = "all" if row["start"] == "all" else f"{row['start']:,} to {row['end']:,}"
@@ -197,9 +198,22 @@ def text_control() -> str:
     return table([*head, "held-out reward, start", "end", "minus dense", "collapsed"], rows)
 
 
-def text_control_model() -> str:
+def text_corrections() -> str:
+    """GRPO on the text model by correction, with an adapter and with the closed loop; differences by seed."""
+    rows = []
+    for row in load("text_corrections")["rows"]:
+        plain, steps = row["whole_reward_minus_plain"], sorted({row["steps"][0], row["steps"][-1]})
+        cells = [f"`{row['arm']}`", len(row["seeds"]), " to ".join(map(str, steps))]
+        cells += [f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}", f"{row['held_out_end'][0]:.3f}"]
+        cells += ["" if row["arm"] == "dense" else _spread(row["whole_reward_minus_dense"], "+")]
+        rows.append([*cells, "" if plain[0] is None else _spread(plain, "+")])
+    head = ["arm", "seeds", "steps", "p5", "KV read", "KL", "held-out reward, end", "actor's reward minus dense's"]
+    return table([*head, "minus that of the same schedule with token TIS"], rows)
+
+
+def text_control_model(study: str) -> str:
     """One line: the model that was trained, and how."""
-    result = load("text_control")
+    result = load(study)
     card, s = result["model"], result["settings"]
     return (
         f"{card['parameters'] / 1e6:.0f} M parameters, trained for {card['training_s']:.0f} s on one {card['device']}, "
@@ -242,8 +256,8 @@ def text_wall_clock_paired() -> str:
     rows = []
     for row in load("text_wall_clock")["paired"]:
         cells = [f"`{row['arm']}`", len(row["seeds"]), row["pairs"], _interval(row["step_speedup"], 2)]
-        rows.append([*cells, _spread(row["reward_minus_dense"], "+")])
-    return table(["rollouts", "models", "pairs of steps", "step over dense", "reward minus dense's"], rows)
+        rows.append([*cells, ", ".join(f"{x:+.3f}" for x in row["reward_minus_dense"])])
+    return table(["rollouts", "models", "pairs of steps", "step over dense", "reward minus dense's, by model"], rows)
 
 
 def text_wall_clock_model() -> str:
@@ -355,7 +369,8 @@ TABLES = {
     "reasoner acceptance": reasoner_acceptance,
     "drafter invariance": drafter_invariance,
     "text shared noise": text_shared_noise,
-    "text vllm": text_vllm,
+    "text vllm": partial(text_vllm, "text_vllm"),
+    "text vllm invariant": partial(text_vllm, "text_vllm_invariant"),
     "text metered": text_metered,
     "text page sizes": text_pages,
     "text landmarks": text_landmarks,
@@ -367,7 +382,9 @@ TABLES = {
     "text distill": text_distill,
     "text distill setting": text_distill_setting,
     "text control": text_control,
-    "text control model": text_control_model,
+    "text corrections": text_corrections,
+    "text corrections model": partial(text_control_model, "text_corrections"),
+    "text control model": partial(text_control_model, "text_control"),
     "text control ranks": text_control_ranks,
     "text wall clock": text_wall_clock,
     "text wall clock model": text_wall_clock_model,

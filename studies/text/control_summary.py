@@ -94,6 +94,13 @@ def minus_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., f
     return limits(*against_dense(pairs, runs, value)) if pairs else [None, None, None]
 
 
+def minus_plain(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
+    """As ``minus_dense``, to the run of the same schedule with the study's own correction and no adapter."""
+    schedule = some[0]["arm"].partition("-")[0]
+    plain = [{**run, "arm": "dense"} for run in runs if run["arm"] == schedule != some[0]["arm"]]
+    return minus_dense(some, plain, value)
+
+
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
     """One arm, given all its runs and those of every arm."""
     return {
@@ -109,6 +116,7 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
         "reward_end": over_seeds(map(end_reward, some)),
         "reward_minus_dense": minus_dense(some, runs, end_reward),
         "whole_reward_minus_dense": minus_dense(some, runs, whole_reward),
+        "whole_reward_minus_plain": minus_plain(some, runs, whole_reward),
         "held_out_start": over_seeds(map(held_out_start, some)),
         "held_out_end": over_seeds(map(held_out_end, some)),
         "held_out_minus_dense": minus_dense(some, runs, held_out_end),

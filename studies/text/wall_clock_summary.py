@@ -23,7 +23,7 @@ import tyro
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "benchmarks"), str(ROOT / "studies/reasoner")]
 from common import save  # noqa: E402
-from stability_statistics import Run, logged_rows, t_interval  # noqa: E402
+from stability_statistics import Run, logged_rows  # noqa: E402
 
 PHASES = ("rollout", "score", "update", "sync")
 HERE = ("checkpoint", "out")
@@ -112,7 +112,8 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
     """A row for each arm but dense, its steps paired with those of dense: the same problems, as many updates before.
 
     ``step_speedup``: dense's seconds over the arm's, all steps but the first of a run together; the 95 % interval
-    resamples pairs. ``reward_minus_dense``: the mean over all pairs with its 95 % t-interval.
+    resamples pairs. ``reward_minus_dense``: the mean over the pairs of each run; steps of a run are not independent, so
+    an interval needs several runs.
     """
     rows = []
     for arm in dict.fromkeys(run["arm"] for run in arms if run["arm"] != "dense"):
@@ -122,18 +123,17 @@ def paired(arms: Sequence[Run]) -> list[dict[str, Any]]:
             dense = dense_of(run, arms)
             pair = [np.array(of["reward"][: min(run["steps"], dense["steps"])]) for of in (dense, run)]
             seconds.append([np.diff(of[:, 0]) for of in pair])
-            rewards.append(pair[1][:, 1] - pair[0][:, 1])
+            rewards.append(float((pair[1][:, 1] - pair[0][:, 1]).mean()))
         theirs, ours = np.concatenate(seconds, axis=1)
         drawn = np.random.default_rng(0).integers(0, len(ours), (RESAMPLES, len(ours)))
         low, high = np.quantile(theirs[drawn].sum(1) / ours[drawn].sum(1), [0.025, 0.975])
-        mean, half = t_interval(np.concatenate(rewards).tolist())
         rows.append(
             {
                 "arm": arm,
                 "seeds": [run["seed"] for run in runs],
-                "pairs": sum(map(len, rewards)),
+                "pairs": len(ours) + len(runs),
                 "step_speedup": [float(theirs.sum() / ours.sum()), float(low), float(high)],
-                "reward_minus_dense": [mean, mean - half, mean + half],
+                "reward_minus_dense": rewards,
             }
         )
     return rows

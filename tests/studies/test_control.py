@@ -387,6 +387,10 @@ def test_the_summarys_numbers_by_hand(study):
     # There is no dense run of seed 2.
     assert s.minus_dense(runs[2:], runs, s.end_reward) == [pytest.approx(-0.1), None, None]
     assert s.minus_dense(runs[3:], runs, s.end_reward) == [None, None, None]
+    # Compared with p75's run of seed 0 over the five steps that both did.
+    corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
+    assert s.minus_plain([corrected], [*runs, corrected], s.whole_reward) == [pytest.approx(0.1), None, None]
+    assert s.minus_plain(runs[2:], runs, s.whole_reward) == [None, None, None]
 
 
 def test_the_ranking_and_the_figures_points_by_hand(study):
