@@ -37,6 +37,7 @@ from stability_statistics import (
     settled,
     shortened,
     signs,
+    t_interval,
     tau,
     threshold,
 )
@@ -162,11 +163,12 @@ def drift(runs: list[Run]) -> str:
     for schedule in PAGES[:-1]:
         tails = [run["tail"] for run in runs if run["schedule"] == schedule and not collapsed(run)]
         if tails:
-            p5 = (
-                np.mean([np.mean(tail[when], axis=0)[1] for tail in tails]) for when in (slice(1, 5), slice(-5, None))
+            begin, end = (
+                np.array([np.mean(tail[when], axis=0)[1] for tail in tails]) for when in (slice(1, 5), slice(-5, None))
             )
-            rows.append([f"`{schedule}`", len(tails), *(f"{x:.3f}" for x in p5)])
-    return table(["schedule", "runs", "p5, steps 2 to 5", "p5, last 5 steps"], rows)
+            p5 = [f"{x.mean():.3f}" for x in (begin, end)]
+            rows.append([f"`{schedule}`", len(tails), *p5, "{:+.3f} ± {:.3f}".format(*t_interval(list(end - begin)))])
+    return table(["schedule", "runs", "p5, steps 2 to 5", "p5, last 5 steps", "rise"], rows)
 
 
 def guard(runs: list[Run]) -> str:
