@@ -268,12 +268,12 @@ def text_wall_clock_model() -> str:
     text = (
         f"{dense['device']}; {o['copies']} copies of every head, "
         f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
-        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}.\n"
+        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}.\n\n"
     )
     for i, card in enumerate(result["models"]):
         (lossy,) = (run for run in result["arms"] if run["arm"] == "p86" and run["model"] == i)
         text += (
-            f"Model {i + 1}: held-out loss {card['held_out_loss']:.2f}, problems of seed {lossy['seed']}; `p86` "
+            f"- Model {i + 1}: held-out loss {card['held_out_loss']:.2f}, problems of seed {lossy['seed']}; `p86` "
             f"selects {', '.join(map(str, lossy['top_k']))} pages by 256 tokens of context, beside the first and the "
             "latest.\n"
         )
