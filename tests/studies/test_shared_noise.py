@@ -1,9 +1,6 @@
 """The chance that two distributions draw one token with the same Gumbel noise, and what is made of it for cycles."""
 
-import importlib
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,16 +8,7 @@ import torch
 
 from tests.conftest import VOCAB, tiny_model
 
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def study():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        patch.syspath_prepend(str(ROOT / "studies" / "text"))
-        names = ("acceptance", "shared_noise", "tables_text")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+MODULES = ("acceptance", "shared_noise", "tables_text")
 
 
 def distributions(seed: int, rows: int, vocab: int) -> torch.Tensor:

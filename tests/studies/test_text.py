@@ -1,6 +1,5 @@
 """The study of a language model of real text, small: corpus, training, checkpoint, acceptance of drafts, tables."""
 
-import importlib
 import json
 import sys
 from pathlib import Path
@@ -18,17 +17,8 @@ from tests.conftest import VOCAB, tiny_model
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+MODULES = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text", "fewer_bits", "fp8_rounding")
 CONTEXT, PAGES = 512, 16
-
-
-@pytest.fixture(scope="module")
-def study():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        patch.syspath_prepend(str(ROOT / "studies" / "text"))
-        names = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text")
-        names += ("fewer_bits", "fp8_rounding")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 @pytest.fixture(scope="module")

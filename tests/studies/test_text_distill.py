@@ -1,9 +1,7 @@
 """The study of DistillSparse on natural text, on a tiny random model whose attention matters."""
 
-import importlib
 import json
 from argparse import Namespace
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +13,7 @@ from tests.conftest import VOCAB, tiny_model
 pytestmark = pytest.mark.slow
 
 LOSSES = ("forward", "reverse", "overlap")
-ROOT = Path(__file__).parents[2]
+MODULES = ("distill", "task", "tables_text")
 PROMPT, TOKENS, TRAIN, HELD_OUT = 64, 64, 48, 4
 OPTIONS = {
     "prompt": PROMPT, "tokens": TOKENS, "train": TRAIN, "held-out": HELD_OUT, "calibration": 4, "pages": (1, 2),
@@ -30,15 +28,6 @@ def command(folder, *more, **changed):
     for name, value in (OPTIONS | changed).items():
         flags += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return [str(folder), "--dense-layers", *flags]
-
-
-@pytest.fixture(scope="module")
-def study():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        patch.syspath_prepend(str(ROOT / "studies" / "text"))
-        names = ("distill", "task", "tables_text")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 @pytest.fixture(scope="module")

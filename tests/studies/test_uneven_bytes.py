@@ -1,9 +1,6 @@
 """Drafts whose layers, kv heads and pages share their bytes unevenly: totals, selections, calibration, comparison."""
 
-import importlib
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,18 +9,9 @@ import torch
 from sparrow.attention.pages import page_scores, select_pages
 from tests.conftest import VOCAB, tiny_model
 
-ROOT = Path(__file__).parents[2]
+MODULES = ("acceptance", "drafts", "uneven_bytes", "tables_text")
 CONTEXT = 512
 START = torch.tensor([[200, 301], [327, 440]])
-
-
-@pytest.fixture(scope="module")
-def study():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        patch.syspath_prepend(str(ROOT / "studies" / "text"))
-        names = ("acceptance", "drafts", "uneven_bytes", "tables_text")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 @pytest.fixture(scope="module")

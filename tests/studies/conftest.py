@@ -1,0 +1,20 @@
+"""The modules of a study, which its scripts import from their own folders."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def study(request):
+    """The modules that a test file names in ``MODULES``; ``FOLDERS`` are where they are."""
+    for name in getattr(request.module, "REQUIRED", ()):
+        pytest.importorskip(name)
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in getattr(request.module, "FOLDERS", ("benchmarks", "studies/text")):
+            patch.syspath_prepend(str(ROOT / folder))
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in request.module.MODULES})
