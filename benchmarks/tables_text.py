@@ -206,7 +206,7 @@ def text_corrections() -> str:
         cells = [f"`{row['arm']}`", len(row["seeds"]), " to ".join(map(str, steps))]
         cells += [f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}", f"{row['held_out_end'][0]:.3f}"]
         cells += ["" if row["arm"] == "dense" else _spread(row["whole_reward_minus_dense"], "+")]
-        rows.append([*cells, "" if plain[0] is None else _spread(plain, "+")])
+        rows.append([*cells, _spread(plain, "+") if plain else ""])
     head = ["arm", "seeds", "steps", "p5", "KV read", "KL", "held-out reward, end", "actor's reward minus dense's"]
     return table([*head, "minus that of the same schedule with token TIS"], rows)
 
@@ -240,14 +240,14 @@ def text_wall_clock() -> str:
         profile, seconds = run["profile"], run["seconds"]
         waiting = profile["clock_ms"] - profile["attention_ms"] - profile["other_ms"]
         decode = [profile["clock_ms"], profile["attention_ms"], profile["other_ms"], waiting]
-        gains = [f"{row[f'{what}_speedup']:.2f}x" for what in ("rollout", "step")]
         saved = row["saved_by_attention"]
         cells = [f"`{run['arm']}`", run["model"] + 1]
         cells += [f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync")]
-        cells += [f"{run['step_s']:.1f}", *(gains if saved else ["", ""]), *(f"{ms:.2f}" for ms in decode)]
+        cells += [f"{run['step_s']:.1f}", f"{row['rollout_speedup']:.2f}x" if saved else ""]
+        cells += [f"{ms:.2f}" for ms in decode]
         rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
     head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout over dense"]
-    head += ["step", "decoding a token, ms", "attention", "other kernels", "neither", "saved by attention"]
+    head += ["decoding a token, ms", "attention", "other kernels", "neither", "saved by attention"]
     return table(head, rows)
 
 
@@ -268,7 +268,8 @@ def text_wall_clock_model() -> str:
     text = (
         f"{dense['device']}; {o['copies']} copies of every head, "
         f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
-        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}.\n\n"
+        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}."
+        "\n\n"
     )
     for i, card in enumerate(result["models"]):
         (lossy,) = (run for run in result["arms"] if run["arm"] == "p86" and run["model"] == i)

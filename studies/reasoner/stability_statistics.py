@@ -160,15 +160,20 @@ def threshold(statistic: Sequence[float], bad: Sequence[bool]) -> float:
     return float(np.mean(edges[wrong == wrong.min()]))
 
 
-def against_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> tuple[float, float]:
-    """A run's value minus that of the dense run of its seed after as many steps: the mean over seeds, and the half
+def against(some: Sequence[Run], others: Sequence[Run], value: Callable[..., float]) -> tuple[float, float]:
+    """A run's value minus that of the other run of its seed after as many steps: the mean over seeds, and the half
     width of its 95 % t-interval (nan for a single seed)."""
-    dense = {run["seed"]: run for run in runs if run["arm"] == "dense"}
+    other = {run["seed"]: run for run in others}
     differences = []
     for run in some:
-        steps = min(len(run["reward"]), len(dense[run["seed"]]["reward"]))
-        differences.append(value(run, steps) - value(dense[run["seed"]], steps))
+        steps = min(len(run["reward"]), len(other[run["seed"]]["reward"]))
+        differences.append(value(run, steps) - value(other[run["seed"]], steps))
     return t_interval(differences)
+
+
+def against_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> tuple[float, float]:
+    """As ``against``, where the others are the dense ones of ``runs``."""
+    return against(some, [run for run in runs if run["arm"] == "dense"], value)
 
 
 def t_interval(values: Sequence[float]) -> tuple[float, float]:

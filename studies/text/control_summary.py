@@ -28,6 +28,7 @@ from common import save  # noqa: E402
 from stability_statistics import (  # noqa: E402
     STATISTICS,
     Run,
+    against,
     against_dense,
     by_arm,
     collapsed,
@@ -87,24 +88,22 @@ def over_seeds(values: Iterable[float]) -> list[float | None]:
     return limits(*t_interval(list(values)))
 
 
-def minus_dense(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
-    """The mean difference to the dense run of the same seed after as many steps, and its 95 % t-interval."""
-    dense = {run["seed"] for run in runs if run["arm"] == "dense"}
-    pairs = [run for run in some if run["seed"] in dense]
-    return limits(*against_dense(pairs, runs, value)) if pairs else [None, None, None]
-
-
-def minus_plain(some: Sequence[Run], runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
-    """As ``minus_dense``, to the run of the same schedule with the study's own correction and no adapter."""
-    schedule = some[0]["arm"].partition("-")[0]
-    plain = [{**run, "arm": "dense"} for run in runs if run["arm"] == schedule != some[0]["arm"]]
-    return minus_dense(some, plain, value)
+def minus(some: Sequence[Run], arm: str, runs: Sequence[Run], value: Callable[..., float]) -> list[float | None]:
+    """The mean difference to the run of ``arm`` and the same seed after as many steps, and its 95 % t-interval."""
+    others = [run for run in runs if run["arm"] == arm]
+    pairs = [run for run in some if run["seed"] in {other["seed"] for other in others}]
+    return limits(*against(pairs, others, value)) if pairs else [None, None, None]
 
 
 def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
-    """One arm, given all its runs and those of every arm."""
+    """One arm, given all its runs and those of every arm.
+
+    ``whole_reward_minus_plain`` compares it with the same schedule under the study's correction, without an adapter.
+    """
+    arm = some[0]["arm"]
+    plain = arm.partition("-")[0]
     return {
-        "arm": some[0]["arm"],
+        "arm": arm,
         "seeds": sorted(run["seed"] for run in some),
         "steps": sorted({len(run["reward"]) for run in some}),
         "top_k": some[0]["top_k"],
@@ -114,12 +113,12 @@ def row(some: Sequence[Run], runs: Sequence[Run]) -> dict[str, Any]:
         "read": late_read(some),
         "reward_start": over_seeds(run["reward"][0] for run in some),
         "reward_end": over_seeds(map(end_reward, some)),
-        "reward_minus_dense": minus_dense(some, runs, end_reward),
-        "whole_reward_minus_dense": minus_dense(some, runs, whole_reward),
-        "whole_reward_minus_plain": minus_plain(some, runs, whole_reward),
+        "reward_minus_dense": minus(some, "dense", runs, end_reward),
+        "whole_reward_minus_dense": minus(some, "dense", runs, whole_reward),
+        "whole_reward_minus_plain": minus(some, plain, runs, whole_reward) if plain != arm else None,
         "held_out_start": over_seeds(map(held_out_start, some)),
         "held_out_end": over_seeds(map(held_out_end, some)),
-        "held_out_minus_dense": minus_dense(some, runs, held_out_end),
+        "held_out_minus_dense": minus(some, "dense", runs, held_out_end),
         "collapsed": sum(map(collapsed, some)),
     }
 

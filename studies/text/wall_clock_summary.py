@@ -76,7 +76,7 @@ def dense_of(run: Run, arms: Sequence[Run]) -> Run:
 
 
 def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run: its speed over the dense run's, a step and a rollout, and what attention gave of it.
+    """A row for each run: its rollouts' speed over those of the dense run, and what attention gave of it.
 
     ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these steps took.
 
@@ -98,7 +98,6 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
                 "first_steps": steps,
                 "reward": float(np.mean([reward for _, reward in run["reward"][:steps]])),
                 "minutes": run["reward"][steps - 1][0] / 60,
-                "step_speedup": dense["step_s"] / run["step_s"],
                 "rollout_speedup": dense["seconds"]["rollout"] / run["seconds"]["rollout"],
                 "attention_share": run["profile"]["attention_ms"] / run["profile"]["clock_ms"],
                 "saved_by_attention": None if run is dense else attention / saved,

@@ -1,10 +1,8 @@
 """The control study, small: its task's reward by hand, its engine against the reference, and all of it end to end."""
 
-import importlib
 import json
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +15,9 @@ from tests.conftest import VOCAB, tiny_model
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
+MODULES = ("corpus", "task", "control", "control_summary", "control_figure", "train")
+MODULES += ("graph_engine", "many_runs", "tables_text")
 PROMPT = '''# file shop/stock.py
 """Stock."""
 import math
@@ -34,16 +35,6 @@ class Stock:
 
     def total(self):'''
 NAMES = ["Currency", "LIMIT", "Stock", "__init__", "items", "math", "owner", "price_of", "total"]
-
-
-@pytest.fixture(scope="module")
-def study():
-    with pytest.MonkeyPatch.context() as patch:
-        for folder in ("benchmarks", "studies/common", "studies/reasoner", "studies/text"):
-            patch.syspath_prepend(str(ROOT / folder))
-        studies = ("corpus", "task", "control", "control_summary", "control_figure", "train")
-        names = (*studies, "graph_engine", "many_runs", "tables_text")
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
 @pytest.fixture(scope="module")
@@ -385,12 +376,11 @@ def test_the_summarys_numbers_by_hand(study):
     assert s.over_seeds(map(s.end_reward, runs[:2])) == pytest.approx([0.5, 0.5 - 1.2706, 0.5 + 1.2706], abs=1e-4)
     assert s.over_seeds([0.3]) == [0.3, None, None]
     # There is no dense run of seed 2.
-    assert s.minus_dense(runs[2:], runs, s.end_reward) == [pytest.approx(-0.1), None, None]
-    assert s.minus_dense(runs[3:], runs, s.end_reward) == [None, None, None]
+    assert s.minus(runs[2:], "dense", runs, s.end_reward) == [pytest.approx(-0.1), None, None]
+    assert s.minus(runs[3:], "dense", runs, s.end_reward) == [None, None, None]
     # Compared with p75's run of seed 0 over the five steps that both did.
     corrected = made_up_run("p75-obrs", 0, [0.1] * 5, [[0, 0.2]])
-    assert s.minus_plain([corrected], [*runs, corrected], s.whole_reward) == [pytest.approx(0.1), None, None]
-    assert s.minus_plain(runs[2:], runs, s.whole_reward) == [None, None, None]
+    assert s.minus([corrected], "p75", [*runs, corrected], s.whole_reward) == [pytest.approx(0.1), None, None]
 
 
 def test_the_ranking_and_the_figures_points_by_hand(study):
