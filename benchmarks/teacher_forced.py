@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 import torch.nn.functional as F
 import triton
 from common import save
+from gpu_timing import milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -36,20 +36,6 @@ K, D, LAYOUT = 8, 128, PageLayout()
 CASES = [(32_768, 2, 253), (32_768, 4, 253), (32_768, 2, 125), (65_536, 2, 253)]
 KINDS = ("same", "drifting", "independent")
 DENSE = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-def milliseconds(work: Callable[[], Any], repeats: int = 5) -> float:
-    work()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
 
 
 def drift(T: int, heads: int, scale: float = 512.0) -> Tensor:

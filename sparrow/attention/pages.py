@@ -117,3 +117,16 @@ def select_pages(
     level = (scores == threshold) & ranked
     first = level.cumsum(-1) <= k_BKT1 - above.sum(-1, keepdim=True)
     return always[:, None] | above | (level & first)
+
+
+def reading_order(scores_BKTN: Tensor, length_BT: Tensor, layout: PageLayout) -> Tensor:
+    """Pages in the order in which a growing ``top_k`` takes them up, ``[B, K, T, N]``.
+
+    Arguments as in ``select_pages``. The pages that are always kept come first, those beyond the sequence last.
+    """
+    page = torch.arange(scores_BKTN.shape[-1], device=scores_BKTN.device)
+    pages_BT1 = page_count(length_BT, layout.page_size)[..., None]
+    always = (page < layout.sink_pages) | (page >= pages_BT1 - layout.recent_pages)
+    ranking = scores_BKTN.masked_fill(always[:, None], float("inf"))
+    ranking = ranking.masked_fill((page >= pages_BT1)[:, None], float("-inf"))
+    return ranking.argsort(dim=-1, descending=True, stable=True)

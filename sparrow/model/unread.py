@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores
+from sparrow.attention.pages import PageLayout, landmarks, page_scores, reading_order
 from sparrow.model.actor import teacher_forced
 from sparrow.schedule import SparsitySchedule
 
@@ -50,16 +50,14 @@ def unread_mass(
     N, parts = -(-T // P), []
     keys = F.pad(k_KTD, (0, 0, 0, N * P - T))
     marks_BKND = landmarks(keys.unflatten(1, (N, P)), layout.landmark_dtype)[None]
-    page, token = torch.arange(N, device=keys.device), torch.arange(T, device=keys.device)
+    token = torch.arange(T, device=keys.device)
     for position in position_R.split(ROWS):
-        q_HRD, pages_R1 = q_HTD[:, position], page_count(position + 1, P)[:, None]
+        q_HRD = q_HTD[:, position]
         logits = torch.einsum("kgrd,ktd->kgrt", q_HRD.unflatten(0, (K, H // K)).float(), k_KTD.float()) * scale
         weights = logits.masked_fill(token > position[:, None], -torch.inf).softmax(-1).mean(1)
         mass_KRN = F.pad(weights, (0, N * P - T)).unflatten(-1, (N, P)).sum(-1)
-        scores = page_scores(q_HRD[None], marks_BKND)[0]
-        always_RN = (page < layout.sink_pages) | (page >= pages_R1 - layout.recent_pages)
-        scores = scores.masked_fill(always_RN, torch.inf).masked_fill(page >= pages_R1, -torch.inf)
-        read_KRN = mass_KRN.gather(-1, scores.argsort(dim=-1, descending=True, stable=True)).cumsum(-1)
+        order_KRN = reading_order(page_scores(q_HRD[None], marks_BKND), position[None] + 1, layout)[0]
+        read_KRN = mass_KRN.gather(-1, order_KRN).cumsum(-1)
         last = torch.tensor(pages_U, device=keys.device) + layout.sink_pages + layout.recent_pages - 1
         parts.append((1 - read_KRN[..., last.clamp(max=N - 1)]).clamp(min=0).sum(1))
     return torch.stack(parts).sum(0) / len(position_R)

@@ -21,7 +21,7 @@ Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,35 +30,22 @@ from typing import Any, Literal
 import drafts
 import numpy as np
 import torch
-from acceptance import Floats, Study, acceptance, schedule
+from acceptance import Floats, Study, acceptance
 from fewer_bytes import rounded
-from numpy.typing import NDArray
 from torch import Tensor
 from train import windows
 from transformers import PreTrainedModel
+from uneven_budgets import DRAFTS, Calibration, Ints, Spread, calibrate
 
-from sparrow import head_shares
-from sparrow.attention.pages import landmarks, page_count, page_scores, select_pages
+from sparrow.attention.pages import landmarks, page_scores, select_pages
 from sparrow.mismatch import sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.schedule import SparsitySchedule
 
-DRAFTS = 8
-UNIT = 64  # tokens that a calibration gives at a time, and the least that a kv head reads
 SINK, RECENT = 16, 32  # tokens always read
 GROUP = 4  # pages that are ranked together at the first of two levels
 TARGET = 0.86  # p5 whose bytes are asked for
 
-Ints = NDArray[np.int64]
 Score = Literal["mean query", "best head", "softmax"]
-Spread = Literal[
-    "even", "last 3", "ends 3", "last 8", "layers", "heads of a layer", "heads of all layers", "weighted heads"
-]
-BY_HAND: dict[Spread, Callable[[int, int], int]] = {  # a layer's share, from its number and how many there are
-    "even": lambda layer, layers: 1,
-    "last 3": lambda layer, layers: 3 if layer == layers - 1 else 1,
-    "last 8": lambda layer, layers: 8 if layer == layers - 1 else 1,
-    "ends 3": lambda layer, layers: 3 if layer in (0, layers - 1) else 1,
-}
 
 
 @dataclass(frozen=True)
@@ -198,117 +185,6 @@ class Uneven(drafts.Cycles):
                 mine = mine.masked_fill(~inside.repeat_interleave(GROUP, dim=-1), float("-inf"))
             kept.append(select_pages(mine, length_BR, torch.full_like(length_BR, k), self.layout))
         return torch.cat(kept, dim=1)
-
-
-# --- calibration ---
-
-
-@dataclass
-class Masses(drafts.Cycles):
-    """Dense cycles that sum up over drafts what sparse ones would leave unread, for pages ranked by the mean query.
-
-    Attributes:
-        at: tokens that the selections read which followers would take over.
-        missed: by layer, attention mass ``[K, U]`` on cached tokens that 64, 128, ... tokens leave out.
-        caught: by layer from the second on, mass ``[K, K]`` of each head on the pages of each head of the layer before.
-    """
-
-    at: int = field(kw_only=True)
-    missed: dict[int, Tensor] = field(default_factory=dict)
-    caught: dict[int, Tensor] = field(default_factory=dict)
-    order: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # layer -> pages [B, K, R, N], those first that are read first
-    selected: dict[int, Tensor] = field(default_factory=dict)  # layer -> 1 for pages read at ``at`` tokens, or else 0
-
-    def select(self, layer: int, q_BHRD: Tensor) -> Tensor:
-        layout, length_BR = self.layout, self.start_BR + self.step + 1
-        scores = page_scores(q_BHRD, self.cache.landmarks[layer])
-        page = torch.arange(scores.shape[-1], device=scores.device)
-        pages_BR1 = page_count(length_BR, layout.page_size)[..., None]
-        always = (page < layout.sink_pages) | (page >= pages_BR1 - layout.recent_pages)
-        inside = (page < pages_BR1)[:, None].expand_as(scores)
-        ranking = scores.masked_fill(always[:, None], float("inf")).masked_fill(~inside, float("-inf"))
-        self.order[layer] = ranking.argsort(dim=-1, descending=True, stable=True)
-        return inside
-
-    def weights(self, layer: int, q_BHRD: Tensor, read_BKRT: Tensor) -> Tensor:
-        weights, order = super().weights(layer, q_BHRD, read_BKRT), self.order[layer]
-        mass_BKRN = weights[..., : read_BKRT.shape[-1]].mean(2).unflatten(-1, (-1, self.layout.page_size)).sum(-1)
-        read = mass_BKRN.gather(-1, order).cumsum(-1)
-        missed = (read[..., -1:] - read)[..., UNIT // self.layout.page_size - 1 :: UNIT // self.layout.page_size]
-        self.missed[layer] = self.missed.get(layer, 0) + missed.sum((0, 2))
-        chosen = order[..., : self.at // self.layout.page_size]
-        self.selected[layer] = torch.zeros_like(mass_BKRN).scatter(-1, chosen, 1.0)
-        if layer:
-            both = torch.einsum("bkrn,bjrn->kj", mass_BKRN, self.selected[layer - 1])
-            self.caught[layer] = self.caught.get(layer, 0) + both
-        return weights
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """What calibration texts say, averaged over drafts.
-
-    Attributes:
-        missed_LKU: attention mass that a head leaves unread.
-        lost_L: acceptance lost where one layer alone reads ``at`` tokens and all others everything.
-        heads_LK: for each head, the head of the layer before whose pages at ``at`` tokens hold most of its mass.
-    """
-
-    missed_LKU: Floats
-    lost_L: Floats
-    heads_LK: Ints
-    at: int
-
-    @property
-    def weights(self) -> Floats:
-        """Acceptance lost for each unit of mass that a layer's heads leave unread."""
-        return head_shares.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
-
-    def tokens(self, spread: Spread, budget: int) -> Ints:
-        """Tokens ``[L, K]`` that heads read; ``budget`` on average."""
-        L, K, _ = self.missed_LKU.shape
-        if spread in BY_HAND:
-            return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[:, None].repeat(K, 1)
-        if spread == "heads of a layer":
-            return np.stack([head_shares.greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
-        weights = np.ones(L) if spread == "heads of all layers" else self.weights
-        by: head_shares.By = "layers" if spread == "layers" else "heads"
-        return head_shares.divided(self.missed_LKU, weights, by, budget / UNIT) * UNIT
-
-
-def by_shares(shares: Sequence[int], budget: int) -> Ints:
-    """Tokens by layer, ``budget`` on average: 64 each, and the rest by shares, in steps of 16 tokens."""
-    exact = (UNIT + np.array(shares) / sum(shares) * len(shares) * (budget - UNIT)) / 16
-    whole = np.floor(exact + 1e-9).astype(np.int64)
-    rest = len(shares) * budget // 16 - whole.sum()
-    whole[np.argsort(whole - exact, kind="stable")[:rest]] += 1
-    return whole * 16
-
-
-def calibrate(model: PreTrainedModel, ids_ST: Tensor, start_SR: Tensor, at: int) -> Calibration:
-    """One text at a time. ``start`` has the first positions of cycles."""
-    layers, dense = model.config.num_hidden_layers, SparsitySchedule.dense(dense_layers=())
-    missed, caught, lost = list[Tensor](), list[Tensor](), np.zeros(layers)
-    for ids, start in zip(ids_ST.split(1), start_SR.split(1), strict=True):
-        cache = drafts.DenseCache.of(model, ids, drafts.layout_of(dense))
-        masses = Masses(cache, start, DRAFTS, dense, at=at)
-        p = list(drafts.draft(model, ids, masses))
-        missed.append(torch.stack([masses.missed[layer] for layer in range(layers)]))
-        caught.append(torch.stack([masses.caught[layer] for layer in range(1, layers)]))
-        for layer in range(layers):
-            kept = schedule(at, [other for other in range(layers) if other != layer])
-            steps = drafts.draft(model, ids, drafts.Cycles(cache, start, DRAFTS, kept))
-            alpha = torch.stack([acceptance(p[step], q) for step, q in enumerate(steps)])
-            lost[layer] += 1 - alpha.mean().item()
-    best = torch.stack(caught).sum(0).argmax(-1).cpu().numpy()
-    heads_LK = np.concatenate([np.arange(best.shape[1])[None], best])
-    missed_LKU = torch.stack(missed).sum(0).double().cpu().numpy() / (start_SR.numel() * DRAFTS)
-    return Calibration(missed_LKU, lost / len(ids_ST), heads_LK, at)
-
-
-# --- measuring ---
 
 
 def measure(

@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparrow.attention.pages import PageLayout, landmarks, page_count, page_scores, select_pages
+from sparrow.attention.pages import (
+    PageLayout,
+    landmarks,
+    page_count,
+    page_scores,
+    reading_order,
+    select_pages,
+)
 from sparrow.schedule import ALL_PAGES
 
 NAN, INF = float("nan"), float("inf")
@@ -189,3 +196,15 @@ def test_selection_keeps_the_budget_the_ends_and_the_best(case):
         left_out = set(range(pages)) - chosen
         assert all(scores[row][n] >= scores[row][m] for n in chosen - ends for m in left_out)
         assert chosen == best_pages(scores[row], length[row], top_k[row], layout)
+
+
+@pytest.mark.parametrize("layout", [PageLayout(), PageLayout(page_size=4, sink_pages=0, recent_pages=1)])
+def test_a_growing_budget_takes_up_pages_in_the_reading_order(layout):
+    scores = normal(2, 3, 5, 12).round(decimals=1)  # some are equal
+    length = torch.randint(1, 12 * layout.page_size + 1, (2, 5), generator=torch.Generator().manual_seed(1))
+    order = reading_order(scores, length, layout)
+    pages = page_count(length, layout.page_size)[:, None, :, None]
+    for top_k in range(13):
+        kept = select_pages(scores, length, torch.full_like(length, top_k), layout)
+        first = torch.zeros_like(kept).scatter(-1, order[..., : top_k + layout.sink_pages + layout.recent_pages], True)
+        assert torch.equal(kept, first & (torch.arange(12) < pages))

@@ -9,7 +9,7 @@ import torch
 from sparrow.attention.pages import page_scores, select_pages
 from tests.conftest import VOCAB, tiny_model
 
-MODULES = ("acceptance", "drafts", "uneven_bytes", "tables_text")
+MODULES = ("acceptance", "drafts", "uneven_budgets", "uneven_bytes", "tables_text")
 CONTEXT = 512
 START = torch.tensor([[200, 301], [327, 440]])
 
@@ -27,7 +27,7 @@ def calibration(study):
     """Of 4 layers and 2 heads whose missed mass halves with every unit, and of which layer 2's head 1 has most."""
     mass = np.array([[0.3, 0.2], [0.1, 0.1], [0.2, 0.9], [0.02, 0.01]])
     lost, heads = np.array([0.01, 0.01, 0.01, 0.2]), np.array([[0, 1], [1, 0], [0, 1], [1, 1]])
-    return study.uneven_bytes.Calibration(mass[..., None] * 0.5 ** np.arange(8), lost, heads, at=128)
+    return study.uneven_budgets.Calibration(mass[..., None] * 0.5 ** np.arange(8), lost, heads, at=128)
 
 
 def pages(study, model, ids, calibration, **options):
@@ -65,7 +65,7 @@ def test_every_way_to_share_them_has_the_same_tokens_in_all(study, calibration, 
 
 
 def test_shares_by_hand(study):
-    assert study.uneven_bytes.by_shares([1, 1, 1, 3], 192).tolist() == [64 + 96, 64 + 80, 64 + 80, 64 + 256]
+    assert study.uneven_budgets.by_shares([1, 1, 1, 3], 192).tolist() == [64 + 96, 64 + 80, 64 + 80, 64 + 256]
 
 
 def test_bytes_by_hand(study):
@@ -169,7 +169,7 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
     dense = study.uneven_bytes.SparsitySchedule.dense(dense_layers=())
     layout, left, other = study.drafts.layout_of(dense), [], []
 
-    class Direct(study.uneven_bytes.Masses):
+    class Direct(study.uneven_budgets.Masses):
         def select(self, layer, q_BHRD):
             length = self.start_BR + self.step + 1
             scores = page_scores(q_BHRD, self.cache.landmarks[layer])
@@ -200,9 +200,9 @@ def test_missed_mass_is_what_a_selection_leaves_unread(study, sharp):
 
 def test_a_calibration_is_an_average_over_drafts_and_gives_most_to_the_layer_that_loses_most(study, sharp):
     model, ids = sharp
-    found = study.uneven_bytes.calibrate(model, ids, START, 128)
+    found = study.uneven_budgets.calibrate(model, ids, START, 128)
     assert found.missed_LKU.shape == (4, 2, CONTEXT // 64) and found.missed_LKU.max() < 1
-    twice = study.uneven_bytes.calibrate(model, ids[[0, 1, 0, 1]], START[[0, 1, 0, 1]], 128)
+    twice = study.uneven_budgets.calibrate(model, ids[[0, 1, 0, 1]], START[[0, 1, 0, 1]], 128)
     np.testing.assert_allclose(twice.missed_LKU, found.missed_LKU, atol=1e-6)
     np.testing.assert_allclose(twice.lost_L, found.lost_L, atol=1e-6)
     assert found.lost_L.argmax() == found.tokens("layers", 192)[:, 0].argmax()
