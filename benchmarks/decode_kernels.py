@@ -32,7 +32,7 @@ from sparrow.attention import CacheScales, Choice, DecodeWorkspace, PageLayout, 
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
 from sparrow.attention.decode import DecodeBatch
-from sparrow.attention.pages import SHARE_UNIT, LandmarkDtype, head_top_k
+from sparrow.attention.pages import BUDGET_UNIT, LandmarkDtype, head_top_k
 from sparrow.attention.triton import LaunchConfig
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
@@ -98,7 +98,7 @@ class Pool:
 class Case:
     """One batch over the pool's blocks, the same in every layer."""
 
-    shares: Sequence[torch.Tensor] = ()  # by layer, of kv heads that do not all keep ``top_k``
+    budgets: Sequence[torch.Tensor] = ()  # by layer, of kv heads that do not all keep ``top_k``
     triton = False  # whether Triton's kernels run whatever the number of rows
 
     def __init__(self, pool: Pool, B: int, L: int, G: int, k: int) -> None:
@@ -124,13 +124,14 @@ class Case:
     def bytes(self, top_k: torch.Tensor) -> float:
         """Bytes that a layer reads: landmarks of the heads that leave pages out, keys and values of the pages kept."""
         P, D = self.pool.layout.page_size, self.pool.D
-        shares = torch.cat(list(self.shares) or [torch.full((K,), SHARE_UNIT, device="cuda")])  # of all layers' heads
+        every = list(self.budgets) or [torch.full((K,), BUDGET_UNIT, device="cuda")]
+        budgets = torch.cat(every)  # of all layers' heads
         ranked = ((self.length + P - 1) // P - 3).clamp(min=0)[:, None]
-        budget = torch.minimum(ranked, head_top_k(top_k[:, None], shares)[..., 0])
+        budget = torch.minimum(ranked, head_top_k(top_k[:, None], budgets)[..., 0])
         scored = torch.where((budget > 0) & (budget < ranked), ranked, 0)
         tokens = self.length[:, None] - (ranked - budget) * P
         marks, kv = D * self.pool.marks[0].element_size(), 2 * D * self.pool.k[0].element_size()
-        return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(shares)
+        return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(budgets)
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
         """The launches of a decode step, as shipped unless a configuration is given."""
@@ -138,7 +139,7 @@ class Case:
         batch = DecodeBatch(
             self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
             self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5, pool.scales,
-            self.shares[layer] if self.shares else None,
+            self.budgets[layer] if self.budgets else None,
         )  # fmt: skip
         step: Launches
         if isinstance(config, CudaConfig) or (config is None and self.choice.of(len(self.q)) == "cuda"):
@@ -254,20 +255,20 @@ def caches(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
     return dict(triton=triton.__version__, read_limit=limit, cases=rows)
 
 
-def head_shares(cases: Sequence[tuple[int, int, int, int]], spread: float) -> dict[str, Any]:
-    """Steps whose kv heads keep as many pages, and as many on average with shares whose logs deviate by ``spread``."""
+def head_budgets(cases: Sequence[tuple[int, int, int, int]], spread: float) -> dict[str, Any]:
+    """Steps whose kv heads keep as many pages, and as many on average with budgets whose logs deviate by ``spread``."""
     limit, pool, rows = read_limit(), Pool(TOKENS, LAYERS), []
     print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
-    shares = (drawn / drawn.mean() * SHARE_UNIT).round().int()
+    budgets = (drawn / drawn.mean() * BUDGET_UNIT).round().int()
     for case_of in cases:
         case = Case(pool, *case_of)
         row: dict[str, Any] = dict(zip("BLGk", case_of, strict=True), kernel=case.choice.of(case_of[0]))
-        for name, case.shares in (("even", ()), ("uneven", shares.cuda().unbind())):
+        for name, case.budgets in (("even", ()), ("uneven", budgets.cuda().unbind())):
             row[name] = dict(case.time(None, "step"), limit_us=case.bytes(case.top_k) / limit * 1e6)
         rows.append(row)
         print(row, flush=True)
-    return dict(triton=triton.__version__, read_limit=limit, spread=spread, shares=shares.tolist(), cases=rows)
+    return dict(triton=triton.__version__, read_limit=limit, spread=spread, budgets=budgets.tolist(), cases=rows)
 
 
 def bench(cases: Sequence[tuple[int, int, int, int]], only_landmarks: bool) -> dict[str, Any]:
@@ -348,7 +349,7 @@ def main() -> None:
     parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
     parser.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
     parser.add_argument("--caches", action="store_true", help="keys and values in 16 and in 8 bits, nothing else")
-    parser.add_argument("--head-shares", type=float, metavar="SPREAD", help="kv heads with uneven shares, nothing else")
+    parser.add_argument("--head-budgets", type=float, metavar="SPREAD", help="kv heads with budgets of their own alone")
     parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
@@ -356,8 +357,8 @@ def main() -> None:
     Case.triton = args.triton
     if args.caches:
         return save(args.out / "fp8_cache.json", caches(cases))
-    if args.head_shares is not None:
-        return save(args.out / "head_shares.json", head_shares([*cases, *DRAFTS], args.head_shares))
+    if args.head_budgets is not None:
+        return save(args.out / "head_budgets.json", head_budgets([*cases, *DRAFTS], args.head_budgets))
     save(args.out / ("landmarks.json" if args.landmarks else "kernels.json"), bench(cases, args.landmarks))
 
 

@@ -141,14 +141,14 @@ def uneven_attention() -> str:
     return declared(load("kernels")["ragged"], cells)
 
 
-def head_shares() -> str:
-    """The decode kernels alone: kv heads with shares of their own, beside as many pages for all."""
+def head_budgets() -> str:
+    """The decode kernels alone: kv heads with budgets of their own, beside as many pages for all."""
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}", "kernel": "{kernel}",
-        "alike, us": "{even[us]:.0f}", "with shares, us": "{uneven[us]:.0f}",
+        "alike, us": "{even[us]:.0f}", "budgets of their own, us": "{uneven[us]:.0f}",
         "time": lambda case: f"{case['uneven']['us'] / case['even']['us']:.2f}",
     }  # fmt: skip
-    cases = load("head_shares")["cases"]
+    cases = load("head_budgets")["cases"]
     return declared({(c["B"], c["L"], c["G"], c["k"]): c for c in cases}.values(), cells)  # one case is timed twice
 
 
@@ -235,7 +235,7 @@ TABLES = {
     "log-prob cost": logprob_cost,
     "attention": attention,
     "uneven attention": uneven_attention,
-    "head shares": head_shares,
+    "head budgets": head_budgets,
     "other shapes": shapes,
     "landmarks": landmarks,
     "capacity": capacity,

@@ -190,8 +190,8 @@ def calibrate_engine(
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.
         budgets: top-k values that the first search tries at every length; no bin ever gets fewer than the smallest.
         target, refine, provenance, relative: see ``sparrow.calibrate.calibrate``.
-        layout: gives page size, bins, dense layers and shares. The first round samples under it; but if it is dense and
-            more rounds follow, the first samples under the largest of ``budgets``, at a fraction of the time.
+        layout: gives page size, bins, dense layers and budgets of heads. The first round samples under it; but if it is
+            dense and more rounds follow, the first samples under the largest of ``budgets``, at a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         lengthen: whether responses are sampled again with longer lists where those of dense rollouts are too short.
         listener: called at the start of every pass with its name and about how many seconds are left, NaN if unknown.

@@ -1,8 +1,8 @@
 """Sparsity schedules: how many pages the sparse actor may read at each sequence length.
 
 A schedule is a table from length bin to ``top_k``, the number of pages kept by score in addition to the
-sink and recent pages, which are always kept; each layer and kv head may have a share of its own of that number.
-Lengths are in tokens and count everything in the KV cache, the current token included. Source: Sparrow, arXiv
+sink and recent pages, which are always kept; each layer and kv head may have a budget of its own, relative to that
+number. Lengths are in tokens and count everything in the KV cache, the current token included. Source: Sparrow, arXiv
 2606.08446, sections 2 and 4.
 """
 
@@ -26,8 +26,8 @@ from sparrow.errors import ConfigError
 ALL_PAGES = 2**30  # A ``top_k`` that covers any sequence: the bin is dense. JSON spells it ``"all"``.
 LARGEST_PAGE = 2**16
 LandmarkDtype = Literal["auto", "fp8_e4m3"]
-SHARE_UNIT = 256  # a share is a whole number of 1 / 256, so that every implementation computes the same pages
-LARGEST_SHARE = 64
+BUDGET_UNIT = 256  # relative budgets are whole numbers of 1 / 256, so that all implementations compute the same
+LARGEST_BUDGET = 64
 PAGE_LAYOUT = ("page_size", "sink_pages", "recent_pages", "landmark_dtype")
 """The fields of a schedule that describe pages, apart from their number: those of ``attention.PageLayout``."""
 
@@ -50,7 +50,7 @@ class SparsitySchedule:
     landmark_dtype: LandmarkDtype = "auto"  # pages' mean keys are stored in the cache's dtype or in 8 bits
     # what multiplies ``top_k``: one row for each layer of the model, dense ones too, with a number for each kv head.
     # Its mean over the sparse layers is 1, so that ``top_k`` is the mean number of pages. Empty: the same everywhere
-    head_shares: tuple[tuple[float, ...], ...] = ()
+    head_budgets: tuple[tuple[float, ...], ...] = ()
     # where the table comes from (preset name, or model, data and intervals of a calibration)
     provenance: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
@@ -65,7 +65,7 @@ class SparsitySchedule:
             )
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
-        object.__setattr__(self, "head_shares", _shares(self.head_shares))
+        object.__setattr__(self, "head_budgets", _head_budgets(self.head_budgets))
         for i, k in enumerate(self.top_k):
             if i and k < self.top_k[i - 1]:
                 raise ConfigError(
@@ -80,11 +80,11 @@ class SparsitySchedule:
             raise ConfigError(
                 f"recent_pages must be at least 1, since the page being written is always read, got {self.recent_pages}"
             )
-        mean = float(self.sparse_shares.mean()) / SHARE_UNIT
+        mean = float(self.sparse_budget_units.mean()) / BUDGET_UNIT
         if abs(mean - 1) > 0.01:
             raise ConfigError(
-                f"a schedule's head_shares have a mean of 1 over the layers that are not dense, got {mean:.4g}; divide "
-                "them by it, and multiply top_k if more is to be read"
+                f"a schedule's head_budgets have a mean of 1 over the layers that are not dense, got {mean:.4g}; "
+                "divide them by it, and multiply top_k if more is to be read"
             )
 
     def pages(self, length: ArrayLike) -> NDArray[np.int64]:
@@ -99,12 +99,12 @@ class SparsitySchedule:
     def tokens_read(self, length: ArrayLike) -> NDArray[Any]:
         """Cached tokens that a sparse layer reads at ``length``: its KV budget, or all of them if they are fewer.
 
-        Whole numbers; with shares, the mean over layers and heads, a float.
+        Whole numbers; with budgets by head, the mean over layers and heads, a float.
         """
         return self._mean_over_heads(lambda tokens: tokens, length)
 
     def pages_read(self, length: ArrayLike) -> NDArray[Any]:
-        """Pages that hold these tokens, the partly filled one included; with shares, the mean, a float."""
+        """Pages that hold these tokens, the partly filled one included; with budgets by head, the mean, a float."""
         return self._mean_over_heads(lambda tokens: -(-tokens // self.page_size), length)
 
     def _mean_over_heads(self, of: Callable[[NDArray[np.int64]], NDArray[np.int64]], length: ArrayLike) -> NDArray[Any]:
@@ -114,23 +114,23 @@ class SparsitySchedule:
         def read(pages: NDArray[np.int64]) -> NDArray[np.int64]:
             return of(np.minimum(held, (pages + self.sink_pages + self.recent_pages) * self.page_size))
 
-        if not self.head_shares:
+        if not self.head_budgets:
             return read(top_k)
-        total, cells = np.zeros(held.shape), self.sparse_shares
-        for share, count in zip(*np.unique(cells, return_counts=True), strict=True):
-            total = total + count * read(_share_of(top_k, share))
+        total, cells = np.zeros(held.shape), self.sparse_budget_units
+        for relative, count in zip(*np.unique(cells, return_counts=True), strict=True):
+            total = total + count * read(_budget_of(top_k, relative))
         return total / cells.size
 
     @property
-    def shares(self) -> NDArray[np.int32]:
-        """``head_shares`` in units of 1 / 256, ``[layers, kv heads]``."""
-        return np.round(np.array(self.head_shares) * SHARE_UNIT).astype(np.int32)
+    def budget_units(self) -> NDArray[np.int32]:
+        """``head_budgets`` in units of 1 / 256, ``[layers, kv heads]``."""
+        return np.round(np.array(self.head_budgets) * BUDGET_UNIT).astype(np.int32)
 
     @property
-    def sparse_shares(self) -> NDArray[np.int32]:
-        """The rows of ``shares`` that are not of dense layers; a single 1 (256 units) for a schedule without shares."""
-        rows = [row for i, row in enumerate(self.shares) if i not in self.dense_layers]
-        return np.array(rows or [[SHARE_UNIT]], dtype=np.int32)
+    def sparse_budget_units(self) -> NDArray[np.int32]:
+        """The rows of ``budget_units`` that are not of dense layers; a single 1 (256 units) if there are none."""
+        rows = [row for i, row in enumerate(self.budget_units) if i not in self.dense_layers]
+        return np.array(rows or [[BUDGET_UNIT]], dtype=np.int32)
 
     @property
     def page_layout(self) -> dict[str, Any]:
@@ -145,9 +145,9 @@ class SparsitySchedule:
     @property
     def dense_up_to(self) -> float:
         """The length in tokens up to which decoding reads everything, in whole length bins; infinity if always."""
-        last, least = len(self.top_k) - 1, self.sparse_shares.min()
+        last, least = len(self.top_k) - 1, self.sparse_budget_units.min()
         for i, k in enumerate(self.top_k):
-            held = (int(_share_of(np.int64(k), least)) + self.sink_pages + self.recent_pages) * self.page_size
+            held = (int(_budget_of(np.int64(k), least)) + self.sink_pages + self.recent_pages) * self.page_size
             if k < ALL_PAGES and (i == last or held < (i + 1) * self.bin_tokens):
                 return max(i, held // self.bin_tokens) * self.bin_tokens if i == last else i * self.bin_tokens
         return math.inf
@@ -155,18 +155,18 @@ class SparsitySchedule:
     def check_model(self, num_layers: int, kv_heads: int) -> None:
         """Refuse a model that this schedule was not made for.
 
-        Raises ConfigError: a dense layer beyond the model's ``num_layers``, or shares of other layers or heads.
+        Raises ConfigError: a dense layer beyond the model's ``num_layers``, or budgets of other layers or heads.
         """
         if beyond := [i for i in self.dense_layers if i >= num_layers]:
             raise ConfigError(
                 f"the schedule keeps layer {beyond[0]} dense but the model has {num_layers} layers "
                 f"(0..{num_layers - 1}); set dense_layers to match the model"
             )
-        if self.head_shares and self.shares.shape != (num_layers, kv_heads):
-            layers, heads = self.shares.shape
+        if self.head_budgets and self.budget_units.shape != (num_layers, kv_heads):
+            layers, heads = self.budget_units.shape
             raise ConfigError(
-                f"the schedule's head_shares are for {layers} layers of {heads} kv heads but the model has "
-                f"{num_layers} of {kv_heads}; take a schedule made for this model, or leave head_shares out"
+                f"the schedule's head_budgets are for {layers} layers of {heads} kv heads but the model has "
+                f"{num_layers} of {kv_heads}; take a schedule made for this model, or leave head_budgets out"
             )
 
     def replace(self, **changes: Any) -> SparsitySchedule:
@@ -230,14 +230,14 @@ class SparsitySchedule:
             raise ConfigError(f"no schedule {text!r}: {expected}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; ``from_dict`` gives the schedule back. Without shares there is no ``head_shares``."""
+        """Plain JSON types; ``from_dict`` gives the schedule back. ``head_budgets`` is left out if it is empty."""
         plain = asdict(self)
         plain |= {
             "top_k": ["all" if k >= ALL_PAGES else k for k in self.top_k],
             "dense_layers": list(self.dense_layers),
         }
-        shares = plain.pop("head_shares")
-        return {**plain, "head_shares": [list(row) for row in shares]} if shares else plain
+        rows = plain.pop("head_budgets")
+        return {**plain, "head_budgets": [list(row) for row in rows]} if rows else plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
@@ -272,9 +272,9 @@ class SparsitySchedule:
         return cls.from_dict(plain)
 
 
-def _share_of(top_k: NDArray[np.int64] | np.int64, share: int | np.integer[Any]) -> NDArray[np.int64]:
-    """A head's pages by score, from its share in units of 1 / 256; what covers any sequence still does."""
-    return np.where(top_k >= ALL_PAGES, top_k, (top_k * np.int64(share) + SHARE_UNIT // 2) // SHARE_UNIT)
+def _budget_of(top_k: NDArray[np.int64] | np.int64, relative: int | np.integer[Any]) -> NDArray[np.int64]:
+    """A head's pages by score, from its relative budget in units of 1 / 256; what covers any sequence still does."""
+    return np.where(top_k >= ALL_PAGES, top_k, (top_k * np.int64(relative) + BUDGET_UNIT // 2) // BUDGET_UNIT)
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -286,20 +286,20 @@ def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return plain
 
 
-def _shares(rows: Any) -> tuple[tuple[float, ...], ...]:
-    """Shares as whole numbers of 1 / 256."""
+def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
+    """Relative budgets as whole numbers of 1 / 256."""
     table: list[tuple[float, ...]] = []
-    for i, row in enumerate(_listed("head_shares", rows)):
-        for j, share in enumerate(_listed(f"head_shares[{i}]", row)):
-            if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= LARGEST_SHARE:
+    for i, row in enumerate(_listed("head_budgets", rows)):
+        for j, number in enumerate(_listed(f"head_budgets[{i}]", row)):
+            if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= LARGEST_BUDGET:
                 raise ConfigError(
-                    f"a schedule's head_shares[{i}][{j}] is a number in 0..{LARGEST_SHARE} that multiplies top_k, got "
-                    f"{share!r}"
+                    f"a schedule's head_budgets[{i}][{j}] is a number in 0..{LARGEST_BUDGET} that multiplies top_k, "
+                    f"got {number!r}"
                 )
-        table.append(tuple(round(share * SHARE_UNIT) / SHARE_UNIT for share in row))
+        table.append(tuple(round(number * BUDGET_UNIT) / BUDGET_UNIT for number in row))
     if len({len(row) for row in table} | {0}) > 2 or not all(table):
         raise ConfigError(
-            "a schedule's head_shares have a row for each layer and in it a number for each kv head, got rows of "
+            "a schedule's head_budgets have a row for each layer and in it a number for each kv head, got rows of "
             f"{', '.join(str(len(row)) for row in table)} numbers"
         )
     return tuple(table)

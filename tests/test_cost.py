@@ -190,11 +190,11 @@ def test_bytes_of_a_step_by_hand():
     assert step.landmark_bytes == (2 * 4 * 2) * 3 * 7  # 7 pages of the first; the second is read in full
     in_8_bits = decode_step(shape, H200, [100, 40], schedule.replace(landmark_dtype="fp8_e4m3"))
     assert (in_8_bits.landmark_bytes, in_8_bits.kv_bytes) == (step.landmark_bytes / 2, step.kv_bytes)
-    shares = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in a layer, and 4 in the others
-    uneven = decode_step(shape, H200, [100, 40], schedule.replace(head_shares=shares))
+    budgets = ((1, 1), (0, 2), (1, 1), (1, 1))  # 3 and 5 pages in a layer, and 4 in the others
+    uneven = decode_step(shape, H200, [100, 40], schedule.replace(head_budgets=budgets))
     assert uneven.kv_bytes == 2 * (2 * 4 * 2) * (140 + 2 * (64 + 40) + (48 + 80) / 2 + 40)
     with pytest.raises(ConfigError, match="for 4 layers of 1 kv heads but the model has 4 of 2"):
-        decode_step(shape, H200, [100], schedule.replace(head_shares=((1,),) * 4))
+        decode_step(shape, H200, [100], schedule.replace(head_budgets=((1,),) * 4))
     overheads = Overheads(layer_s=0.1, sparse_layer_s=0.01, row_s=0.3, lists_s=0.2, read_fraction=0.5)
     assert decode_step(shape, H200, [100, 40], schedule, overheads).overhead_s == pytest.approx(1.43)
     assert decode_step(shape, H200, [64, 40], schedule, overheads).overhead_s == pytest.approx(1.4)

@@ -55,7 +55,7 @@ ALLOWED = {
         "mode", "schedule",
     ],
     "engines.vllm": ["engines.base", "mismatch", "mode", "rollout", "schedule", "vllm"],
-    "head_shares": ["engines.hf", "measure", "rollout", "schedule"],
+    "head_budgets": ["engines.hf", "measure", "rollout", "schedule"],
     "measure": ["calibrate", "engines.base", "mismatch", "rollout", "schedule"],
     "calibrate": ["cost", "mismatch", "schedule"],
     "benchmark": ["engines.base", "evaluate", "rewards", "rollout", "tasks"],

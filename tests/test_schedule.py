@@ -175,7 +175,7 @@ def test_load_refuses_anything_else_and_says_what_it_takes(spec):
 
 
 @settings(deadline=None, max_examples=50)
-@given(schedules() | schedules(head_shares=((1.5, 0.5), (0.25, 1.75)) * 21))
+@given(schedules() | schedules(head_budgets=((1.5, 0.5), (0.25, 1.75)) * 21))
 def test_json_round_trip(schedule):
     back = SparsitySchedule.from_json(schedule.to_json())
     assert back == schedule and back.provenance == schedule.provenance
@@ -308,17 +308,17 @@ def test_dense_layer_beyond_the_model():
         schedule.check_model(4, kv_heads=2)
 
 
-# --- shares of layers and kv heads ---
+# --- budgets of layers and kv heads ---
 
-UNEVEN = SparsitySchedule((10, 20), bin_tokens=640, dense_layers=(0,), head_shares=((9, 9), (0, 0.5), (1.5, 2)))
+UNEVEN = SparsitySchedule((10, 20), bin_tokens=640, dense_layers=(0,), head_budgets=((9, 9), (0, 0.5), (1.5, 2)))
 
 
-def test_shares_are_whole_numbers_of_256ths():
-    third = SparsitySchedule((1,), dense_layers=(), head_shares=((1 / 3, 5 / 3), (1, 1)))
-    assert third.head_shares == ((85 / 256, 427 / 256), (1.0, 1.0))
-    assert third.shares.tolist() == [[85, 427], [256, 256]] and third.shares.dtype == np.int32
-    assert UNEVEN.sparse_shares.tolist() == [[0, 128], [384, 512]]
-    assert SparsitySchedule((1,)).sparse_shares.tolist() == [[256]]
+def test_budgets_are_whole_numbers_of_256ths():
+    third = SparsitySchedule((1,), dense_layers=(), head_budgets=((1 / 3, 5 / 3), (1, 1)))
+    assert third.head_budgets == ((85 / 256, 427 / 256), (1.0, 1.0))
+    assert third.budget_units.tolist() == [[85, 427], [256, 256]] and third.budget_units.dtype == np.int32
+    assert UNEVEN.sparse_budget_units.tolist() == [[0, 128], [384, 512]]
+    assert SparsitySchedule((1,)).sparse_budget_units.tolist() == [[256]]
 
 
 def test_tokens_read_are_the_mean_over_sparse_layers_and_heads():
@@ -327,27 +327,27 @@ def test_tokens_read_are_the_mean_over_sparse_layers_and_heads():
     assert UNEVEN.tokens_read([300, 40]).tolist() == [(48 + 128 + 288 + 300) / 4, 40]
     assert UNEVEN.pages_read([600, 300, 41]).tolist() == [13, (3 + 8 + 18 + 19) / 4, 3]
     assert UNEVEN.tokens_read(10_000) == 23 * 16 and UNEVEN.pages(10_000) == 20
-    even = UNEVEN.replace(head_shares=())
+    even = UNEVEN.replace(head_budgets=())
     assert even.pages_read([600, 300, 41]).tolist() == [13, 13, 3] and even.tokens_read(600).dtype == np.int64
     dense = UNEVEN.replace(top_k=(ALL_PAGES,))
     assert dense.is_dense and dense.tokens_read(5000) == 5000 and dense.dense_up_to == inf
-    assert SparsitySchedule((0,), head_shares=((1,), (1,))).tokens_read(5000) == 48  # all layers are dense
+    assert SparsitySchedule((0,), head_budgets=((1,), (1,))).tokens_read(5000) == 48  # all layers are dense
 
 
 def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
     layout = SparsitySchedule((6, 13, 20), bin_tokens=64, page_size=8, dense_layers=())
-    assert layout.replace(head_shares=((1, 1),)).dense_up_to == layout.dense_up_to == 128
-    assert layout.replace(head_shares=((0.9, 1.1),)).dense_up_to == 64  # 13 pages become 12
-    assert layout.replace(head_shares=((0.5, 1.5),)).dense_up_to == 0
+    assert layout.replace(head_budgets=((1, 1),)).dense_up_to == layout.dense_up_to == 128
+    assert layout.replace(head_budgets=((0.9, 1.1),)).dense_up_to == 64  # 13 pages become 12
+    assert layout.replace(head_budgets=((0.5, 1.5),)).dense_up_to == 0
 
 
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ("even", "head_shares is a list of numbers, got 'even'"),
-        ((1, 1), r"head_shares\[0\] is a list of numbers, got 1"),
-        (((1, "2"),), r"head_shares\[0\]\[1\] is a number in 0\.\.64 that multiplies top_k, got '2'"),
-        (((1, True),), r"head_shares\[0\]\[1\] is a number in 0\.\.64 .* got True"),
+        ("even", "head_budgets is a list of numbers, got 'even'"),
+        ((1, 1), r"head_budgets\[0\] is a list of numbers, got 1"),
+        (((1, "2"),), r"head_budgets\[0\]\[1\] is a number in 0\.\.64 that multiplies top_k, got '2'"),
+        (((1, True),), r"head_budgets\[0\]\[1\] is a number in 0\.\.64 .* got True"),
         (((1, -0.5),), r"got -0\.5"),
         (((1, 64.5),), r"got 64\.5"),
         (((1, float("nan")),), "got nan"),
@@ -357,19 +357,19 @@ def test_everything_is_read_as_far_as_the_head_that_reads_least_reads_it():
         (((1.02, 1), (1, 1.05)), r"have a mean of 1 over the layers that are not dense, got 1\.018; divide them by it"),
     ],
 )
-def test_shares_a_schedule_cannot_have(rows, message):
+def test_budgets_a_schedule_cannot_have(rows, message):
     with pytest.raises(ConfigError, match=message):
-        SparsitySchedule((1,), dense_layers=(), head_shares=rows)
+        SparsitySchedule((1,), dense_layers=(), head_budgets=rows)
 
 
-def test_shares_are_written_only_where_there_are_any():
+def test_budgets_are_written_only_where_there_are_any():
     plain = UNEVEN.to_dict()
-    assert plain["head_shares"] == [[9.0, 9.0], [0.0, 0.5], [1.5, 2.0]]
-    assert SparsitySchedule.from_json(UNEVEN.to_json()) == UNEVEN != UNEVEN.replace(head_shares=())
-    assert "head_shares" not in UNEVEN.replace(head_shares=()).to_dict()
+    assert plain["head_budgets"] == [[9.0, 9.0], [0.0, 0.5], [1.5, 2.0]]
+    assert SparsitySchedule.from_json(UNEVEN.to_json()) == UNEVEN != UNEVEN.replace(head_budgets=())
+    assert "head_budgets" not in UNEVEN.replace(head_budgets=()).to_dict()
 
 
-def test_shares_of_another_model_are_refused():
+def test_budgets_of_another_model_are_refused():
     UNEVEN.check_model(3, kv_heads=2)
     for layers, heads in ((4, 2), (3, 4)):
         with pytest.raises(ConfigError, match=rf"for 3 layers of 2 kv heads but the model has {layers} of {heads}"):
@@ -378,11 +378,11 @@ def test_shares_of_another_model_are_refused():
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, ALL_PAGES), st.floats(0, 2), st.integers(0, 2**30))
-def test_shares_on_the_device_are_those_of_the_schedule(top_k, share, length):
-    schedule = SparsitySchedule((top_k,), dense_layers=(), head_shares=((share, 2 - share),), sink_pages=0)
-    shares = ScheduleTable(schedule).head_shares(0, torch.device("cpu"))
-    assert shares.dtype == torch.int32 and shares.tolist() == schedule.shares[0].tolist()
-    kept = pages.head_top_k(torch.tensor([[top_k]]), shares).flatten()
+def test_budgets_on_the_device_are_those_of_the_schedule(top_k, share, length):
+    schedule = SparsitySchedule((top_k,), dense_layers=(), head_budgets=((share, 2 - share),), sink_pages=0)
+    budgets = ScheduleTable(schedule).head_budgets(0, torch.device("cpu"))
+    assert budgets.dtype == torch.int32 and budgets.tolist() == schedule.budget_units[0].tolist()
+    kept = pages.head_top_k(torch.tensor([[top_k]]), budgets).flatten()
     assert schedule.tokens_read(length) == np.minimum(length, (kept.numpy() + 2) * 16).mean()
 
 
@@ -420,6 +420,6 @@ def test_pages_are_described_alike_to_attention_which_knows_no_schedule():
     """``PageLayout`` cannot share a definition with a schedule: that imports no torch."""
     assert tuple(field.name for field in fields(pages.PageLayout)) == schedule.PAGE_LAYOUT
     assert get_args(schedule.LandmarkDtype) == get_args(pages.LandmarkDtype)
-    assert (schedule.ALL_PAGES, schedule.SHARE_UNIT) == (pages.ALL_PAGES, pages.SHARE_UNIT)
+    assert (schedule.ALL_PAGES, schedule.BUDGET_UNIT) == (pages.ALL_PAGES, pages.BUDGET_UNIT)
     chosen = SparsitySchedule((3,), page_size=8, sink_pages=2, recent_pages=4, landmark_dtype="fp8_e4m3")
     assert pages.PageLayout(**chosen.page_layout) == pages.PageLayout(8, 2, 4, "fp8_e4m3")

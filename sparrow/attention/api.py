@@ -19,7 +19,7 @@ from sparrow.attention.decode import (
     DecodeBatch,
     DecodeImplementation,
     DecodeWorkspace,
-    check_shares,
+    check_head_budgets,
     fp8_lacking,
 )
 from sparrow.attention.pages import FP8, LandmarkDtype, PageLayout
@@ -41,7 +41,7 @@ def decode(
     *,
     layout: PageLayout,
     scale: float | None = None,
-    head_shares_K: Tensor | None = None,
+    head_budgets_K: Tensor | None = None,
 ) -> Tensor:
     """One sparse decode step over a contiguous cache; see ``reference.decode``.
 
@@ -54,7 +54,7 @@ def decode(
         top_k_B: pages kept by score, int64.
         layout: page size and always-kept pages.
         scale: softmax scale, ``D ** -0.5`` by default.
-        head_shares_K: as in ``paged_decode``.
+        head_budgets_K: as in ``paged_decode``.
 
     Returns:
         ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -62,11 +62,11 @@ def decode(
     Raises ValueError: query heads that are no multiple of the kv heads, or shapes that do not belong together.
     """
     _check_heads(q_BHD, k_BKSD, v_BKSD)
-    check_shares(head_shares_K, k_BKSD)
+    check_head_budgets(head_budgets_K, k_BKSD)
     scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
     q_BHD, k_BKSD, v_BKSD = _autocast(q_BHD, k_BKSD, v_BKSD)
     with torch.autocast(q_BHD.device.type, enabled=False):  # which would round page scores
-        return reference.decode(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_shares_K)
+        return reference.decode(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K)
 
 
 def paged_decode(
@@ -82,7 +82,7 @@ def paged_decode(
     implementation: Implementation,
     scale: float | None = None,
     cache_scales: CacheScales | None = None,
-    head_shares_K: Tensor | None = None,
+    head_budgets_K: Tensor | None = None,
     out: Tensor | None = None,
     workspace: DecodeWorkspace | None = None,
     reuse_plan: bool = False,
@@ -111,13 +111,13 @@ def paged_decode(
         scale: softmax scale, ``D ** -0.5`` by default.
         cache_scales: of a cache in float8_e4m3fn, which needs them; the kernels multiply 16-bit queries with what is
             stored, and logits and results with the scales. They are read on the device: a graph follows changes.
-        head_shares_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256, rounded half up (the
+        head_budgets_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256, rounded half up (the
             pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all keep ``top_k_B``.
         out: where the result goes, ``[B, H, D]``; allocated if not given.
         workspace: scratch memory for the kernels, shared by all layers.
-        reuse_plan: whether the workspace's last call had the same lengths, budgets and implementation, as when it was
-            for an earlier layer of the same step, whatever its shares. If so, the kernels divide the work as they did
-            then, and may rank pages while the launch before this one stores the newest tokens.
+        reuse_plan: whether the workspace's last call had the same lengths, ``top_k_B`` and implementation, as when it
+            was for an earlier layer of the same step, whatever its ``head_budgets_K``. If so, the kernels divide the
+            work as they did then, and may rank pages while the launch before this one stores the newest tokens.
 
     Returns:
         ``out``, ``[B, H, D]`` in the dtype of ``q_BHD``.
@@ -127,7 +127,7 @@ def paged_decode(
     batch = DecodeBatch(
         q_BHD, k_cache, v_cache, landmark_cache, block_table_BM, length_B, top_k_B,
         torch.empty_like(q_BHD) if out is None else out, layout, q_BHD.shape[-1] ** -0.5 if scale is None else scale,
-        cache_scales, head_shares_K,
+        cache_scales, head_budgets_K,
     )  # fmt: skip
     decoder = _decoder(implementation)
     decoder.check(batch, workspace)
@@ -246,7 +246,7 @@ def teacher_forced(
     layout: PageLayout,
     implementation: Implementation,
     scale: float | None = None,
-    head_shares_K: Tensor | None = None,
+    head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
     """Whole sequences at once, every position reading what decoding would have read (arXiv 2606.08446, section 7).
@@ -265,7 +265,7 @@ def teacher_forced(
         implementation: ``reference`` (eager torch, any device; time and memory of dense attention with a mask) or
             ``triton`` (time grows with the budget; D up to 256, groups up to 16). There is no fallback.
         scale: softmax scale, ``D ** -0.5`` by default.
-        head_shares_K: as in ``paged_decode``.
+        head_budgets_K: as in ``paged_decode``.
         kept: for a call that will be repeated (gradient checkpointing): ``triton`` puts its result and the pages into
             an empty list, and takes them out of a filled one instead of computing them again.
 
@@ -277,18 +277,18 @@ def teacher_forced(
     _check_heads(q_BHTD, k_BKTD, v_BKTD)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
         raise ValueError(f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys")
-    check_shares(head_shares_K, k_BKTD)
+    check_head_budgets(head_budgets_K, k_BKTD)
     scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
     q_BHTD, k_BKTD, v_BKTD = _autocast(q_BHTD, k_BKTD, v_BKTD)
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":
-            return reference.teacher_forced(*arguments, head_shares_K=head_shares_K)
+            return reference.teacher_forced(*arguments, head_budgets_K=head_budgets_K)
         if implementation != "triton":
             raise ValueError(f"unknown implementation {implementation!r}, expected 'reference' or 'triton'")
         from sparrow.attention import triton
 
-        return triton.teacher_forced(*arguments, head_shares_K, kept)
+        return triton.teacher_forced(*arguments, head_budgets_K, kept)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

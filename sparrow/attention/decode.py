@@ -53,7 +53,7 @@ class DecodeBatch:
     layout: PageLayout
     scale: float
     cache_scales: CacheScales | None = None  # of a cache in float8_e4m3fn; None for any other
-    head_shares_K: Tensor | None = None  # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
+    head_budgets_K: Tensor | None = None  # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
 
     @property
     def kv_heads(self) -> int:
@@ -180,15 +180,15 @@ def check_shapes(batch: DecodeBatch) -> None:
     for x in () if scales is None else (scales.k_K, scales.v_K):
         if x.shape != (k.shape[1],) or x.dtype != torch.float32 or x.stride(0) != 1:
             raise ValueError(f"scales must be contiguous float32 [{k.shape[1]}], got {x.dtype} {tuple(x.shape)}")
-    check_shares(batch.head_shares_K, k)
+    check_head_budgets(batch.head_budgets_K, k)
 
 
-def check_shares(head_shares_K: Tensor | None, k: Tensor) -> None:
-    """Raises ValueError: shares of other heads than those of the keys ``[B, K, ...]``, or on another device."""
-    x, K = head_shares_K, k.shape[1]
+def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
+    """Raises ValueError: budgets of other heads than those of the keys ``[B, K, ...]``, or on another device."""
+    x, K = head_budgets_K, k.shape[1]
     if x is not None and (x.shape != (K,) or x.dtype != torch.int32 or x.stride(0) != 1 or x.device != k.device):
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-        raise ValueError(f"head_shares_K must be contiguous int32 [{K}] on {k.device}, got {got}")
+        raise ValueError(f"head_budgets_K must be contiguous int32 [{K}] on {k.device}, got {got}")
 
 
 def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:

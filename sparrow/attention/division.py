@@ -3,8 +3,8 @@
 In a rollout rows differ in length, and a step waits for its slowest program. Triton's kernels and the CUDA kernel read
 the same plan. Each entry holds ``PLAN_ENTRY`` int32 numbers for the K programs (one per kv head) of a part of a row:
 the row, the part, the row's number of parts, the slot of its first part, its length and its top_k; two are for
-alignment. Where heads have shares of top_k, the plan knows the mean alone, so that it is good for every layer: each
-program cuts its own head's pages into the row's number of parts.
+alignment. Where heads have budgets of their own, the plan knows the mean alone, so that it is good for every layer:
+each program cuts its own head's pages into the row's number of parts.
 
 Shapes: R rows (sequences), S rows or sizes tried at a time.
 """
@@ -54,12 +54,12 @@ def page_counts(length, top_k, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.c
 
 
 @triton.jit
-def of_head(top_k, head_shares, head):
-    """A head's pages by score; its share is in units of 1 / 256, and ``head_shares`` is None if all heads are alike."""
-    if head_shares is not None:
-        share = tl.load(head_shares + head).to(tl.int64)
-        shared = tl.minimum((top_k.to(tl.int64) * share + 128) >> 8, EVERY_PAGE)
-        top_k = tl.where(top_k >= EVERY_PAGE, EVERY_PAGE, shared).to(tl.int32)
+def of_head(top_k, head_budgets, head):
+    """A head's pages by score: ``top_k`` times its budget, in units of 1 / 256; None if all heads are alike."""
+    if head_budgets is not None:
+        relative = tl.load(head_budgets + head).to(tl.int64)
+        own = tl.minimum((top_k.to(tl.int64) * relative + 128) >> 8, EVERY_PAGE)
+        top_k = tl.where(top_k >= EVERY_PAGE, EVERY_PAGE, own).to(tl.int32)
     return top_k
 
 

@@ -20,9 +20,9 @@ LandmarkDtype = Literal["auto", "fp8_e4m3"]
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 ALL_PAGES = 2**30
-"""A number of pages that covers any sequence, whatever a head's share of it."""
-SHARE_UNIT = 256
-"""Shares are whole numbers of 1 / 256, and products are rounded half up: all implementations keep the same pages."""
+"""A number of pages that covers any sequence, whatever a head's budget relative to it."""
+BUDGET_UNIT = 256
+"""Relative budgets are whole numbers of 1 / 256, and products are rounded half up: all implementations agree."""
 
 
 @dataclass(frozen=True)
@@ -81,23 +81,23 @@ def page_scores(q_BHTD: Tensor, landmarks_BKND: Tensor) -> Tensor:
     return torch.einsum("bktd,bknd->bktn", q_BKGTD.mean(2), landmarks_BKND.float())
 
 
-def head_top_k(top_k_BT: Tensor, head_shares_K: Tensor) -> Tensor:
-    """Pages that each kv head keeps by score, int64 ``[B, K, T]``: its share, in units of 1 / 256, of ``top_k_BT``."""
+def head_top_k(top_k_BT: Tensor, head_budgets_K: Tensor) -> Tensor:
+    """Pages that each kv head keeps by score, int64 ``[B, K, T]``; budgets are relative, in units of 1 / 256."""
     top_k_B1T = top_k_BT[:, None].long()
     return torch.where(
-        top_k_B1T >= ALL_PAGES, top_k_B1T, (top_k_B1T * head_shares_K[:, None] + SHARE_UNIT // 2) // SHARE_UNIT
+        top_k_B1T >= ALL_PAGES, top_k_B1T, (top_k_B1T * head_budgets_K[:, None] + BUDGET_UNIT // 2) // BUDGET_UNIT
     )
 
 
 def select_pages(
-    scores_BKTN: Tensor, length_BT: Tensor, top_k_BT: Tensor, layout: PageLayout, head_shares_K: Tensor | None = None
+    scores_BKTN: Tensor, length_BT: Tensor, top_k_BT: Tensor, layout: PageLayout, head_budgets_K: Tensor | None = None
 ) -> Tensor:
     """The pages each query token reads: bool ``[B, K, T, N]``.
 
     ``length_BT`` counts the tokens a query sees, itself included; ``top_k_BT`` the pages kept by score, which
-    ``head_shares_K`` multiplies (see ``head_top_k``). Kept are the sink pages, the recent pages, and the ``top_k`` best
-    of the rest; equal scores go to the earlier page. A sequence with no more pages than would be kept has all of them
-    selected.
+    ``head_budgets_K`` multiplies (see ``head_top_k``). Kept are the sink pages, the recent pages, and the ``top_k``
+    best of the rest; equal scores go to the earlier page. A sequence with no more pages than would be kept has all of
+    them selected.
     """
     N = scores_BKTN.shape[-1]
     n = torch.arange(N, device=scores_BKTN.device)
@@ -106,7 +106,7 @@ def select_pages(
     always = inside & ((n < layout.sink_pages) | (n >= pages_BT1 - layout.recent_pages))
     ranked = (inside & ~always)[:, None]
     scores = scores_BKTN.masked_fill(~ranked, float("-inf"))
-    top_k_BKT = top_k_BT[:, None] if head_shares_K is None else head_top_k(top_k_BT, head_shares_K)
+    top_k_BKT = top_k_BT[:, None] if head_budgets_K is None else head_top_k(top_k_BT, head_budgets_K)
     k_BKT1 = torch.minimum(top_k_BKT, ranked.sum(-1))[..., None]
     most = int(k_BKT1.max()) if k_BKT1.numel() else 0
     if most == 0:

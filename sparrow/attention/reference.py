@@ -36,7 +36,7 @@ def decode(
     top_k_B: Tensor,
     layout: PageLayout,
     scale: float,
-    head_shares_K: Tensor | None = None,
+    head_budgets_K: Tensor | None = None,
 ) -> Tensor:
     """One decode step: attend from the newest token of every row to its kept pages; returns ``[B, H, D]``.
 
@@ -48,7 +48,7 @@ def decode(
     with torch.no_grad():
         marks = _page_landmarks(k_BKSD, start_B, layout)
         scores = page_scores(q_BHD[:, :, None], marks)
-        keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout, head_shares_K)[:, :, 0]
+        keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout, head_budgets_K)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         column_BKT = (token_BKT if start_B is None else token_BKT + start_B[:, None, None]).clamp(max=S - 1)
     out = F.scaled_dot_product_attention(
@@ -88,7 +88,7 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         marks_BKND = batch.landmark_cache[block_BN, n % (block_tokens // P)].transpose(1, 2)
         scores = page_scores(q_BHD[:, :, None], marks_BKND)
         top_k_B1 = batch.top_k_B.long()[:, None]
-        keep_BKN = select_pages(scores, length_B[:, None], top_k_B1, layout, batch.head_shares_K)[:, :, 0]
+        keep_BKN = select_pages(scores, length_B[:, None], top_k_B1, layout, batch.head_budgets_K)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
         at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
@@ -152,13 +152,13 @@ def teacher_forced(
     layout: PageLayout,
     scale: float,
     query_chunk: int = 256,
-    head_shares_K: Tensor | None = None,
+    head_budgets_K: Tensor | None = None,
 ) -> Tensor:
     """All query positions at once, each reading what step-by-step decoding would have read; ``[B, H, T, D]``.
 
     Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. Its first ``prompt_B[b]``
     tokens were prefilled and attend densely; the token at position t after them reads the pages selected
-    among its t + 1 tokens with ``top_k_BT[b, column]`` and its head's share. Padded columns return zeros.
+    among its t + 1 tokens with ``top_k_BT[b, column]`` and its head's budget. Padded columns return zeros.
 
     Memory grows with ``query_chunk * T``; use the kernel for real lengths.
     """
@@ -179,7 +179,7 @@ def teacher_forced(
         with torch.no_grad():
             causal = (column_T <= column_T[now, None]) & real_BT[:, None] & real_BT[:, now, None]
             scores = page_scores(q_BHTD[:, :, now], marks)
-            keep = select_pages(scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout, head_shares_K)
+            keep = select_pages(scores, (position + 1).clamp(min=1), top_k_BT[:, now], layout, head_budgets_K)
             keep = keep | (position < prompt_B[:, None])[:, None, :, None]
             token_keep = keep.gather(-1, page_BT[:, None, None].expand(-1, K, keep.shape[2], -1))
             mask = (token_keep & causal[:, None]).repeat_interleave(H // K, dim=1)

@@ -30,25 +30,26 @@ class Calibrate(FromPrompts):
     refine: CountOrZero = 3
     # Rounds that sample under the schedule found so far and search again; only the last takes all prompts.
     on_policy: CountOrZero = 2
-    # A schedule to take page size, bin width, dense layers and shares of heads from; if it is sparse, the first
+    # A schedule to take page size, bin width, dense layers and budgets of heads from; if it is sparse, the first
     # responses' too.
     layout: str = "dense"
-    # Find shares of layers or kv heads first, with engine hf (docs/calibration.md); unset: leave those of the layout.
-    head_shares: Literal["layers", "heads"] | None = None
+    # Find relative budgets of layers or kv heads first, with engine hf (docs/calibration.md); unset: leave those of the
+    # layout.
+    head_budgets: Literal["layers", "heads"] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         choose(self, "target", "relative_target", 0.86)
-        if self.head_shares and self.engine != "hf":
+        if self.head_budgets and self.engine != "hf":
             raise ConfigError(
-                f"shares are found with engine hf, got {self.engine!r}, which cannot change them while it runs; find a "
-                "schedule with engine hf first, and give it as --layout"
+                f"budgets of heads are found with engine hf, got {self.engine!r}, which cannot change them while it "
+                "runs; find a schedule with engine hf first, and give it as --layout"
             )
 
     def run(self) -> None:
         from datetime import date
 
-        from sparrow import head_shares
+        from sparrow import head_budgets
         from sparrow.benchmark import weights_digest
         from sparrow.measure import PILOT, SHORTEST_LISTS, calibrate_engine
         from sparrow.mismatch import Tau
@@ -68,12 +69,12 @@ class Calibrate(FromPrompts):
         source: dict[str, Any] = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
         sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
         with CalibrationProgress() as progress:
-            if self.head_shares:
+            if self.head_budgets:
                 middle = sorted(self.budgets)[len(self.budgets) // 2]
-                layout = head_shares.find(
-                    scorer, prompts[:PILOT], sampling, work, layout, self.head_shares, middle, made_by, progress
+                layout = head_budgets.find(
+                    scorer, prompts[:PILOT], sampling, work, layout, self.head_budgets, middle, made_by, progress
                 )
-                source["shares"] = layout.provenance["shares"]
+                source["head_budgets"] = layout.provenance["head_budgets"]
             calibration = calibrate_engine(
                 engine,
                 scorer,

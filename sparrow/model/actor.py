@@ -136,7 +136,7 @@ def _forced(
     out = attention.teacher_forced(
         rows.close(query), rows.close(key), rows.close(value), rows.start_B, rows.length_B,
         forcing.prompt_lengths.to(key.device), actor.table.top_k((position + 1).clamp(min=1)), layout=actor.layout,
-        scale=scaling, head_shares_K=actor.table.head_shares(module.layer_idx, key.device),
+        scale=scaling, head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
         implementation=forcing.implementation, kept=_KEPT.get(),
     )  # fmt: skip
     return rows.reopen(out)
@@ -170,7 +170,7 @@ def _decoded(
     start = rows.start_B if mask is not None and rows.order_BS is None else None
     return attention.decode(
         query[:, :, 0], rows.close(key), rows.close(value), start, rows.length_B, actor.table.top_k(rows.length_B),
-        layout=actor.layout, scale=scaling, head_shares_K=actor.table.head_shares(module.layer_idx, key.device),
+        layout=actor.layout, scale=scaling, head_budgets_K=actor.table.head_budgets(module.layer_idx, key.device),
     )[:, :, None]  # fmt: skip
 
 
@@ -213,11 +213,11 @@ def _check_schedule(schedule: SparsitySchedule, model: PreTrainedModel) -> None:
             f"the schedule is {schedule!r}, not a SparsitySchedule; SparsitySchedule.load makes one of a name or a file"
         )
     config, kv_heads = model.config.get_text_config(), 0
-    if schedule.head_shares:  # else nobody asks for heads, which not every config has
+    if schedule.head_budgets:  # else nobody asks for heads, which not every config has
         if len(attention_layers(config)) < config.num_hidden_layers:
             raise ConfigError(
-                f"{type(model).__name__} has layers without attention, which the mean of head_shares would count; take "
-                "a schedule without them"
+                f"{type(model).__name__} has layers without attention, which the mean of head_budgets would count; "
+                "take a schedule without them"
             )
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     schedule.check_model(config.num_hidden_layers, kv_heads)

@@ -24,12 +24,12 @@ def attention_layers(config: PreTrainedConfig) -> set[int]:
 
 
 class ScheduleTable:
-    """A schedule's page counts and shares on the device, looked up without a host synchronisation."""
+    """A schedule's page counts and relative budgets on the device, looked up without a host synchronisation."""
 
     def __init__(self, schedule: SparsitySchedule) -> None:
         self._schedule = schedule
         self._tables: dict[torch.device, Tensor] = {}
-        self._shares: dict[torch.device, Tensor] = {}
+        self._budgets: dict[torch.device, Tensor] = {}
 
     def top_k(self, length: Tensor) -> Tensor:
         """``schedule.pages(length)`` as int32, in the shape of ``length``."""
@@ -39,13 +39,13 @@ class ScheduleTable:
         bins = (length + P - 1) // P * P // self._schedule.bin_tokens
         return table[bins.clamp(max=len(table) - 1)]
 
-    def head_shares(self, layer: int, device: torch.device) -> Tensor | None:
+    def head_budgets(self, layer: int, device: torch.device) -> Tensor | None:
         """What multiplies a layer's page counts, int32 ``[K]`` in units of 1 / 256; None if all heads are alike."""
-        if not self._schedule.head_shares:
+        if not self._schedule.head_budgets:
             return None
-        if device not in self._shares:
-            self._shares[device] = torch.from_numpy(self._schedule.shares).to(device)
-        return self._shares[device][layer]
+        if device not in self._budgets:
+            self._budgets[device] = torch.from_numpy(self._schedule.budget_units).to(device)
+        return self._budgets[device][layer]
 
 
 @dataclass

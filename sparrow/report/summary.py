@@ -177,7 +177,7 @@ def describe_schedule(schedule: SparsitySchedule) -> str:
     text = f"{pages} + {always} pages of {schedule.page_size} tokens"
     if layers := schedule.dense_layers:
         text += f", dense in {'layer' if len(layers) == 1 else 'layers'} {', '.join(map(str, layers))}"
-    if schedule.head_shares:
+    if schedule.head_budgets:
         text += ", shared unevenly by layers and kv heads"
     preset = schedule.provenance.get("preset")
     return f"{preset}: {text}" if preset else text

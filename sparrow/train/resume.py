@@ -21,7 +21,7 @@ FIXED = (
     "eval.k", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
-LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_shares")
+LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
 def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule, step: int) -> Changes:

@@ -154,7 +154,7 @@ class SparseImpl(VLLMClass):
     # true for sparse layers, and for all in lossless mode or with an fp8 cache
     has_landmarks = False
     scales: fp8.LayerScales | None = None  # the scales of an fp8 cache
-    head_shares: Tensor | None = None  # of a sparse layer whose heads have budgets of their own
+    head_budgets: Tensor | None = None  # of a sparse layer whose heads have budgets of their own
     begins_step = False
     begins_decode = False
 
@@ -235,7 +235,7 @@ class SparseImpl(VLLMClass):
                 query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
                 cache_scales=None if self.scales is None else self.scales.values, workspace=self.runtime.workspace,
-                head_shares_K=self.head_shares, reuse_plan=step.may_reuse_plan and not self.begins_decode,
+                head_budgets_K=self.head_budgets, reuse_plan=step.may_reuse_plan and not self.begins_decode,
             )  # fmt: skip
         return output
 
@@ -294,9 +294,9 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
-        if layer.impl.is_sparse_layer and schedule.head_shares:
+        if layer.impl.is_sparse_layer and schedule.head_budgets:
             rank, ranks = get_tensor_model_parallel_rank(), vllm_config.parallel_config.tensor_parallel_size
-            layer.impl.head_shares = runtime.head_shares(index, spec.num_kv_heads, rank, ranks)
+            layer.impl.head_budgets = runtime.head_budgets(index, spec.num_kv_heads, rank, ranks)
         (runtime.sparse_layers if layer.impl.is_sparse_layer else runtime.dense_layers).append(index)
         # The kernels' division of a step's work holds for the next layer that decodes with the same page counts.
         if layer.impl.has_landmarks:

@@ -21,7 +21,7 @@ from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, PAGE_LAYOUT, SparsitySchedule
 from sparrow.vllm.fp8 import Fp8Cache
 
-LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_shares")
+LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
 """What CUDA graphs and landmarks are made for: a running engine cannot change it."""
 
 
@@ -119,15 +119,15 @@ class Runtime:
         table[0] = ALL_PAGES
         return table
 
-    def head_shares(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
+    def head_budgets(self, layer: int, kv_heads: int, rank: int, ranks: int) -> Tensor | None:
         """What multiplies the page counts of a layer, int32 ``[kv_heads]`` in units of 1 / 256; None if nothing does.
 
         Of the ``kv_heads`` that this worker has: tensor parallelism gives its ``ranks`` equal parts of a layer's heads
         in their order or, where there are fewer heads than ranks, each head to equally many ranks.
         """
-        if not self._started_with.head_shares:
+        if not self._started_with.head_budgets:
             return None
-        row_K = torch.from_numpy(self._started_with.shares[layer])
+        row_K = torch.from_numpy(self._started_with.budget_units[layer])
         first = rank * len(row_K) // ranks
         return row_K[first : first + kv_heads].to(self._everything_B.device, copy=True)
 
@@ -157,21 +157,21 @@ class Runtime:
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
-        Raises ConfigError: another page layout, other dense layers or shares, unless everything is read anyway.
+        Raises ConfigError: another page layout, other dense layers or head_budgets, unless everything is read anyway.
         """
         changed = [name for name in LAYOUT if getattr(schedule, name) != getattr(self._started_with, name)]
         if changed and not schedule.is_dense:
             ours, theirs = ({name: getattr(s, name) for name in changed} for s in (self._started_with, schedule))
             raise ConfigError(
-                f"a running vLLM can change how many pages are kept, not their layout or shares; it was started with "
-                f"{ours}, got {theirs}; start a new engine for it"
+                f"a running vLLM can change how many pages are kept, not their layout or head_budgets; it was "
+                f"started with {ours}, got {theirs}; start a new engine for it"
             )
         self._settle()
         self._fill(schedule)
 
     def check_metered(self, schedule: SparsitySchedule) -> None:
-        """Raises ConfigError: a schedule to measure that needs other pages, landmarks or shares than drafts do, or that
-        lacks one of their dense layers."""
+        """Raises ConfigError: a schedule to measure with other pages, landmarks or head_budgets than drafts have, or
+        without one of their dense layers."""
         ours = self._started_with
         for name in PAGE_LAYOUT:
             if getattr(schedule, name) != getattr(ours, name):
@@ -179,10 +179,10 @@ class Runtime:
                     f"meter_schedule has {name} {getattr(schedule, name)!r}, drafts {getattr(ours, name)!r}; both read "
                     "the same cache, so give both the same"
                 )
-        if schedule.head_shares != ours.head_shares:
+        if schedule.head_budgets != ours.head_budgets:
             raise ConfigError(
-                f"meter_schedule has {'other' if schedule.head_shares else 'no'} head_shares, but all steps of a layer "
-                "follow those of drafts; give both the same"
+                f"meter_schedule has {'other' if schedule.head_budgets else 'no'} head_budgets, but all steps of a "
+                "layer follow those of drafts; give both the same"
             )
         if lacking := sorted(set(ours.dense_layers) - set(schedule.dense_layers)):
             raise ConfigError(

@@ -57,16 +57,16 @@ def check_lossless(on_cpu: bool) -> None:
         )
 
 
-def check_head_shares(on_cpu: bool) -> None:
-    """Check that a schedule's ``head_shares`` can be followed.
+def check_head_budgets(on_cpu: bool) -> None:
+    """Check that a schedule's ``head_budgets`` can be followed.
 
     Raises ConfigError: on a GPU, where what the kernels compute with them was never compared, unless
     ``SPARROW_UNTESTED_VLLM`` is 1.
     """
     if not on_cpu and not _tries_untested():
         raise ConfigError(
-            "on a GPU, what the kernels compute with head_shares was never compared with the reference; leave them out "
-            f"of the schedule, or set {UNTESTED_ENVIRONMENT}=1 to try them"
+            "on a GPU, what the kernels compute with head_budgets was never compared with the reference; leave them "
+            f"out of the schedule, or set {UNTESTED_ENVIRONMENT}=1 to try them"
         )
 
 

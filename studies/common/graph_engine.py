@@ -101,10 +101,10 @@ class GraphEngine(HFEngine):
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """See ``Engine.set_schedule``; page counts only.
 
-        Raises ConfigError: a schedule with shares, which this engine's selection does not know.
+        Raises ConfigError: a schedule with budgets by head, which this engine's selection does not know.
         """
-        if schedule.head_shares:
-            raise ConfigError("GraphEngine keeps as many pages in every kv head; take a schedule without head_shares")
+        if schedule.head_budgets:
+            raise ConfigError("GraphEngine keeps as many pages in every kv head; take a schedule without head_budgets")
         super().set_schedule(schedule)
         self._fill_table()
 

@@ -108,8 +108,8 @@ class Cycles:
         """The pages that the newest drafts read in a layer: bool ``[B, K, R, N]``."""
         length_BR = self.start_BR + self.step + 1
         scores = self.scores(q_BHRD, self.cache.landmarks[layer])
-        shares = self.table.head_shares(layer, scores.device)
-        return select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout, shares)
+        budgets = self.table.head_budgets(layer, scores.device)
+        return select_pages(scores, length_BR, self.table.top_k(length_BR), self.layout, budgets)
 
 
 def layout_of(schedule: SparsitySchedule) -> PageLayout:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparrow import head_shares
+from sparrow import head_budgets
 from sparrow.attention.pages import page_count, page_scores, reading_order
 from sparrow.schedule import SparsitySchedule
 
@@ -91,7 +91,7 @@ class Calibration:
     @property
     def weights(self) -> Floats:
         """Acceptance lost for each unit of mass that a layer's heads leave unread."""
-        return head_shares.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
+        return head_budgets.weights(self.missed_LKU, self.lost_L, self.at // UNIT)
 
     def tokens(self, spread: Spread, budget: int) -> Ints:
         """Tokens ``[L, K]`` that heads read; ``budget`` on average."""
@@ -99,10 +99,10 @@ class Calibration:
         if spread in BY_HAND:
             return by_shares([BY_HAND[spread](layer, L) for layer in range(L)], budget)[:, None].repeat(K, 1)
         if spread == "heads of a layer":
-            return np.stack([head_shares.greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
+            return np.stack([head_budgets.greedy(missed, K * budget // UNIT) for missed in self.missed_LKU]) * UNIT
         weights = np.ones(L) if spread == "heads of all layers" else self.weights
-        by: head_shares.By = "layers" if spread == "layers" else "heads"
-        return head_shares.divided(self.missed_LKU, weights, by, budget / UNIT) * UNIT
+        by: head_budgets.By = "layers" if spread == "layers" else "heads"
+        return head_budgets.divided(self.missed_LKU, weights, by, budget / UNIT) * UNIT
 
 
 def by_shares(shares: Sequence[int], budget: int) -> Ints:

@@ -27,14 +27,14 @@ def paged(x_BKSD: torch.Tensor, table_BM: torch.Tensor, blocks: int, block_token
     st.sampled_from([PageLayout(4), PageLayout(8, 2, 1)]), st.sampled_from([None, (0, 700), (300, 212)]),
     st.integers(0, 2**31),
 )  # fmt: skip
-def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, shares, seed):
+def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, budgets, seed):
     torch.manual_seed(seed)
     B, K, G, D, P = len(lengths), 2, 2, 8, layout.page_size
     S = max(lengths)
     q, k, v = (torch.randn(B, h, *s, D, dtype=torch.float64) for h, s in ((K * G, ()), (K, (S,)), (K, (S,))))
     length, budget = torch.tensor(lengths), torch.full((B,), top_k)
-    shares = shares and torch.tensor(shares, dtype=torch.int32)
-    expected = reference.decode(q, k, v, None, length, budget, layout, 0.3, shares)
+    budgets = budgets and torch.tensor(budgets, dtype=torch.int32)
+    expected = reference.decode(q, k, v, None, length, budget, layout, 0.3, budgets)
     block_tokens = P * per_block
     M = -(-S // block_tokens)
     table = torch.randperm(B * M + 2)[: B * M].view(B, M)
@@ -49,7 +49,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, sh
     update_landmarks(k_cache, marks, slots, layout=layout, implementation="reference")
     out = paged_decode(
         q, k_cache, v_cache, marks, table.int(), length.int(), budget.int(),
-        layout=layout, implementation="reference", scale=0.3, head_shares_K=shares,
+        layout=layout, implementation="reference", scale=0.3, head_budgets_K=budgets,
     )  # fmt: skip
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 

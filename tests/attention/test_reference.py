@@ -135,7 +135,7 @@ def test_decode_equals_the_loop_on_any_layout(data):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-SHARES = torch.tensor([0, 640], dtype=torch.int32)  # nothing by score, and two and a half times the pages
+BUDGETS = torch.tensor([0, 640], dtype=torch.int32)  # nothing by score, and two and a half times the pages
 
 
 def by_kv_head(x, head):
@@ -149,7 +149,7 @@ def test_each_kv_head_keeps_its_share(top_k):
     q, k, v = cache(len(LENGTHS), 4, 2, 150, 8)
     k, v = poison((k, v), start, length)
     layout, top = PageLayout(page_size=8), torch.full((len(LENGTHS),), top_k)
-    out = decode(q[:, :, 0], k, v, start, length, top, layout=layout, head_shares_K=SHARES)
+    out = decode(q[:, :, 0], k, v, start, length, top, layout=layout, head_budgets_K=BUDGETS)
     own = {0: (0, 0), 1: (0, 3), 3: (0, 8), 40: (0, 100), ALL_PAGES: (ALL_PAGES, ALL_PAGES)}[top_k]
     for head, pages in enumerate(own):
         of_head = (by_kv_head(q[:, :, 0], head), k[:, head : head + 1], v[:, head : head + 1])
@@ -157,14 +157,14 @@ def test_each_kv_head_keeps_its_share(top_k):
         torch.testing.assert_close(by_kv_head(out, head), expected, rtol=0, atol=1e-12)
 
 
-def test_shares_of_other_heads_are_refused():
+def test_budgets_of_other_heads_are_refused():
     q, k, v = cache(1, 4, 2, 40, 8)
-    one, options = torch.tensor([40]), dict(layout=PageLayout(), head_shares_K=SHARES[:1])
+    one, options = torch.tensor([40]), dict(layout=PageLayout(), head_budgets_K=BUDGETS[:1])
     for refused in (
         lambda: decode(q[:, :, 0], k, v, None, one, one, **options),
         lambda: teacher_forced(q, k, v, one * 0, one, one, torch.zeros(1, 40, dtype=torch.long), **options),
     ):
-        with pytest.raises(ValueError, match=r"head_shares_K must be contiguous int32 \[2\] on cpu, got torch.int32"):
+        with pytest.raises(ValueError, match=r"head_budgets_K must be contiguous int32 \[2\] on cpu, got torch.int32"):
             refused()
 
 
@@ -243,7 +243,7 @@ T = 45
 START, LENGTH, PROMPT = torch.tensor([0, 5, 13]), torch.tensor([45, 39, 30]), torch.tensor([9, 1, 21])
 
 
-def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, shares=None):
+def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, budgets=None):
     """Decode the t-th token of every row that has one, for every t; prompt positions read everything."""
     out = torch.zeros_like(q_BHTD)
     for t in range(int(LENGTH.max())):
@@ -252,7 +252,7 @@ def step_by_step(q_BHTD, k_BKTD, v_BKTD, top_k_BT, layout, shares=None):
         length, pages = torch.full_like(row, t + 1), torch.where(t < PROMPT[row], ALL_PAGES, top_k_BT[row, column])
         q_BHD, k_BKSD, v_BKSD = q_BHTD[row, :, column], k_BKTD[row], v_BKTD[row]
         out[row, :, column] = decode(
-            q_BHD, k_BKSD, v_BKSD, START[row], length, pages, layout=layout, head_shares_K=shares
+            q_BHD, k_BKSD, v_BKSD, START[row], length, pages, layout=layout, head_budgets_K=budgets
         )
     return out
 
@@ -281,12 +281,12 @@ def test_teacher_forced_takes_page_counts_per_column_and_any_query_chunk():
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
 
 
-def test_teacher_forced_follows_shares_as_decoding_does():
+def test_teacher_forced_follows_budgets_as_decoding_does():
     layout = PageLayout(page_size=4)
     q, k, v = poison(cache(3, 4, 2, T, 8), START, LENGTH)
     top_k = torch.arange(T).expand(3, T) // 10 + torch.arange(3)[:, None]
-    out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, head_shares_K=SHARES)
-    torch.testing.assert_close(out, step_by_step(q, k, v, top_k, layout, SHARES), rtol=0, atol=1e-12)
+    out = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout, head_budgets_K=BUDGETS)
+    torch.testing.assert_close(out, step_by_step(q, k, v, top_k, layout, BUDGETS), rtol=0, atol=1e-12)
     even = teacher_forced(q, k, v, START, LENGTH, PROMPT, top_k, layout=layout)
     assert all((by_kv_head(out - even, head).abs().amax() > 0.05) for head in range(2))
 

@@ -93,11 +93,11 @@ def test_teacher_forced_equals_step_by_step(architecture, pages):
         assert (alone - stepwise[i]).abs().max() < 1e-4
 
 
-UNEVEN = SparsitySchedule.fixed(2, dense_layers=(0,), head_shares=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
+UNEVEN = SparsitySchedule.fixed(2, dense_layers=(0,), head_budgets=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
 
 
 @pytest.mark.slow
-def test_engine_follows_shares_of_layers_and_kv_heads():
+def test_engine_follows_budgets_of_layers_and_kv_heads():
     model = tiny_model()
     engine = HFEngine(model, UNEVEN, eos_ids=[])
     rows = [p.tolist() for p in prompts()]
@@ -108,15 +108,15 @@ def test_engine_follows_shares_of_layers_and_kv_heads():
     read = sum(np.minimum(held, 16 * pages) for pages in (3, 9, 6, 4, 4, 4)) / 2 + held
     assert counters.tokens_held == 4 * held.sum() and abs(counters.tokens_read - read.sum()) <= 29 / 2  # of a step: 1/2
 
-    def gap(shares):
-        scores = engine.score(rollouts, UNEVEN.replace(head_shares=shares), 0.8)
+    def gap(budgets):
+        scores = engine.score(rollouts, UNEVEN.replace(head_budgets=budgets), 0.8)
         return max(np.abs(s.logprobs - r.logprobs).max() for s, r in zip(scores, rollouts, strict=True))
 
-    assert gap(UNEVEN.head_shares) < 1e-4
-    assert min(gap(()), gap(tuple(row[::-1] for row in UNEVEN.head_shares))) > 0.05
+    assert gap(UNEVEN.head_budgets) < 1e-4
+    assert min(gap(()), gap(tuple(row[::-1] for row in UNEVEN.head_budgets))) > 0.05
 
 
-def test_shares_of_another_model_are_refused():
+def test_budgets_of_another_model_are_refused():
     with pytest.raises(ConfigError, match="for 4 layers of 2 kv heads but the model has 4 of 4"):
         HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
 

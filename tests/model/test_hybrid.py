@@ -69,8 +69,8 @@ def test_what_a_hybrid_cannot_do_is_refused_by_name():
         HFEngine(build("qwen3_next"), Decoding.lossless(), eos_ids=[])
     with pytest.raises(UnsupportedModel, match=r"Qwen3_5ForCausalLM has layers of the kind linear_attention.*; choose"):
         set_schedule(build("qwen3_5", ["linear_attention"] * 4), SPARSE)
-    with pytest.raises(ConfigError, match=r"Qwen3_5ForCausalLM has layers without attention, which .* head_shares"):
-        set_schedule(build("qwen3_5"), SPARSE.replace(head_shares=((1, 1),) * 4))
+    with pytest.raises(ConfigError, match=r"Qwen3_5ForCausalLM has layers without attention, which .* head_budgets"):
+        set_schedule(build("qwen3_5"), SPARSE.replace(head_budgets=((1, 1),) * 4))
     other = build("qwen3_5")
     other.config.model_type = "another_hybrid"
     with pytest.raises(UnsupportedModel, match=r"layers of the kind linear_attention.*; choose"):

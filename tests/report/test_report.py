@@ -338,7 +338,7 @@ def test_names():
     assert describe_schedule(SparsitySchedule.preset("qwen3-4b")) == (
         "qwen3-4b-0.86: top 29 to 509 by length + 3 pages of 16 tokens, dense in layers 0, 1"
     )
-    uneven = SparsitySchedule((4,), dense_layers=(), head_shares=((0.5, 1.5),))
+    uneven = SparsitySchedule((4,), dense_layers=(), head_budgets=((0.5, 1.5),))
     assert describe_schedule(uneven) == "top 4 + 3 pages of 16 tokens, shared unevenly by layers and kv heads"
 
 

@@ -37,11 +37,11 @@ def test_what_is_written_is_read_back(tmp_path):
     assert TrainerState.load(tmp_path) == state and TrainerState.load(tmp_path).schedule.provenance == {"preset": "x"}
 
 
-def test_a_run_keeps_its_shares():
-    config, shares = TrainConfig(run_dir="run", steps=3), ((1, 1), (0.5, 1.5))
-    recorded = RunConfig(json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_shares=shares))
+def test_a_run_keeps_its_budgets():
+    config, budgets = TrainConfig(run_dir="run", steps=3), ((1, 1), (0.5, 1.5))
+    recorded = RunConfig(json.loads(json.dumps(asdict(config))), SCHEDULE.replace(head_budgets=budgets))
     assert resumed(recorded, config, recorded.schedule, 1) == {}
-    with pytest.raises(ConfigError, match=r"cannot go on with another schedule\.head_shares"):
+    with pytest.raises(ConfigError, match=r"cannot go on with another schedule\.head_budgets"):
         resumed(recorded, config, SCHEDULE, 1)
 
 

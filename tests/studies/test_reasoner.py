@@ -55,9 +55,9 @@ def test_the_graph_engine_samples_from_the_reference(top_k):
     assert counted.tokens_held == 4 * sum(int(n.sum()) for n in lengths)
 
 
-def test_the_graph_engine_refuses_shares():
+def test_the_graph_engine_refuses_budgets():
     with pytest.raises(ConfigError, match="GraphEngine keeps as many pages in every kv head"):
-        engine(SparsitySchedule((2,), **LAYOUT, head_shares=((1, 1),) * 4))
+        engine(SparsitySchedule((2,), **LAYOUT, head_budgets=((1, 1),) * 4))
 
 
 def test_the_graph_engine_is_dense_up_to_where_it_verifies_and_sparse_after_it():

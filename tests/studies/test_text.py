@@ -136,11 +136,11 @@ def test_the_dense_distribution_is_the_models_and_drafts_that_read_everything_ar
     assert torch.equal(found, torch.ones(2, 2, 12))
 
 
-@pytest.mark.parametrize("dense_layers, shares", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)])
-def test_a_cycle_is_what_the_actor_decodes_from_its_start_on(study, sharp, dense_layers, shares):
+@pytest.mark.parametrize("dense_layers, budgets", [((), ()), ((0, 2), ()), ((), ((0, 3), (0.5, 0.5)) * 2)])
+def test_a_cycle_is_what_the_actor_decodes_from_its_start_on(study, sharp, dense_layers, budgets):
     """Selected anew at every step (reuse 1), they are the package's teacher-forced actor with all before as prompt."""
     model, ids, start = sharp
-    kept = study.acceptance.schedule(96, dense_layers).replace(head_shares=shares)
+    kept = study.acceptance.schedule(96, dense_layers).replace(head_budgets=budgets)
     p, (found,) = study.acceptance.lossless(model, ids, start, 12, [(kept, 1)])
     for text, cycle in np.ndindex(2, 2):
         at = start[text, cycle][None, None]

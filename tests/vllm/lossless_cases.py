@@ -158,12 +158,12 @@ def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
 # --- greedy ---
 
 
-def assert_as_stock(folder, model, sizes, tokens, combinations, shares=()):
+def assert_as_stock(folder, model, sizes, tokens, combinations, budgets=()):
     asked = prompts(*sizes, seed=1)
     with engine(folder) as llm:
         expected = generate(llm, asked, tokens)
     for k, pages in combinations:
-        with engine(folder, lossless(k, pages=pages, head_shares=shares)) as llm:
+        with engine(folder, lossless(k, pages=pages, head_budgets=budgets)) as llm:
             got = generate(llm, asked, tokens)
             counts = counters(llm)
         assert tokens_of(got) == tokens_of(expected), (k, pages)
@@ -175,8 +175,8 @@ def test_greedy_tokens_are_stock_vllms(folder, model):
     assert_as_stock(folder, model, FEW, 24, [(k, pages) for k in (1, 4, 8) for pages in (1, 4, 12)])
 
 
-def test_greedy_tokens_are_stock_vllms_where_heads_of_drafts_have_shares(folder, model):
-    assert_as_stock(folder, model, FEW, 24, [(4, 2), (8, 4)], shares=((0, 2), (1.5, 0.5)))
+def test_greedy_tokens_are_stock_vllms_where_heads_of_drafts_have_budgets(folder, model):
+    assert_as_stock(folder, model, FEW, 24, [(4, 2), (8, 4)], budgets=((0, 2), (1.5, 0.5)))
 
 
 @pytest.fixture(scope="module")

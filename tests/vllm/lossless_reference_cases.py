@@ -18,7 +18,7 @@ from tests.vllm.tiny_vllm import checkpoint, prompts
 
 K, PAGES = 4, 2
 LENGTHS = (300, 17, 150, 64)
-SHARES = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
+BUDGETS = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def made(tmp_path_factory):
     return folder, model
 
 
-@pytest.mark.parametrize("changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_shares=SHARES), {}])
+@pytest.mark.parametrize("changes", [dict(landmark_dtype="fp8_e4m3"), dict(head_budgets=BUDGETS), {}])
 def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycles, changes):
     (folder, model), asked = made, prompts(*LENGTHS, seed=21)
     set_schedule(model, DRAFTS.replace(top_k=(PAGES,), **changes))  # the other tests' at last
@@ -110,7 +110,7 @@ def test_distributions_and_acceptance_are_the_references(made, monkeypatch, cycl
 def test_another_schedule_is_measured_on_the_way(made, cycles):
     """What it measures is the reference's, and tokens, log-probs and counts are as without it, to the bit."""
     (folder, model), asked = made, prompts(*LENGTHS, seed=23)
-    drafts = DRAFTS.replace(top_k=(PAGES,), head_shares=SHARES)
+    drafts = DRAFTS.replace(top_k=(PAGES,), head_budgets=BUDGETS)
     other = drafts.replace(top_k=(1, 4), bin_tokens=150, dense_layers=(1,))
     runs = {}
     for every in (None, 2, 1):

@@ -50,8 +50,8 @@ def step(made: Runtime, length_B: torch.Tensor, is_prefilling: torch.Tensor | No
         (dict(landmark_dtype="fp8_e4m3"), "has landmark_dtype 'fp8_e4m3', drafts 'auto'"),
         (dict(dense_layers=(1, 2)), r"reads layers \[0\] sparsely, which drafts read whole; .* has, \[1, 2\]"),
         (
-            dict(head_shares=((1,),) * 4),
-            "meter_schedule has other head_shares, but all steps of a layer",
+            dict(head_budgets=((1,),) * 4),
+            "meter_schedule has other head_budgets, but all steps of a layer",
         ),
         (dict(dense_layers=(0, 2), top_k=(9,), bin_tokens=32), None),
     ],
@@ -192,7 +192,7 @@ def test_counters_by_hand():
     assert made.counters()["dense_rows_schedule"] == 1
 
 
-UNEVEN = SCHEDULE.replace(head_shares=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
+UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
 
 
 def test_counters_count_what_the_mean_head_reads():
@@ -208,27 +208,29 @@ def test_counters_count_what_the_mean_head_reads():
     assert counts["pages_read"] == int(3 * np.mean(kept)) and counts["dense_rows_short"] == 0
 
 
-def test_a_running_engine_keeps_its_shares():
+def test_a_running_engine_keeps_its_budgets():
     made = runtime(UNEVEN)
     made.set_schedule(UNEVEN.replace(top_k=(7,)))
     made.set_schedule(SparsitySchedule.dense())
-    for other in (SCHEDULE, UNEVEN.replace(head_shares=UNEVEN.head_shares[:1] + UNEVEN.head_shares[:0:-1])):
-        with pytest.raises(ConfigError, match=r"not their layout or shares; it was started with \{'head_shares': "):
+    for other in (SCHEDULE, UNEVEN.replace(head_budgets=UNEVEN.head_budgets[:1] + UNEVEN.head_budgets[:0:-1])):
+        with pytest.raises(
+            ConfigError, match=r"not their layout or head_budgets; it was started with \{'head_budgets': "
+        ):
             made.set_schedule(other)
     assert made.describe()["schedule"]["top_k"] == ["all"]
-    assert runtime(UNEVEN).describe()["schedule"]["head_shares"][1] == [0.0, 1.0, 2.0, 3.0]
-    with pytest.raises(ConfigError, match="meter_schedule has no head_shares"):
+    assert runtime(UNEVEN).describe()["schedule"]["head_budgets"][1] == [0.0, 1.0, 2.0, 3.0]
+    with pytest.raises(ConfigError, match="meter_schedule has no head_budgets"):
         made.check_metered(SCHEDULE)
 
 
-def test_a_worker_has_the_shares_of_its_heads():
+def test_a_worker_has_the_budgets_of_its_heads():
     made = runtime(UNEVEN)
-    assert made.head_shares(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
-    assert [made.head_shares(1, 2, rank, 2).tolist() for rank in range(2)] == [[0, 256], [512, 768]]
-    assert [made.head_shares(1, 1, rank, 4).tolist() for rank in range(4)] == [[0], [256], [512], [768]]
-    copies = [made.head_shares(3, 1, rank, 8) for rank in range(8)]  # a head on two ranks each
+    assert made.head_budgets(1, 4, 0, 1).tolist() == [0, 256, 512, 768]
+    assert [made.head_budgets(1, 2, rank, 2).tolist() for rank in range(2)] == [[0, 256], [512, 768]]
+    assert [made.head_budgets(1, 1, rank, 4).tolist() for rank in range(4)] == [[0], [256], [512], [768]]
+    copies = [made.head_budgets(3, 1, rank, 8) for rank in range(8)]  # a head on two ranks each
     assert [int(x) for x in copies] == [0, 0, 256, 256, 256, 256, 512, 512] and copies[0].dtype == torch.int32
-    assert runtime().head_shares(1, 4, 0, 1) is None
+    assert runtime().head_budgets(1, 4, 0, 1) is None
 
 
 @settings(max_examples=50, deadline=None)
@@ -435,7 +437,7 @@ def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
         config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=False)
 
 
-def test_shares_of_heads_run_on_a_gpu_if_told_to_alone(monkeypatch):
+def test_budgets_of_heads_run_on_a_gpu_if_told_to_alone(monkeypatch):
     monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
     config.check_supported(vllm_config(), Decoding.lossy(UNEVEN), on_cpu=True)
     with pytest.raises(ConfigError, match="leave them out of the schedule, or set SPARROW_UNTESTED_VLLM=1 to try"):

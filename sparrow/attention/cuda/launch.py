@@ -141,7 +141,7 @@ class _Arguments(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "q", "k", "v", "landmarks", "table", "out", "rows", "partial", "stats", "ready", "counters", "plan",
-            "k_scales", "v_scales", "head_shares",
+            "k_scales", "v_scales", "head_budgets",
         )),
         *((name, ctypes.c_longlong) for name in (
             "q_row", "q_head", "block", "head", "token", "landmark_block", "landmark_page", "landmark_head",
@@ -183,7 +183,7 @@ class Launches:
         tensors = (
             b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
             *w.counters, w.plan, b.cache_scales and b.cache_scales.k_K, b.cache_scales and b.cache_scales.v_K,
-            b.head_shares_K,
+            b.head_budgets_K,
         )  # fmt: skip
         strides = (
             *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0),

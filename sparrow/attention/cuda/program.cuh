@@ -9,7 +9,7 @@ constexpr int COPY_ROWS = 32 / CHUNKS;        // that a warp copies at once
 constexpr int MARK_COPY_ROWS = 32 / MARK_CHUNKS;
 constexpr int TILES_IN_FLIGHT = STAGES * SLOT / MARK_TILE;  // of landmarks, per warp
 constexpr int AT_ONCE = 8;                    // scores that a thread looks at before it waits for the first
-constexpr int ALL_PAGES = 1 << 30;            // a top_k that no share makes smaller
+constexpr int ALL_PAGES = 1 << 30;            // a top_k that no budget makes smaller
 constexpr int ALWAYS = SINK + RECENT;         // pages always kept; a row with ranked pages has them all
 
 template <bool FP8> struct Stored { typedef u16 Type; };
@@ -17,7 +17,7 @@ template <> struct Stored<true> { typedef unsigned char Type; };
 typedef Stored<FP8_CACHE>::Type Entry;     // of a key or value
 typedef Stored<FP8_LANDMARKS>::Type Mark;  // of a landmark
 
-// head_shares: of top_k, in units of 1 / 256; null if all heads keep top_k.
+// head_budgets: of top_k, in units of 1 / 256; null if all heads keep top_k.
 struct Args {
   const u16 *q;
   const Entry *k, *v;
@@ -29,7 +29,7 @@ struct Args {
   int *ready, *counters;
   const int4 *plan;
   const float *k_scales, *v_scales;
-  const int *head_shares;
+  const int *head_budgets;
   i64 q_row, q_head, block, head, token, landmark_block, landmark_page, landmark_head, table_row, out_row, out_head;
   i64 rows_row;
   float scale_log2;
@@ -80,7 +80,7 @@ struct Program {
     tokens = row.x, pages = (tokens + P - 1) / P;
     const int ranked = max(pages - ALWAYS, 0);
     i64 top_k = max(row.y, 0);
-    if (a.head_shares && top_k < ALL_PAGES) top_k = (top_k * __ldg(a.head_shares + head) + 128) >> 8;
+    if (a.head_budgets && top_k < ALL_PAGES) top_k = (top_k * __ldg(a.head_budgets + head) + 128) >> 8;
     ranked_end = SINK + ranked, budget = (int)min((i64)ranked, top_k);
     listed = budget < ranked, ranks = listed && part == 0;
     table = a.table + b * a.table_row;

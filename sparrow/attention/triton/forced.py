@@ -59,7 +59,7 @@ def teacher_forced(
     top_k_BT: Tensor,
     layout: PageLayout,
     scale: float,
-    head_shares_K: Tensor | None = None,
+    head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
 ) -> Tensor:
     """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``."""
@@ -68,7 +68,7 @@ def teacher_forced(
         raise ValueError(f"the softmax scale must be positive, got {scale}")
     q, k, v = map(_packed, (q_BHTD, k_BKTD, v_BKTD))
     rows = (start_B, length_B, prompt_B, top_k_BT)
-    return _TeacherForced.apply(q, k, v, *rows, head_shares_K, layout, scale, kept)
+    return _TeacherForced.apply(q, k, v, *rows, head_budgets_K, layout, scale, kept)
 
 
 class _TeacherForced(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _TeacherForced(torch.autograd.Function):
         length: Tensor,
         prompt: Tensor,
         top_k: Tensor,
-        head_shares: Tensor | None,
+        head_budgets: Tensor | None,
         layout: PageLayout,
         scale: float,
         kept: list[Kept] | None,
@@ -91,7 +91,7 @@ class _TeacherForced(torch.autograd.Function):
             selection, out, lse = kept.pop()
         else:
             call = Call(q, k, v, start, length, layout, scale)
-            selection = call.select(prompt, top_k, head_shares)
+            selection = call.select(prompt, top_k, head_budgets)
             out, lse = call.attend(selection)
             if kept is not None:
                 kept.append(Kept(selection, out.detach(), lse))
@@ -144,7 +144,7 @@ class Call:
             rows //= 2
         return max(16, rows)
 
-    def select(self, prompt: Tensor, top_k: Tensor, head_shares: Tensor | None = None) -> Selection:
+    def select(self, prompt: Tensor, top_k: Tensor, head_budgets: Tensor | None = None) -> Selection:
         """Selects the pages of every position, one chunk of positions at a time."""
         layout, device, N = self.layout, self.q.device, self.N
         P, K = layout.page_size, self.K
@@ -167,12 +167,12 @@ class Call:
             block = triton.next_power_of_2(max(pages, 32))
             tiles = min(C // self.BT, self.tile_count - first // self.BT)
             forced_select.score_kernel[(tiles, triton.cdiv(pages, BN), self.items)](
-                self.q, marks, scores, self.start, self.length, prompt, top_k, head_shares,
+                self.q, marks, scores, self.start, self.length, prompt, top_k, head_budgets,
                 *self.q.stride()[:3], *top_k.stride(), first, N, pages, **self.heads, P=P, SINK=layout.sink_pages,
                 RECENT=layout.recent_pages, C=C, BT=self.BT, BN=BN, num_warps=4,
             )  # fmt: skip
             forced_select.select_kernel[(min(C, self.T - first), self.items)](
-                scores, kept, self.length, prompt, top_k, head_shares, self.start, *top_k.stride(), first, pages, K=K,
+                scores, kept, self.length, prompt, top_k, head_budgets, self.start, *top_k.stride(), first, pages, K=K,
                 P=P, SINK=layout.sink_pages, RECENT=layout.recent_pages, C=C, BLOCK=block,
                 num_warps=max(1, block // 2048),
             )  # fmt: skip

@@ -44,9 +44,9 @@ def tile_rows(tile, size, BT: tl.constexpr, GP: tl.constexpr, G: tl.constexpr):
     return tl.minimum(position, size - 1), tl.minimum(head, G - 1), 1 << (row // GP), inside
 
 
-@triton.jit(do_not_specialize_on_alignment=["head_shares"])
+@triton.jit(do_not_specialize_on_alignment=["head_budgets"])
 def score_kernel(
-    q, landmarks, scores, start, length, prompt, top_k, head_shares, stride_row, stride_head, stride_token,
+    q, landmarks, scores, start, length, prompt, top_k, head_budgets, stride_row, stride_head, stride_token,
     stride_top_k_row, stride_top_k_token, first, N, pages,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
@@ -62,7 +62,7 @@ def score_kernel(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     position, head, _, inside = tile_rows(tile, size, BT, GP, G)
     top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token, mask=inside)
-    top = of_head(top, head_shares, item % K)
+    top = of_head(top, head_budgets, item % K)
     is_sparse = inside & (position >= tl.load(prompt + b)) & (position // P + 1 - SINK - RECENT > top)
     pages_below = tl.max(tl.where(is_sparse, position // P + 1 - RECENT, 0), 0)
     if tl.program_id(1) * BN < pages_below:
@@ -77,9 +77,9 @@ def score_kernel(
         tl.store(scores + (item * C + row[:, None]) * pages + n[None, :], score, mask=(n < pages)[None, :])
 
 
-@triton.jit(do_not_specialize_on_alignment=["head_shares"])
+@triton.jit(do_not_specialize_on_alignment=["head_budgets"])
 def select_kernel(
-    scores, kept, length, prompt, top_k, head_shares, start, stride_top_k_row, stride_top_k_token, first, pages,
+    scores, kept, length, prompt, top_k, head_budgets, start, stride_top_k_row, stride_top_k_token, first, pages,
     K: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Bits ``[B, K, C, BLOCK / 32]`` of the pages each position keeps: ``select_pages``."""
@@ -88,7 +88,7 @@ def select_kernel(
     position = first + tl.program_id(0)
     if position < tl.load(length + b):
         top = tl.load(top_k + b * stride_top_k_row + (tl.load(start + b) + position) * stride_top_k_token).to(tl.int32)
-        top = of_head(top, head_shares, item % K)
+        top = of_head(top, head_budgets, item % K)
         own, ranked, budget, _ = page_counts(position + 1, top, P, SINK, RECENT)
         budget = tl.where(position < tl.load(prompt + b), ranked, budget)
         row = item * C + tl.program_id(0)

@@ -230,9 +230,9 @@ def _store_output(
     tl.store(out + g[:, None] * stride_head + d[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["splits", "rank_before_wait"], do_not_specialize_on_alignment=["head_shares"])
+@triton.jit(do_not_specialize=["splits", "rank_before_wait"], do_not_specialize_on_alignment=["head_budgets"])
 def rank_kernel(
-    q, k_cache, landmarks, table, length, top_k, head_shares, rows, counters, splits, rank_before_wait,
+    q, k_cache, landmarks, table, length, top_k, head_budgets, rows, counters, splits, rank_before_wait,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
     stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -253,7 +253,7 @@ def rank_kernel(
     head = (item % K).to(tl.int64)
     tokens_in_row = tl.load(length + b)
     q_D = _mean_query(q + b * stride_q_row + head * G * stride_q_head, stride_q_head, G, D, DP)
-    own_top_k = of_head(tl.load(top_k + b), head_shares, head)
+    own_top_k = of_head(tl.load(top_k + b), head_budgets, head)
     pages, ranked, budget, _ = page_counts(tokens_in_row, own_top_k, P, SINK, RECENT)
     to_score = tl.where((budget > 0) & (budget < ranked), ranked, 0)
     used = tl.minimum(tl.maximum((to_score + SCORE_TILE - 1) // SCORE_TILE, 1), splits)
@@ -281,9 +281,9 @@ def rank_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["head_shares"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["head_budgets"])
 def attend_kernel(
-    q, k_cache, v_cache, k_scales, v_scales, head_shares, table, out, rows, partial, stats, counters, plan, count,
+    q, k_cache, v_cache, k_scales, v_scales, head_budgets, table, out, rows, partial, stats, counters, plan, count,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_table, stride_out_row,
     stride_out_head, stride_rows, scale_log2,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
@@ -303,7 +303,7 @@ def attend_kernel(
         at = b.to(tl.int64)
         head = (work % K).to(tl.int64)
         item = at * K + head
-        own_top_k = of_head(tl.load(entry + 5), head_shares, head)
+        own_top_k = of_head(tl.load(entry + 5), head_budgets, head)
         _pages, ranked, budget, tokens = page_counts(tl.load(entry + 4), own_top_k, P, SINK, RECENT)
         q += at * stride_q_row + head * G * stride_q_head
         q_GD = _group_queries(q, stride_q_head, G, GP, D, DP)

@@ -80,7 +80,7 @@ class Launches:
         """Fills the workspace's lists of kept pages."""
         b, w, c = self.batch, self.workspace, self.config
         kernels.rank_kernel[(b.items, c.rank_splits)](
-            b.q_BHD, b.k_cache, b.landmark_cache, b.block_table_BM, b.length_B, b.top_k_B, b.head_shares_K, w.rows,
+            b.q_BHD, b.k_cache, b.landmark_cache, b.block_table_BM, b.length_B, b.top_k_B, b.head_budgets_K, w.rows,
             w.counters[0], c.rank_splits, int(rank_before_wait), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3],
             *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0), w.rows.stride(0),
             BLOCK=max(16, triton.next_power_of_2(b.max_pages)), SCORE_TILE=c.score_pages,
@@ -91,7 +91,7 @@ class Launches:
         """Attention over the kept pages."""
         b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
         kernels.attend_kernel[(b.items + c.extra_programs,)](
-            b.q_BHD, b.k_cache, b.v_cache, scales and scales.k_K, scales and scales.v_K, b.head_shares_K,
+            b.q_BHD, b.k_cache, b.v_cache, scales and scales.k_K, scales and scales.v_K, b.head_budgets_K,
             b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats, w.counters[1],
             w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], b.block_table_BM.stride(0),
             *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * math.log2(math.e),

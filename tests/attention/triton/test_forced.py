@@ -50,7 +50,7 @@ class Case:
     prompt: torch.Tensor
     top_k: torch.Tensor
     layout: PageLayout
-    shares: torch.Tensor | None = None
+    budgets: torch.Tensor | None = None
 
     def results(self, implementation: str, dtype: torch.dtype, device: str = DEVICE) -> list[torch.Tensor]:
         """Output and gradients of q, k and v, in float64 on the CPU; the reference is given 1 in place of NaN."""
@@ -60,8 +60,8 @@ class Case:
             for x in (self.q, self.k, self.v, self.d_out)
         )
         rows = (x.to(device) for x in (self.start, self.length, self.prompt, self.top_k))
-        shares = None if self.shares is None else self.shares.to(device)
-        out = teacher_forced(q, k, v, *rows, layout=self.layout, implementation=implementation, head_shares_K=shares)
+        budgets = None if self.budgets is None else self.budgets.to(device)
+        out = teacher_forced(q, k, v, *rows, layout=self.layout, implementation=implementation, head_budgets_K=budgets)
         out.backward(d_out)
         return [x.double().cpu() for x in (out, q.grad, k.grad, v.grad)]
 
@@ -114,7 +114,7 @@ def check(case: Case, dtype: torch.dtype) -> None:
 def kept(case: Case) -> torch.Tensor:
     """What the kernels select: bool ``[B, K, T, N]`` by position."""
     call = Call(case.q, case.k, case.v, case.start, case.length, case.layout, 1.0)
-    masks, lists, counts = call.select(case.prompt, case.top_k, case.shares)
+    masks, lists, counts = call.select(case.prompt, case.top_k, case.budgets)
     for mask, pages, count in zip(masks.flatten(0, 1), lists.flatten(0, 1), counts.flatten(), strict=True):
         entries = pages[:count]
         assert (entries & 0xFFFFFFFF).tolist() == mask.nonzero()[:, 0].tolist()
@@ -132,8 +132,8 @@ def expected_pages(case: Case, b: int) -> torch.Tensor:
     N = -(-length // P)
     whole = k[:, :, : length // P * P].unflatten(2, (length // P, P))
     marks = torch.nn.functional.pad(landmarks(whole, case.layout.landmark_dtype), (0, 0, 0, N - length // P))
-    t, shares = torch.arange(length), None if case.shares is None else case.shares.cpu()
-    keep = select_pages(page_scores(q, marks), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout, shares)
+    t, budgets = torch.arange(length), None if case.budgets is None else case.budgets.cpu()
+    keep = select_pages(page_scores(q, marks), t[None] + 1, case.top_k[b : b + 1, own].cpu(), case.layout, budgets)
     dense = (t < int(case.prompt[b]))[:, None] & (torch.arange(N) <= t[:, None] // P)
     return (keep | dense)[0]
 
@@ -154,11 +154,11 @@ def test_selects_what_decoding_selects(G, page_size):
     check_selection(make_case(ROWS, K=1, G=G, D=16, layout=PageLayout(page_size)))
 
 
-@pytest.mark.parametrize("shares", [(0, 4 * 256), (384, 128), (64 * 256, 1)])
-def test_heads_have_shares_of_a_budget(shares):
+@pytest.mark.parametrize("budgets", [(0, 4 * 256), (384, 128), (64 * 256, 1)])
+def test_heads_have_budgets_of_their_own(budgets):
     case = make_case(ROWS, G=2, D=16, layout=PageLayout(4))
     even = expected_pages(case, 0)
-    case.shares = torch.tensor(shares, dtype=torch.int32, device=DEVICE)
+    case.budgets = torch.tensor(budgets, dtype=torch.int32, device=DEVICE)
     check_selection(case)
     assert (expected_pages(case, 0) != even).flatten(1).any(1).all()
     check(case, torch.float16)

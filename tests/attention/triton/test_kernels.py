@@ -67,7 +67,7 @@ class Case:
     top_k: torch.Tensor
     layout: PageLayout
     scales: CacheScales | None = None
-    shares: torch.Tensor | None = None
+    budgets: torch.Tensor | None = None
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
         return (
@@ -77,14 +77,14 @@ class Case:
 
     def batch(self, out: torch.Tensor | None = None) -> DecodeBatch:
         out = torch.empty_like(self.q) if out is None else out
-        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.scales, self.shares)
+        return DecodeBatch(*self.inputs(), out, self.layout, self.q.shape[-1] ** -0.5, self.scales, self.budgets)
 
     def expected(self, dtype: torch.dtype) -> torch.Tensor:
         """The reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
         scales = self.scales and CacheScales(self.scales.k_K.cpu(), self.scales.v_K.cpu())
-        own = dict(zip(names, rest, strict=True), shares=None if self.shares is None else self.shares.cpu())
+        own = dict(zip(names, rest, strict=True), budgets=None if self.budgets is None else self.budgets.cpu())
         return reference.run(replace(self, q=q.to(dtype), scales=scales, **own).batch())
 
 
@@ -127,7 +127,7 @@ def make_case(
     extra_blocks: int = 3,
     seed: int = 0,
     fp8_cache: bool = False,
-    shares: tuple[float, ...] = (),
+    budgets: tuple[float, ...] = (),
 ) -> Case:
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
@@ -157,7 +157,7 @@ def make_case(
     return Case(
         qkv[:, : K * G], k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, CacheScales(*scales) if scales else None,
-        torch.tensor(shares, device=DEVICE).mul(256).int() if shares else None,
+        torch.tensor(budgets, device=DEVICE).mul(256).int() if budgets else None,
     )  # fmt: skip
 
 
@@ -224,25 +224,29 @@ def test_rows_of_a_batch_have_their_own_length_and_budget(config):
 
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("split", [False, True], ids=["as shipped", "small parts"])
-@pytest.mark.parametrize("shares", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)])
-def test_heads_have_shares_of_a_budget(config, split, shares):
+@pytest.mark.parametrize("budgets", [(0.0, 4.0, 0.125, 1.0), (1.5, 0.5, 1.0, 1.0), (64.0, 0.0, 1 / 256, 3.9)])
+def test_heads_have_budgets_of_their_own(config, split, budgets):
     """Rows where some heads keep every page and others do not, in one part or in many, and some none by score."""
     case = make_case(
-        [700, 517, 0, 333, 333, 48, 200, 16], [8, 3, 5, ALL_PAGES, 0, 1, 9, 300], K=4, pages_per_block=2, shares=shares
+        [700, 517, 0, 333, 333, 48, 200, 16],
+        [8, 3, 5, ALL_PAGES, 0, 1, 9, 300],
+        K=4,
+        pages_per_block=2,
+        budgets=budgets,
     )
     exact = case.expected(torch.float64)
-    assert (exact != replace(case, shares=None).expected(torch.float64)).flatten(1).any(1).tolist() == [
+    assert (exact != replace(case, budgets=None).expected(torch.float64)).flatten(1).any(1).tolist() == [
         row not in (2, 3, 4, 5, 7) for row in range(8)
     ]
     check(case, small_parts(config) if split else config)
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_one_plan_serves_layers_of_other_shares(config):
+def test_one_plan_serves_layers_of_other_budgets(config):
     fine = small_parts(config)
-    case = make_case([700, 517, 333], [12, 3, 9], shares=(1.75, 0.25))
-    other = replace(case, shares=case.shares.flip(0))
-    even = replace(case, shares=None)
+    case = make_case([700, 517, 333], [12, 3, 9], budgets=(1.75, 0.25))
+    other = replace(case, budgets=case.budgets.flip(0))
+    even = replace(case, budgets=None)
     workspace = make_workspace(case)
     expected = [run(each, fine) for each in (case, other, even)]
     assert not torch.equal(expected[0], expected[1]) and not torch.equal(expected[0], expected[2])
@@ -252,17 +256,17 @@ def test_one_plan_serves_layers_of_other_shares(config):
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_equal_shares_are_no_shares_to_the_bit(config):
-    case = make_case([700, 333, 200, 48], [7, 5, ALL_PAGES, 2], shares=(1.0, 1.0))
-    assert torch.equal(run(case, config), run(replace(case, shares=None), config))
+def test_equal_budgets_are_no_budgets_to_the_bit(config):
+    case = make_case([700, 333, 200, 48], [7, 5, ALL_PAGES, 2], budgets=(1.0, 1.0))
+    assert torch.equal(run(case, config), run(replace(case, budgets=None), config))
 
 
 @pytest.mark.parametrize("config", PATHS)
-@pytest.mark.parametrize("share", [1, 127, 128, 383, 64 * 256])
-def test_a_share_is_rounded_as_the_reference_rounds_it(config, share):
-    shares = torch.tensor([share], dtype=torch.int32)
+@pytest.mark.parametrize("relative", [1, 127, 128, 383, 64 * 256])
+def test_a_budget_is_rounded_as_the_reference_rounds_it(config, relative):
+    budgets = torch.tensor([relative], dtype=torch.int32)
     for top_k in (1, 3, 2560, ALL_PAGES - 1, ALL_PAGES):
-        check_selection([float(n % 29) for n in range(40)], top_k, config, shares=shares)
+        check_selection([float(n % 29) for n in range(40)], top_k, config, budgets=budgets)
 
 
 # G, D, P, pages per block, dtype, cache layout, config
@@ -298,7 +302,7 @@ def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config
     )  # fmt: skip
     check(case, config)
     if not INTERPRETED:
-        check(replace(case, shares=torch.tensor([640, 128], dtype=torch.int32, device=DEVICE)), config)
+        check(replace(case, budgets=torch.tensor([640, 128], dtype=torch.int32, device=DEVICE)), config)
 
 
 @pytest.mark.parametrize("config", PATHS)
@@ -400,18 +404,19 @@ def check_selection(
     config: Config,
     dtype: torch.dtype = torch.bfloat16,
     layout: PageLayout = PageLayout(),  # noqa: B008
-    shares: torch.Tensor | None = None,
+    budgets: torch.Tensor | None = None,
 ) -> None:
-    case = replace(scored_case(scores, top_k, dtype, layout), shares=shares if shares is None else shares.to(DEVICE))
+    budgets = budgets if budgets is None else budgets.to(DEVICE)
+    case = replace(scored_case(scores, top_k, dtype, layout), budgets=budgets)
     if isinstance(config, cuda.CudaConfig):
         return check(case, config)  # it leaves no list of all pages kept
     workspace = make_workspace(case)
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
     keep_N = select_pages(
-        rounded[None, None, None], torch.tensor([[16 * len(scores)]]), torch.tensor([[top_k]]), case.layout, shares
+        rounded[None, None, None], torch.tensor([[16 * len(scores)]]), torch.tensor([[top_k]]), case.layout, budgets
     )[0, 0, 0]
-    if shares is not None:
+    if budgets is not None:
         check(case, config)
     if keep_N.all():
         return  # read from the block table: there is no list
@@ -717,7 +722,7 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
         rows=workspace.rows, partial=workspace.partial, stats=workspace.stats, ready=workspace.counters[0],
         counters=workspace.counters[1], plan=workspace.plan,
     )  # fmt: skip
-    assert fields.pop("k_scales") is fields.pop("v_scales") is fields.pop("head_shares") is None
+    assert fields.pop("k_scales") is fields.pop("v_scales") is fields.pop("head_budgets") is None
     strides = dict(
         q_row=case.q.stride(0), q_head=64, block=case.k_cache.stride(0), head=case.k_cache.stride(1),
         token=case.k_cache.stride(2), landmark_block=case.landmark_cache.stride(0), landmark_page=4 * 64,
@@ -726,13 +731,13 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     )  # fmt: skip
     scalars = dict(scale_log2=pytest.approx(0.125 * 1.442695), count=20, rank_before_wait=0, capacity=32)
     assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
-    assert again == fields | {"rank_before_wait": 1, "k_scales": None, "v_scales": None, "head_shares": None}
-    case = make_case([333] * 20, [4] * 20, K=4, fp8_cache=True, shares=(0.5, 1.5, 1, 1))
+    assert again == fields | {"rank_before_wait": 1, "k_scales": None, "v_scales": None, "head_budgets": None}
+    case = make_case([333] * 20, [4] * 20, K=4, fp8_cache=True, budgets=(0.5, 1.5, 1, 1))
     decode(config, case.batch(), workspace)
     *_, (defines, shared_bytes, *_, fields) = launched
     assert (defines["FP8_CACHE"], defines["FP8_LANDMARKS"], shared_bytes) == (1, 0, config.shared_bytes(64, 32))
-    assert [fields[name] for name in ("k_scales", "v_scales", "head_shares")] == [
-        x.data_ptr() for x in (case.scales.k_K, case.scales.v_K, case.shares)
+    assert [fields[name] for name in ("k_scales", "v_scales", "head_budgets")] == [
+        x.data_ptr() for x in (case.scales.k_K, case.scales.v_K, case.budgets)
     ]
 
 
@@ -741,7 +746,7 @@ def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **c
     with pytest.raises(ValueError, match=match):
         paged_decode(
             *case.inputs(), layout=case.layout, implementation="triton", cache_scales=case.scales,
-            head_shares_K=case.shares, workspace=workspace or make_workspace(case),
+            head_budgets_K=case.budgets, workspace=workspace or make_workspace(case),
         )  # fmt: skip
 
 
@@ -759,9 +764,9 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("needs scales, and no other has any; got .* and scales", case, scales=fp8.scales)
     refuse("scales must be contiguous float32", fp8, scales=CacheScales(fp8.scales.k_K, fp8.scales.v_K[:1]))
     refuse("landmarks must be in torch.float16", fp8, landmark_cache=fp8.landmark_cache.bfloat16())
-    shares = torch.full((2,), 256, dtype=torch.int32, device=DEVICE)
-    refuse(r"head_shares_K must be contiguous int32 \[2\] on", case, shares=shares[:1])
-    refuse(r"head_shares_K must be contiguous int32 \[2\] on .*, got torch.int64", case, shares=shares.long())
+    budgets = torch.full((2,), 256, dtype=torch.int32, device=DEVICE)
+    refuse(r"head_budgets_K must be contiguous int32 \[2\] on", case, budgets=budgets[:1])
+    refuse(r"head_budgets_K must be contiguous int32 \[2\] on .*, got torch.int64", case, budgets=budgets.long())
     refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
     refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
     with pytest.raises(ValueError, match="cannot be ranked"):
@@ -775,15 +780,15 @@ def test_long_sequences(config, layout):
     shape = dict(D=128, dtype=torch.bfloat16, layout=layout)
     check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], **shape), config)
     check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, **shape), config)
-    check(make_case([40000, 7919, 131072, 300], [381, 61, 253, 29], K=4, shares=(2.5, 0.0, 0.5, 1.0), **shape), config)
-    many = dict(K=8, shares=(3.0, 0.25, 1.5, 0.5, 1.0, 0.75, 0.0, 1.0), **shape)
+    check(make_case([40000, 7919, 131072, 300], [381, 61, 253, 29], K=4, budgets=(2.5, 0.0, 0.5, 1.0), **shape), config)
+    many = dict(K=8, budgets=(3.0, 0.25, 1.5, 0.5, 1.0, 0.75, 0.0, 1.0), **shape)
     check(make_case([9000, 4000, 6000, 100] * 3, [221, 61, 600, 29] * 3, **many), config)
 
 
 @pytest.mark.gpu
 def test_a_captured_graph_follows_lengths_budgets_and_queries():
-    for config, shares in ((ONE, ()), (THREE, (0.5, 1.5)), (CUDA, ()), (CUDA, (0.5, 1.5))):
-        case = make_case([700, 333, 48], [5, 4, 1], shares=shares)
+    for config, budgets in ((ONE, ()), (THREE, (0.5, 1.5)), (CUDA, ()), (CUDA, (0.5, 1.5))):
+        case = make_case([700, 333, 48], [5, 4, 1], budgets=budgets)
         workspace, out = make_workspace(case), torch.empty_like(case.q)
         batch = case.batch(out)
         decode(config, batch, workspace)

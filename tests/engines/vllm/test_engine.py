@@ -103,12 +103,12 @@ def test_small_budgets_follow_the_schedule_and_the_run_can_change_it(folder, mod
             sparrow.set_schedule(SMALL.replace(recent_pages=3))
 
 
-def test_layers_and_kv_heads_have_shares_of_the_budget(folder, model):
-    uneven = SMALL.replace(top_k=(4, 8), head_shares=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
+def test_layers_and_kv_heads_have_budgets_of_their_own(folder, model):
+    uneven = SMALL.replace(top_k=(4, 8), head_budgets=((1, 1), (0, 3), (1.5, 0.5), (0.5, 0.5)))
     wider = uneven.replace(top_k=(6, 12))
     reference = HFEngine(model, uneven, eos_ids=[])
     with engine(folder, uneven) as sparrow:
-        assert sparrow.describe()["schedule"]["head_shares"] == uneven.to_dict()["head_shares"]
+        assert sparrow.describe()["schedule"]["head_budgets"] == uneven.to_dict()["head_budgets"]
         for schedule in (uneven, wider):
             sparrow.set_schedule(schedule)
             rollouts = sparrow.generate(RAGGED, SAMPLED)
@@ -117,9 +117,9 @@ def test_layers_and_kv_heads_have_shares_of_the_budget(folder, model):
                 [np.arange(len(p) + 1, len(p) + len(r)) for p, r in zip(RAGGED, rollouts, strict=True)]
             )
             assert sparrow.counters().tokens_read == int(cached.sum() + 3 * schedule.tokens_read(cached).sum())
-        others = ((), tuple(row[::-1] for row in uneven.head_shares))
-        for shares in others:  # and the shares matter
-            scores = reference.score(rollouts, wider.replace(head_shares=shares), SAMPLED.temperature)
+        others = ((), tuple(row[::-1] for row in uneven.head_budgets))
+        for budgets in others:  # and the budgets matter
+            scores = reference.score(rollouts, wider.replace(head_budgets=budgets), SAMPLED.temperature)
             assert logprob_gap(rollouts, scores) > 0.1
         with pytest.raises(ConfigError, match="start a new engine"):
             sparrow.set_schedule(SMALL)

@@ -1,4 +1,4 @@
-"""Which layers and kv heads need more pages than others: shares from a calibration.
+"""Which layers and kv heads need more pages than others: relative budgets from a calibration.
 
 Pages go, a few at a time, where they take off most of the attention mass that the dense policy has on tokens that would
 not be read. A layer's mass counts by what acceptance loses for it where this layer alone is sparse. Mass alone would
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from sparrow.errors import ConfigError
 from sparrow.measure import Trajectories, flatten
 from sparrow.rollout import Sampling
-from sparrow.schedule import LARGEST_SHARE, SparsitySchedule
+from sparrow.schedule import LARGEST_BUDGET, SparsitySchedule
 
 if TYPE_CHECKING:
     from sparrow.engines.hf import HFEngine
@@ -70,30 +70,30 @@ def find(
     made_by: dict[str, Any] | None = None,
     listener: Callable[[str, float], None] = lambda phase, left: None,
 ) -> SparsitySchedule:
-    """``layout`` with shares of its sparse layers, on dense responses to these prompts.
+    """``layout`` with budgets of its sparse layers, on dense responses to these prompts.
 
     Takes one pass over the responses for each sparse layer, and four more.
 
     Args:
         engine, prompts, sampling, folder, made_by: see ``Trajectories``.
         layout: says which layers are sparse.
-        by: whether the heads of a layer have the same share.
-        top_k: the mean number of pages by score at which they are shared.
+        by: whether the heads of a layer have the same budget.
+        top_k: the mean number of pages by score at which they are found.
         listener: called at the start of every pass with its name and NaN.
 
-    Raises ConfigError: no sparse layer, a layout with shares, or fewer pages than units; no layer loses acceptance; or
-    the shares do not raise p5 at ``top_k``, which happens where a layer's loss does not follow its unread mass.
+    Raises ConfigError: no sparse layer, a layout with budgets, or fewer pages than units; no layer loses acceptance; or
+    the budgets do not raise p5 at ``top_k``, which happens where a layer's loss does not follow its unread mass.
     """
     layers = engine.model.config.get_text_config().num_hidden_layers
     sparse = [layer for layer in range(layers) if layer not in layout.dense_layers]
-    if layout.head_shares or not sparse or top_k < UNITS:
+    if layout.head_budgets or not sparse or top_k < UNITS:
         raise ConfigError(
-            f"shares are found for a layout without any, with sparse layers, at {UNITS} pages or more; got "
-            f"{'' if layout.head_shares else 'no '}head_shares, {len(sparse)} sparse layers and {top_k} pages"
+            f"budgets are found for a layout without any, with sparse layers, at {UNITS} pages or more; got "
+            f"{'' if layout.head_budgets else 'no '}head_budgets, {len(sparse)} sparse layers and {top_k} pages"
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
-    listener(f"shares: sampling {len(prompts)} dense responses", np.nan)
+    listener(f"budgets of heads: sampling {len(prompts)} dense responses", np.nan)
     trajectories = Trajectories(engine, engine, prompts, sampling, folder, SparsitySchedule.dense(), made_by)
 
     def acceptance(schedule: SparsitySchedule) -> Floats:
@@ -101,29 +101,29 @@ def find(
 
     best, lost = float(flatten(trajectories.ceiling())[0].mean()), []
     for layer in sparse:
-        listener(f"shares: scoring with layer {layer} alone sparse", np.nan)
+        listener(f"budgets of heads: scoring with layer {layer} alone sparse", np.nan)
         others = tuple(other for other in range(layers) if other != layer)
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
         raise ConfigError(
-            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so shares cannot be found; "
+            f"no layer loses acceptance where it alone keeps {unit * UNITS} pages by score, so no budgets are found; "
             "sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
-    listener("shares: attention that is left unread", np.nan)
+    listener("budgets of heads: attention that is left unread", np.nan)
     longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
-    counts = [unit * n for n in range(1, min(LARGEST_SHARE * UNITS, max(UNITS, -(-longest // unit))) + 1)]
+    counts = [unit * n for n in range(1, min(LARGEST_BUDGET * UNITS, max(UNITS, -(-longest // unit))) + 1)]
     missed_LKU = engine.unread(trajectories.rollouts, layout, counts)[sparse]
     units = divided(missed_LKU, weights(missed_LKU, lost_L, UNITS), by, UNITS)
     table = np.ones((layers, units.shape[1]))
     table[sparse] = units / UNITS
     found = {"by": by, "top_k": unit * UNITS, "lost": [round(x, 5) for x in lost]}
-    shares = tuple(map(tuple, table.tolist()))
-    listener("shares: scoring with them and without", np.nan)
-    without, shared = (float(np.percentile(acceptance(each), 5)) for each in (even, even.replace(head_shares=shares)))
-    if shared <= without:
+    budgets = tuple(map(tuple, table.tolist()))
+    listener("budgets of heads: scoring with them and without", np.nan)
+    without, uneven = (float(np.percentile(acceptance(each), 5)) for each in (even, even.replace(head_budgets=budgets)))
+    if uneven <= without:
         raise ConfigError(
-            f"at {unit * UNITS} pages by score p5 is {without:.3f} without shares and {shared:.3f} with those found by "
-            f"{by}; leave head_shares out"
+            f"at {unit * UNITS} pages by score p5 is {without:.3f} without head_budgets and {uneven:.3f} with those "
+            f"found by {by}; leave them out"
         )
-    return layout.replace(head_shares=shares, provenance={**layout.provenance, "shares": found})
+    return layout.replace(head_budgets=budgets, provenance={**layout.provenance, "head_budgets": found})
