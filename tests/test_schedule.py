@@ -378,8 +378,8 @@ def test_budgets_of_another_model_are_refused():
 
 @settings(deadline=None, max_examples=100)
 @given(st.integers(0, ALL_PAGES), st.floats(0, 2), st.integers(0, 2**30))
-def test_budgets_on_the_device_are_those_of_the_schedule(top_k, share, length):
-    schedule = SparsitySchedule((top_k,), dense_layers=(), head_budgets=((share, 2 - share),), sink_pages=0)
+def test_budgets_on_the_device_are_those_of_the_schedule(top_k, relative, length):
+    schedule = SparsitySchedule((top_k,), dense_layers=(), head_budgets=((relative, 2 - relative),), sink_pages=0)
     budgets = ScheduleTable(schedule).head_budgets(0, torch.device("cpu"))
     assert budgets.dtype == torch.int32 and budgets.tolist() == schedule.budget_units[0].tolist()
     kept = pages.head_top_k(torch.tensor([[top_k]]), budgets).flatten()

@@ -144,7 +144,7 @@ def by_kv_head(x, head):
 
 
 @pytest.mark.parametrize("top_k", [0, 1, 3, 40, ALL_PAGES])
-def test_each_kv_head_keeps_its_share(top_k):
+def test_each_kv_head_keeps_its_budget(top_k):
     length, start = torch.tensor(LENGTHS), torch.tensor([0, 3, 16, 0, 20, 1, 7, 5])
     q, k, v = cache(len(LENGTHS), 4, 2, 150, 8)
     k, v = poison((k, v), start, length)
