@@ -28,7 +28,16 @@ from common import RESULTS, machine, save
 from gpu_timing import read_limit, timed
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
-from sparrow.attention import CacheScales, Choice, DecodeWorkspace, PageLayout, choose, cuda, update_landmarks
+from sparrow.attention import (
+    CachedLayers,
+    CacheScales,
+    Choice,
+    DecodeWorkspace,
+    PageLayout,
+    choose,
+    cuda,
+    update_landmarks,
+)
 from sparrow.attention import triton as by_triton
 from sparrow.attention.cuda import CudaConfig
 from sparrow.attention.decode import DecodeBatch
@@ -92,7 +101,8 @@ class Pool:
             self.update_landmarks(-1, torch.arange(blocks * P, device="cuda"))
 
     def update_landmarks(self, layer: int, slots: torch.Tensor) -> None:
-        update_landmarks(self.k[layer], self.marks[layer], slots, layout=self.layout, implementation="triton")
+        caches = CachedLayers([(self.k[layer], self.marks[layer])])
+        update_landmarks(caches, slots, layout=self.layout, implementation="triton")
 
 
 class Case:

@@ -1,11 +1,12 @@
 """Page attention: what the sparse actor attends to."""
 
 from sparrow.attention.api import Choice, Implementation, choose, decode, paged_decode, teacher_forced, update_landmarks
-from sparrow.attention.decode import CacheScales, DecodeWorkspace
+from sparrow.attention.decode import CachedLayers, CacheScales, DecodeWorkspace
 from sparrow.attention.pages import PageLayout
 
 __all__ = [
     "CacheScales",
+    "CachedLayers",
     "Choice",
     "DecodeWorkspace",
     "Implementation",

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparrow.attention import reference
 from sparrow.attention.decode import (
     FP8_CACHE,
+    CachedLayers,
     CacheScales,
     DecodeBatch,
     DecodeImplementation,
@@ -204,8 +205,7 @@ def choose(
 
 
 def update_landmarks(
-    k_cache: Tensor,
-    landmark_cache: Tensor,
+    layers: CachedLayers,
     slot_mapping_T: Tensor,
     *,
     layout: PageLayout,
@@ -217,8 +217,7 @@ def update_landmarks(
     taken over the page as the cache holds it, so that repeated, chunked or shared prefill gives the same landmark.
 
     Args:
-        k_cache: strided view ``[blocks, K, block tokens, D]``, the keys written already.
-        landmark_cache: as in ``paged_decode``.
+        layers: the caches of one layer or more, the keys written already.
         slot_mapping_T: slots just written, integers.
         layout: page size and dtype of landmarks.
         implementation: as in ``paged_decode``; ``cuda`` uses Triton's kernel.
@@ -226,12 +225,12 @@ def update_landmarks(
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
     if implementation == "reference":
-        return reference.update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout)
+        return reference.update_landmarks(layers, slot_mapping_T, layout)
     if implementation not in get_args(Implementation):
         raise ValueError(f"unknown implementation {implementation!r}, expected one of {get_args(Implementation)}")
     from sparrow.attention import triton
 
-    return triton.update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout)
+    return triton.update_landmarks(layers, slot_mapping_T, layout)
 
 
 def teacher_forced(

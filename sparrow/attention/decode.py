@@ -8,6 +8,7 @@ block table. An item is one sequence and kv head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
@@ -204,6 +205,32 @@ def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout)
         raise ValueError(
             f"landmarks must be {shape} in {dtype}, got {tuple(landmark_cache.shape)} in {landmark_cache.dtype}"
         )
+
+
+class CachedLayers:
+    """Layers whose caches hold the same tokens in the same slots.
+
+    Args:
+        caches: keys, a strided view ``[blocks, K, block tokens, D]``, and landmarks, as in ``DecodeBatch``, of each
+            layer; shapes, strides and dtypes are the same in all layers.
+
+    Raises ValueError: no layers, layers that differ, or caches at such distances that loads would not be aligned.
+    """
+
+    def __init__(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        kinds = {tuple((x.shape, x.stride(), x.dtype, x.device) for x in layer) for layer in caches}
+        if len(kinds) != 1:
+            raise ValueError(f"{len(caches)} layers with {len(kinds)} kinds of caches, expected one kind")
+        self.caches = tuple(caches)
+        self.keys, self.landmarks = caches[0]
+        # How far each layer's keys and landmarks lie from the first layer's, in elements.
+        distances = [
+            [(x.data_ptr() - first.data_ptr()) // x.itemsize for x, first in zip(layer, caches[0], strict=True)]
+            for layer in caches
+        ]
+        if any(distance % 16 for layer in distances for distance in layer):
+            raise ValueError(f"caches lie {distances} elements apart, expected multiples of 16")
+        self.distance_L2 = torch.tensor(distances, device=self.keys.device)
 
 
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:

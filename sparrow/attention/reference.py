@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparrow.attention.decode import CacheScales, DecodeBatch, DecodeWorkspace, check_landmarks, check_shapes
+from sparrow.attention.decode import (
+    CachedLayers,
+    CacheScales,
+    DecodeBatch,
+    DecodeWorkspace,
+    check_landmarks,
+    check_shapes,
+)
 from sparrow.attention.pages import (
     FP8,
     FP8_MAX,
@@ -81,7 +88,7 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         newest_B = (length_B - 1).clamp(min=0)
         block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
         slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
-        update_landmarks(k_cache, batch.landmark_cache, slot_B, layout)
+        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout)
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
@@ -128,8 +135,14 @@ def store_tokens(
     clipped += beyond.sum()
 
 
-def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
+def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
     """Recomputes, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
+    for k_cache, landmark_cache in layers.caches:
+        _update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout)
+
+
+def _update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
+    """One layer of ``update_landmarks``."""
     check_landmarks(k_cache, landmark_cache, layout)
     block_tokens, P = k_cache.shape[2], layout.page_size
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()

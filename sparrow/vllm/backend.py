@@ -9,6 +9,7 @@ Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M bl
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -42,6 +43,32 @@ class Prefill:
     blocks: Tensor | None = None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
 
 
+class Group:
+    """The layers of one builder, whose tokens have the same slots: landmarks are brought up to date in all at once.
+
+    One launch for all layers takes the host, and the CUDA graph of a dense step, less time than one for each.
+    """
+
+    def __init__(self, layers: Iterable[Any]) -> None:
+        self._layers = sorted(
+            (x for x in layers if x.impl.has_landmarks), key=lambda x: extract_layer_index(x.layer_name)
+        )
+        self._caches: attention.CachedLayers | None = None
+
+    def ends_with(self, layer: Any) -> bool:
+        """Whether no other layer's keys are written after this one's."""
+        return layer is self._layers[-1]
+
+    def update_landmarks(self, slot_mapping_T: Tensor) -> None:
+        """Write the landmarks of the pages that these slots complete, in all layers; call it after the last layer."""
+        impl = self._layers[-1].impl
+        if self._caches is None:  # all layers have run by now, and a builder is made anew with the caches
+            self._caches = attention.CachedLayers([layer.impl.cached_keys() for layer in self._layers])
+        attention.update_landmarks(
+            self._caches, slot_mapping_T, layout=impl.runtime.layout, implementation=impl.kernels.implementation
+        )
+
+
 @dataclass(frozen=True)
 class Step:
     """What the builder tells the sparse layers about one batch, whose decode rows come first."""
@@ -53,6 +80,7 @@ class Step:
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefills: tuple[Prefill, ...]  # the remaining rows
+    group: Group | None = None  # the layers that store the tokens of ``prefills`` in the same slots
     # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in draft steps, and with
     # an fp8 cache
     everything: Tensor | None = None
@@ -67,6 +95,8 @@ class SparseBuilder(VLLMClass):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = find(vllm_config)
+        layers = vllm_config.compilation_config.static_forward_context
+        self._group = Group(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
         if self.runtime is not None and not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
@@ -86,6 +116,7 @@ class SparseBuilder(VLLMClass):
             metadata.sparrow = Step(
                 rows=0, lengths=common.seq_lens[:0], top_k=self.runtime.begin_step(0, None),
                 block_table=common.block_table_tensor[:0], prefills=(Prefill(slice(None), metadata),),
+                group=self._group,
             )  # fmt: skip
             return metadata
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
@@ -104,6 +135,7 @@ class SparseBuilder(VLLMClass):
             top_k=self.runtime.begin_step(rows, is_prefilling),
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
             prefills=tuple(prefills),
+            group=self._group,
             everything=None if self.runtime.fp8_cache is None else self.runtime.everything(rows),
         )
         return metadata
@@ -198,6 +230,11 @@ class SparseImpl(VLLMClass):
             self._viewed, self._cached_views = kv_cache, (keys, values, marks)
         return self._cached_views
 
+    def cached_keys(self) -> tuple[Tensor, Tensor]:
+        """Keys and landmarks of the cache that the layer ran with last, as in ``cache_views``."""
+        keys, _, marks = self._cached_views
+        return keys, marks
+
     def forward(
         self,
         layer: Any,
@@ -225,10 +262,9 @@ class SparseImpl(VLLMClass):
         for part in step.prefills:
             cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
             super().forward(layer, query[at], key[at], value[at], cache, part.metadata, output[at])
-            attention.update_landmarks(
-                keys, marks, part.metadata.slot_mapping, layout=self.runtime.layout,
-                implementation=self.kernels.implementation,
-            )  # fmt: skip
+        if step.prefills and step.group is not None and step.group.ends_with(layer):
+            for part in step.prefills:
+                step.group.update_landmarks(part.metadata.slot_mapping)
         if B:
             top_k = step.top_k if self.is_sparse_layer or step.everything is None else step.everything
             attention.paged_decode(

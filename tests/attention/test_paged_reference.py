@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparrow.attention import PageLayout, paged_decode, reference, update_landmarks
+from sparrow.attention import CachedLayers, PageLayout, paged_decode, reference, update_landmarks
 from sparrow.attention.pages import landmarks
 from sparrow.schedule import ALL_PAGES
 
@@ -46,7 +46,7 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
                 cache[table[b, i], :, max(0, n - i * block_tokens) :] = float("nan")
     marks = torch.full((B * M + 2, per_block, K, D), float("nan"), dtype=torch.float64)
     slots = (table[..., None] * block_tokens + torch.arange(block_tokens)).flatten()
-    update_landmarks(k_cache, marks, slots, layout=layout, implementation="reference")
+    update_landmarks(CachedLayers([(k_cache, marks)]), slots, layout=layout, implementation="reference")
     out = paged_decode(
         q, k_cache, v_cache, marks, table.int(), length.int(), budget.int(),
         layout=layout, implementation="reference", scale=0.3, head_budgets_K=budgets,
@@ -74,17 +74,36 @@ def test_a_landmark_is_written_by_its_last_slot_only():
     layout = PageLayout(4)
     k = torch.arange(2 * 8.0).view(2, 1, 8, 1).expand(2, 1, 8, 2).contiguous()
     marks = torch.full((2, 2, 1, 2), -1.0)
-    update_landmarks(k, marks, torch.tensor([-1, 2, 7, 11, 12]), layout=layout, implementation="reference")
+    update_landmarks(
+        CachedLayers([(k, marks)]), torch.tensor([-1, 2, 7, 11, 12]), layout=layout, implementation="reference"
+    )
     # Slot 7 ends page 1 of block 0 (tokens 4 .. 7), slot 11 page 0 of block 1 (tokens 8 .. 11).
     assert marks[..., 0, 0].tolist() == [[-1.0, 5.5], [9.5, -1.0]]
-    update_landmarks(k, marks, torch.tensor([], dtype=torch.int64), layout=layout, implementation="reference")
+    update_landmarks(
+        CachedLayers([(k, marks)]), torch.tensor([], dtype=torch.int64), layout=layout, implementation="reference"
+    )
     assert torch.equal(marks[0, 1], landmarks(k[:1, :, 4:].unflatten(2, (1, 4)))[0, :, 0])
+
+
+def test_layers_whose_caches_differ_are_refused():
+    memory = torch.zeros(64)
+    layers = [(memory[at : at + 16].view(1, 1, 4, 4), memory[:4].view(1, 1, 1, 4)) for at in (0, 8, 16)]
+    with pytest.raises(ValueError, match="2 layers with 2 kinds of caches, expected one kind"):
+        CachedLayers([layers[0], (layers[0][0], layers[0][1].double())])
+    with pytest.raises(ValueError, match=r"\[8, 0\]\] elements apart, expected multiples of 16"):
+        CachedLayers(layers[:2])
+    assert CachedLayers(layers[::2]).distance_L2.tolist() == [[0, 0], [16, 0]]
 
 
 def test_an_unknown_implementation_is_refused():
     k = torch.zeros(1, 1, 4, 2)
     with pytest.raises(ValueError, match="unknown implementation 'flash'"):
-        update_landmarks(k, torch.zeros(1, 1, 1, 2), torch.tensor([3]), layout=PageLayout(4), implementation="flash")
+        update_landmarks(
+            CachedLayers([(k, torch.zeros(1, 1, 1, 2))]),
+            torch.tensor([3]),
+            layout=PageLayout(4),
+            implementation="flash",
+        )
 
 
 def test_shapes_that_do_not_belong_together_are_refused():

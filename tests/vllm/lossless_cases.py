@@ -259,9 +259,9 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
 
     stock = attention.update_landmarks
 
-    def of_prompts_only(keys, marks, slot_mapping, **options):
+    def of_prompts_only(layers, slot_mapping, **options):
         if len(slot_mapping) > 100:  # all prompts are read in one pass; verification reads 9 tokens a sequence
-            stock(keys, marks, slot_mapping, **options)
+            stock(layers, slot_mapping, **options)
 
     found = Landmarks(monkeypatch)
     monkeypatch.setattr(attention, "update_landmarks", of_prompts_only)

@@ -9,12 +9,14 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def landmark_kernel(
-    k_cache, landmarks, slots, count,
+    k_cache, landmarks, distances, slots, count,
     stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots."""
-    head = tl.program_id(1).to(tl.int64)
+    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots, in one layer."""
+    head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    k_cache += tl.multiple_of(tl.load(distances + 2 * layer), 16)
+    landmarks += tl.multiple_of(tl.load(distances + 2 * layer + 1), 16)
     i = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     slot = tl.load(slots + i, mask=i < count, other=-1).to(tl.int64)
     pending = tl.where((slot >= 0) & (slot % P == P - 1), slot // P, -1)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sparrow.attention.decode import (
     FP8_CACHE,
+    CachedLayers,
     CacheScales,
     DecodeBatch,
     DecodeWorkspace,
@@ -101,16 +102,18 @@ class Launches:
         )  # fmt: skip
 
 
-def update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
+def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
     """Recomputes the landmarks of the pages that these slots complete; see ``sparrow.attention.update_landmarks``."""
+    k_cache, landmark_cache = layers.keys, layers.landmarks
     check_cache(k_cache, landmark_cache, layout)
     _check_device(k_cache, layout)
     T, K, D = slot_mapping_T.shape[0], k_cache.shape[1], k_cache.shape[3]
     if T == 0:
         return
     slots = layout.page_size  # in prefill, about one page is completed in so many slots
-    cache.landmark_kernel[(triton.cdiv(T, slots), K)](
-        k_cache, landmark_cache, slot_mapping_T, T, *k_cache.stride()[:3], *landmark_cache.stride()[:3],
+    cache.landmark_kernel[(triton.cdiv(T, slots), K, len(layers.caches))](
+        k_cache, landmark_cache, layers.distance_L2, slot_mapping_T, T,
+        *k_cache.stride()[:3], *landmark_cache.stride()[:3],
         D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=landmark_cache.shape[1], SLOTS=slots,
         num_warps=1,
     )  # fmt: skip

@@ -28,6 +28,7 @@ else:
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 from sparrow.attention import (  # noqa: E402
+    CachedLayers,
     CacheScales,
     DecodeWorkspace,
     PageLayout,
@@ -414,8 +415,9 @@ def check_selection(
     run(case, config, workspace)
     rounded = torch.tensor(scores).to(dtype).float()
     keep_N = select_pages(
-        rounded[None, None, None], torch.tensor([[16 * len(scores)]]), torch.tensor([[top_k]]), case.layout, budgets
-    )[0, 0, 0]
+        rounded[None, None, None], torch.tensor([[16 * len(scores)]]), torch.tensor([[top_k]]), case.layout,
+        budgets if budgets is None else budgets.cpu(),
+    )[0, 0, 0]  # fmt: skip
     if budgets is not None:
         check(case, config)
     if keep_N.all():
@@ -547,7 +549,7 @@ def test_decoding_completes_landmarks(config, dtype, layout, fp8_cache):
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
     slots = torch.tensor([case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE)
-    update_landmarks(case.k_cache, expected, slots, layout=case.layout, implementation="triton")
+    update_landmarks(CachedLayers([(case.k_cache, expected)]), slots, layout=case.layout, implementation="triton")
     assert not torch.equal(expected.float().nan_to_num(7.0), case.landmark_cache.float().nan_to_num(7.0))
     by_reference = case.landmark_cache.cpu().clone()
     run(case, config)
@@ -568,8 +570,8 @@ def test_landmarks_in_8_bits_are_the_references(kind, dtype):
     k[:] = (torch.randint(-8, 9, k.shape) * scale[:, None, None, None]).to(DEVICE, dtype)
     expected = marks.clone()
     slots = torch.arange(5, 6 * 2 * P, device=DEVICE)
-    reference.update_landmarks(k, expected, slots, layout)
-    update_landmarks(k, marks, slots, layout=layout, implementation="triton")
+    reference.update_landmarks(CachedLayers([(k, expected)]), slots, layout)
+    update_landmarks(CachedLayers([(k, marks)]), slots, layout=layout, implementation="triton")
     assert torch.equal(marks.float(), expected.float()) and marks.dtype == torch.float8_e4m3fn
     assert marks.float().abs().amax() == 448 and (marks.float().abs() == 2**-9).any()
 
@@ -582,7 +584,7 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
     k[:, :, :] = torch.randn(5, K, P * per_block, D).to(DEVICE, dtype)
     # Page 1 of block 3 and page 0 of block 1 are completed; page 0 of block 4 is not; -1 and -9 are padding.
     slots = torch.tensor([-1, 3 * 16 + 15, 4 * 16 + 6, -9, 1 * 16 + 6, 1 * 16 + 7], device=DEVICE)
-    update_landmarks(k, marks, slots, layout=PageLayout(P), implementation="triton")
+    update_landmarks(CachedLayers([(k, marks)]), slots, layout=PageLayout(P), implementation="triton")
     written = ~marks.float().isnan().all(-1)
     assert written.nonzero().tolist() == [[1, 0, 0], [1, 0, 1], [3, 1, 0], [3, 1, 1]]
     for block, page in ((1, 0), (3, 1)):
@@ -591,20 +593,24 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
         error = (marks[block, page].double() - exact).abs()
         assert (error <= unit / 2 * 1.001 * exact.abs() + torch.finfo(dtype).smallest_normal * unit).all()
     again = marks.float()
-    update_landmarks(k, marks, slots.int(), layout=PageLayout(P), implementation="triton")
+    update_landmarks(CachedLayers([(k, marks)]), slots.int(), layout=PageLayout(P), implementation="triton")
     assert torch.equal(marks.float().nan_to_num(7.0), again.nan_to_num(7.0))
 
 
-def test_landmarks_of_a_long_prefill_equal_the_references():
-    k, _, marks = make_caches("HN2D", 70, 1, 16, 64, PageLayout(), torch.float16)
-    k[:] = torch.randint(-8, 9, k.shape).to(DEVICE, torch.float16)  # means are exact
-    expected = marks.clone()
+@pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
+def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout):
+    caches = [make_caches("HN2D", 70, 1, 16, 64, layout, torch.float16)[::2] for _ in range(3)]
+    for k, _ in caches:
+        k[:] = torch.randint(-8, 9, k.shape).to(DEVICE, torch.float16)  # means are exact
+    expected = [(k, marks.clone()) for k, marks in caches]
     slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(DEVICE)
     assert len(slots) > 1024
-    reference.update_landmarks(k, expected, slots, PageLayout())
-    update_landmarks(k, marks, slots, layout=PageLayout(), implementation="triton")
-    assert torch.equal(marks.nan_to_num(7.0), expected.nan_to_num(7.0))
-    assert int((~marks.isnan().any(-1)).sum()) == 37 + 29
+    for layer in expected:
+        reference.update_landmarks(CachedLayers([layer]), slots, layout)
+    update_landmarks(CachedLayers(caches), slots, layout=layout, implementation="triton")
+    for (_, marks), (_, theirs) in zip(caches, expected, strict=True):
+        assert torch.equal(marks.float().nan_to_num(7.0), theirs.float().nan_to_num(7.0))
+        assert int((~marks.float().isnan().any(-1)).sum()) == 37 + 29
 
 
 @pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])

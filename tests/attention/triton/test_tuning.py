@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from sparrow.attention import DecodeWorkspace, PageLayout, cuda, update_landmarks
+from sparrow.attention import CachedLayers, DecodeWorkspace, PageLayout, cuda, update_landmarks
 from sparrow.attention.decode import H200, DeviceLimits
 from sparrow.attention.triton.tuning import choose, extra_programs
 
@@ -87,4 +87,4 @@ def test_a_workspace_has_room_for_every_batch_up_to_its_own(max_batch, kv_heads)
 def test_tensors_on_the_cpu_are_refused():
     k, marks = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 1, 1, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match="got tensors on the CPU"):
-        update_landmarks(k, marks, torch.tensor([15]), layout=PageLayout(), implementation="triton")
+        update_landmarks(CachedLayers([(k, marks)]), torch.tensor([15]), layout=PageLayout(), implementation="triton")
