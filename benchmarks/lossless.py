@@ -42,9 +42,10 @@ from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.adapt import DraftLength
 
 SETTLE, TIMED = 4, 16
-FIXED_S, SECONDS, SETTLED_S = 2.0, 4.0, 2.0
+FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 2.0
 GROWTH, SHORT = 1024, [(64, 320), (64, 1024), (8, 1024), (1, 1024), (64, 4096)]
 GROWTH_RATES = (0.95, 0.9, 0.5)
+BLOCK = 16  # tokens in a block of vLLM's KV cache
 STATES = 16
 SETTLED = 256
 """Tokens that a request may grow by while the number of drafts is chosen."""
@@ -116,10 +117,10 @@ def point(bench: Bench, batch: int, length: int, seconds: float, then: float = 0
     return metrics
 
 
-def growth(bench: Bench, batch: int, length: int) -> dict[str, float]:
-    lengths = [length] * batch
+def growth(bench: Bench, batch: int, length: int) -> dict[str, Any]:
+    lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
     begin(bench, lengths)
-    metrics = timed(bench, lengths, TIMED, 0, GROWTH)
+    metrics: dict[str, Any] = timed(bench, lengths, TIMED, 0, GROWTH)
     abandon(bench, batch)
     return metrics
 
@@ -274,7 +275,10 @@ def measure(arguments: argparse.Namespace) -> None:
                 if rate is not None:
                     rates.fill_(rate)
                     scheduler(bench).draft_length = DraftLength(choices)
-                save("growth", batch=batch, length=length, rate=rate, **growth(bench, batch, length))
+                row = growth(bench, batch, length)
+                if rate is not None:
+                    row["cycles_by_drafts"] = scheduler(bench).draft_length.chosen
+                save("growth", batch=batch, length=length, rate=rate, **row)
         if decoding is not None:
             rates.fill_(cases[0][1])
             scheduler(bench).draft_length = DraftLength(choices)
