@@ -11,6 +11,7 @@ from sparrow.mismatch.bootstrap import (
     percentile_by_bin_interval,
     plain,
     sequence_bootstrap,
+    weighted_beta_ks,
     weighted_mean,
     weighted_percentile,
 )

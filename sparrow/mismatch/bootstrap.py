@@ -166,6 +166,15 @@ def weighted_percentile(
     return low + (high - low) * (rank - below)
 
 
+def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
+    """KS distance of each resample from the Beta fitted to its own tail, float64 [R], nan without a fit; a Statistic.
+
+    A resample is rougher than the sample it is drawn from, so where the fit is close an interval of it lies too high.
+    """
+    fits = (beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB)
+    return np.array([fit.ks if fit else nan for fit in fits])
+
+
 def sequence_bootstrap(
     values: ArrayLike,
     sequence: ArrayLike,

@@ -19,6 +19,7 @@ from sparrow.mismatch import (
     mismatch_report,
     percentile_by_bin_interval,
     sequence_bootstrap,
+    weighted_beta_ks,
     weighted_mean,
     weighted_percentile,
 )
@@ -65,6 +66,17 @@ def test_weighted_statistics_by_hand():
     for tokens in (slice(None), slice(0)):
         with pytest.raises(ValueError, match="holds no token"):
             weighted_percentile(values[tokens], sequence[tokens], np.array([[0.0, 0.0]]))
+
+
+def test_weighted_beta_ks_is_the_distance_of_the_repeated_tokens():
+    rng = np.random.default_rng(4)
+    values, sequence = np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)), np.repeat(np.arange(8), 50)
+    values[sequence == 7] = 1
+    weights = np.array([[1.0] * 8, [2, 0, 3, 1, 1, 0, 1, 0], [0] * 7 + [8]])
+    first, second, none = weighted_beta_ks(values, sequence, weights)
+    assert first == beta_tail_fit(values).ks
+    assert second == pytest.approx(beta_tail_fit(repeated(values, sequence, weights)[1]).ks) and second != first
+    assert math.isnan(none)  # no token of that sequence is in the tail
 
 
 def test_bootstrap_by_hand():
