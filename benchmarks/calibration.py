@@ -30,7 +30,14 @@ from sparrow.cli import main as sparrow
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.loading import draw_prompts, encode_prompts
 from sparrow.measure import TokenAcceptance, Trajectories, flatten, measure, pool
-from sparrow.mismatch import BinMismatch, beta_tail_fit, percentile_by_bin_interval
+from sparrow.mismatch import (
+    BinMismatch,
+    beta_tail_fit,
+    percentile_by_bin_interval,
+    sequence_bootstrap,
+    weighted_beta_ks,
+    weighted_mean,
+)
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
@@ -200,20 +207,17 @@ def tail(arguments: argparse.Namespace) -> None:
     for top_k in BUDGETS:
         responses = dense.acceptance(LAYOUT.replace(top_k=(top_k,)))
         alpha, _, _, owner = flatten(responses)
-        by_sequence = [alpha[owner == i] for i in range(len(responses))]
         fit = beta_tail_fit(alpha)
         assert fit is not None
-        redrawn = []
-        for _ in range(arguments.resamples):
-            drawn = rng.integers(0, len(by_sequence), len(by_sequence))
-            redrawn.append(beta_tail_fit(np.concatenate([by_sequence[i] for i in drawn])))
+        ks = sequence_bootstrap(alpha, owner, weighted_beta_ks, resamples=arguments.resamples)
+        fraction = sequence_bootstrap(alpha <= fit.cut, owner, weighted_mean)
         # If the fitted Beta were the truth and tokens independent, refits of equally large samples would give this.
         ideal = [beta_tail_fit(np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut)
                  for _ in range(arguments.resamples)]  # fmt: skip
         in_tail = alpha[alpha <= fit.cut]
         rows.append(
-            {"top_k": top_k, "tokens": fit.n, "fraction_in_tail": fit.fraction_in_tail, "a": fit.a, "b": fit.b,
-             "ks": fit.ks, "ks_interval": np.quantile([f.ks for f in redrawn], [0.025, 0.975]).tolist(),
+            {"top_k": top_k, "tokens": fit.n, "fraction_in_tail": fit.fraction_in_tail,
+             "fraction_interval": fraction[1:3], "a": fit.a, "b": fit.b, "ks": fit.ks, "ks_interval": ks[1:3],
              "ks_if_beta_95": float(np.quantile([f.ks for f in ideal], 0.95)),
              "variance_fitted": fit.variance, "variance_measured": float(in_tail.var()),
              "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}

@@ -54,7 +54,9 @@ def shortcut() -> str:
 
 def beta_tail() -> str:
     cells: dict[str, Column] = {
-        "top-k pages": "{top_k}", "tokens below 0.999": "{fraction_in_tail:.0%}", "fit": "Beta({a:.2f}, {b:.2f})",
+        "top-k pages": "{top_k}", 
+        "tokens below 0.999": "{fraction_in_tail:.1%} [{fraction_interval[0]:.1%}, {fraction_interval[1]:.1%}]",
+        "fit": "Beta({a:.2f}, {b:.2f})",
         "KS, 95 % interval": "{ks:.3f} [{ks_interval[0]:.3f}, {ks_interval[1]:.3f}]",
         "95th percentile of KS, were it true": "{ks_if_beta_95:.3f}",
         "variance, measured and fitted": "{variance_measured:.3f}, {variance_fitted:.3f}",
