@@ -38,6 +38,20 @@ def test_a_traces_seconds_are_steps_at_the_mean_of_the_strata_and_the_joins(tabl
     assert tables.speed.trace_seconds(run, "3", "none") == pytest.approx(100 * 0.015 + 3 * 0.004)
 
 
+def test_the_interval_of_a_speed_up_by_hand(tables):
+    def run(ms):
+        trace = {"steps": 1000, "requests": 0, "states": [{"none": {"ms": x}} for x in ms]}
+        return {"join_ms": [5.0], "traces": {"9": trace}}
+
+    # Stock's less twice ours: 10, 0, -10. Both differences are 10, so the mean of three has a variance of 50 / 3; its
+    # root is 0.408 of the 10 s that ours takes. With 2 * 4 / 5 degrees of freedom its half width is 5.52 times as long.
+    assert tables.speed.speedup(run([30, 20, 10]), run([10, 10, 10]), "9", "none") == "2.00x [-0.25, 4.25]"
+    # Where every state is as much faster, there is nothing that other states could change.
+    assert tables.speed.speedup(run([30, 20, 10]), run([15, 10, 5]), "9", "none") == "2.00x [2.00, 2.00]"
+    # 20 s and 10 s, and 10 s more of each.
+    assert tables.speed.speedup(run([20, 20]), run([10, 10]), "9", "none", 10) == "1.50x [1.50, 1.50]"
+
+
 def test_a_number_changed_in_the_page_is_noticed(tables):
     page = tables.PAGES[0].read_text(encoding="utf-8")
     at = page.index("| 1.7B |")
