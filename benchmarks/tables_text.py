@@ -34,9 +34,10 @@ def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
     return dict(sorted(rows.items(), key=lambda item: (item[1]["dense_layers"], item[0][0])))
 
 
-def _interval(interval: list[float], digits: int) -> str:
-    estimate, low, high = interval
-    return f"{estimate:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+def _interval(interval: list[float], digits: int, unit: str = "f") -> str:
+    """An estimate and, where there is one, its interval."""
+    estimate, *ends = (f"{x:.{digits}{unit}}" for x in interval)
+    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
 
 
 def text_acceptance() -> str:
@@ -243,12 +244,13 @@ def text_wall_clock() -> str:
         saved = row["saved_by_attention"]
         cells = [f"`{run['arm']}`", run["model"] + 1]
         cells += [f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync")]
-        cells += [f"{run['step_s']:.1f}", f"{row['rollout_speedup']:.2f}x" if saved else ""]
+        cells += [f"{run['step_s']:.1f}", _interval(row["rollout_share"], 0, "%")]
+        cells += [f"{row['rollout_speedup']:.2f}x" if saved else ""]
         cells += [f"{ms:.2f}" for ms in decode]
         rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
-    head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout over dense"]
-    head += ["decoding a token, ms", "attention", "other kernels", "neither", "saved by attention"]
-    return table(head, rows)
+    head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout's part"]
+    head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
+    return table([*head, "saved by attention"], rows)
 
 
 def text_wall_clock_paired() -> str:

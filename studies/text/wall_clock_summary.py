@@ -75,8 +75,21 @@ def dense_of(run: Run, arms: Sequence[Run]) -> Run:
     return next(d for d in arms if d["arm"] == "dense" and (d["model"], d["seed"]) == (run["model"], run["seed"]))
 
 
+def rollout_share(run: Run) -> list[float]:
+    """The part of a step's seconds that its rollout takes, of all steps but the first; 95 % interval over steps.
+
+    Steps are resampled by their seconds on the clock. Their other phases do the same work in every step and count with
+    their means.
+    """
+    seconds = np.diff([end for end, _ in run["reward"]])
+    others = sum(run["seconds"][phase] for phase in PHASES if phase != "rollout")
+    drawn = np.random.default_rng(0).integers(0, len(seconds), (RESAMPLES, len(seconds)))
+    low, high = np.quantile(1 - others / seconds[drawn].mean(1), [0.025, 0.975])
+    return [float(1 - others / seconds.mean()), float(low), float(high)]
+
+
 def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for each run: its rollouts' speed over those of the dense run, and what attention gave of it.
+    """A row for each run: its rollouts' part of a step, their speed over dense's, and what attention gave of it.
 
     ``reward``: the actor's, in the mean over as many steps as every run did, and ``minutes`` these steps took.
 
@@ -98,6 +111,7 @@ def compared(arms: Sequence[Run]) -> list[dict[str, Any]]:
                 "first_steps": steps,
                 "reward": float(np.mean([reward for _, reward in run["reward"][:steps]])),
                 "minutes": run["reward"][steps - 1][0] / 60,
+                "rollout_share": rollout_share(run),
                 "rollout_speedup": dense["seconds"]["rollout"] / run["seconds"]["rollout"],
                 "attention_share": run["profile"]["attention_ms"] / run["profile"]["clock_ms"],
                 "saved_by_attention": None if run is dense else attention / saved,

@@ -122,6 +122,7 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     assert dense["reward"] == pytest.approx(0.25) and dense["minutes"] == pytest.approx(160 / 60)
     assert [run["tokens_per_cycle"] for run in result["arms"]] == [None, 5.0, None]
     assert lossy["rollout_speedup"] == pytest.approx(16 / 6) and lossless["rollout_speedup"] == 4
+    assert dense["rollout_share"] == pytest.approx([0.8] * 3) and lossy["rollout_share"] == pytest.approx([0.6] * 3)
     assert dense["attention_share"] == pytest.approx(2 / 3)
     assert lossy["saved_by_attention"] == pytest.approx(0.8) and dense["saved_by_attention"] is None
     assert result["arms"][2]["reward"] == [[100.0, 0.1], [110.0, 0.2], [120.0, pytest.approx(0.3)], [130.0, 0.4]]
@@ -140,6 +141,13 @@ def test_the_summarys_numbers_by_hand(study, tmp_path):
     ]
     assert [row["pairs"] for row in both["paired"]] == [8, 8]
     assert [row["step_speedup"] for row in both["paired"]] == [[2.5] * 3, [2.0] * 3]
+
+
+def test_the_part_of_a_rollout_is_resampled_by_step(study):
+    run = {"seconds": {"rollout": 15.0, "score": 2.0, "update": 2.0, "sync": 1.0}}
+    run["reward"] = [[end, 0.0] for end in (9.0, 19.0, 49.0)]  # steps of 10 and 30 s after the first
+    # A resample has steps of 10, 20 or 30 s in the mean, with chances of 1/4, 1/2, 1/4; the others take 5 s.
+    assert study.wall_clock_summary.rollout_share(run) == pytest.approx([3 / 4, 1 / 2, 5 / 6])
 
 
 def test_steps_are_paired_by_hand(study):
