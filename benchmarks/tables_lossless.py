@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import mean, stdev
 
 from common import SHAPES, Row, load, table
+from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
 POINTS = "lossless_qwen3-1.7b_points"
@@ -135,12 +136,14 @@ def lossless_training() -> str:
         runs = [run["steps"] for name, run in results.items() if name.startswith(mode)]
         rewards = [mean(step["reward"] for step in steps[-5:]) for steps in runs]
         cells = [", ".join(f"{x:.3f}" for x in rewards), f"{mean(rewards):.3f} +- {stdev(rewards):.3f}"]
-        p5, kl, seconds = (mean(value(s) for steps in runs for s in steps[3:]) for value in (
-            lambda s: s["p5_mean"], lambda s: s["kl"], lambda s: s["seconds"]["rollout"]
+        p5 = [mean(s["p5_mean"] for s in steps[3:]) for steps in runs]
+        low, high = ttest_1samp(p5, 0).confidence_interval()
+        kl, seconds = (mean(value(s) for steps in runs for s in steps[3:]) for value in (
+            lambda s: s["kl"], lambda s: s["seconds"]["rollout"]
         ))  # fmt: skip
         drafts = [step["drafts"]["tokens_per_cycle"] for steps in runs for step in steps if step["drafts"]]
         tokens = f"{mean(drafts):.1f}" if drafts else ""
-        rows.append([mode, *cells, f"{p5:.4f}", f"{kl:.2e}", tokens, f"{seconds:.2f} s"])
+        rows.append([mode, *cells, f"{mean(p5):.4f} [{low:.4f}, {high:.4f}]", f"{kl:.2e}", tokens, f"{seconds:.2f} s"])
     head = ["rollouts", "reward, last 5 of 30 steps, seeds 0 to 2", "mean", "p5, actor and trainer", "KL"]
     return table([*head, "tokens a cycle", "rollout of a step"], rows)
 
