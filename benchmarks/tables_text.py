@@ -67,6 +67,18 @@ def text_lengths() -> str:
     return table(["tokens read", "dense layers", *bins], rows)
 
 
+def text_tail() -> str:
+    """How many of the lossy actor's tokens are above 0.999, and how far the others are from a Beta distribution."""
+    rows = []
+    for (budget, dense), row in _rows("lossy").items():
+        tail = row["beta_tail"]
+        below = [tail["n"] / row["n"], *reversed(tail.get("fraction_interval", []))]
+        distance = [tail["ks"], *tail.get("ks_interval", [])]
+        cells = [_interval([1 - x for x in below], 0, "%"), f"Beta({tail['a']:.2f}, {tail['b']:.2f})"]
+        rows.append([f"{budget:,}", dense, *cells, _interval(distance, 3)])
+    return table(["tokens read", "dense layers", "above 0.999", "fit to the others", "KS distance"], rows)
+
+
 def text_reuse() -> str:
     reuses = sorted({row["reuse"] for row in load("text_acceptance")["rows"]})
     by_reuse = {reuse: _rows("lossless", reuse) for reuse in reuses}
@@ -396,5 +408,6 @@ TABLES = {
     "text model": text_model,
     "text acceptance": text_acceptance,
     "text acceptance by length": text_lengths,
+    "text tail": text_tail,
     "text reuse": text_reuse,
 }

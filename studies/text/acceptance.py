@@ -30,7 +30,14 @@ from torch import Tensor
 from train import windows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow.mismatch import beta_tail_fit, plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mismatch import (
+    beta_tail_fit,
+    plain,
+    sequence_bootstrap,
+    weighted_beta_ks,
+    weighted_mean,
+    weighted_percentile,
+)
 from sparrow.model import actor
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
@@ -154,6 +161,8 @@ def tokens_a_cycle(alpha: Floats, k: int) -> tuple[float, float]:
 
 TAIL_BINS = 8
 """Equal bins of position, whose p5 is correlated with their position."""
+FITS = 200
+"""Resamples for the interval of a distance; each is fitted anew."""
 
 
 def correlations(
@@ -190,13 +199,21 @@ def correlations(
 
 
 def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
-    """What the paper says of acceptance ``[S, R, W]`` by length: does it fall, and is its tail a Beta distribution?"""
+    """What the paper says of acceptance ``[S, R, W]`` by length: does it fall, and is its tail a Beta distribution?
+
+    Intervals are 95 % ones of the KS distance from that distribution and of the share of tokens in the tail.
+    """
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
     if alpha.min() == 1:
         return {}  # nothing to fit where everything is read
-    fit = beta_tail_fit(alpha)
-    tail = fit and {"a": fit.a, "b": fit.b, "ks": fit.ks, "n": fit.n, "variance": fit.variance}
-    return {"correlation": correlations(alpha.ravel(), position.ravel(), text), "beta_tail": tail}
+    tokens, tail = alpha.ravel(), None
+    if fit := beta_tail_fit(tokens):
+        intervals = {
+            "ks_interval": sequence_bootstrap(tokens, text, weighted_beta_ks, resamples=FITS)[1:3],
+            "fraction_interval": sequence_bootstrap(tokens <= fit.cut, text, weighted_mean)[1:3],
+        }
+        tail = {"a": fit.a, "b": fit.b, "ks": fit.ks, "n": fit.n, "variance": fit.variance, **intervals}
+    return {"correlation": correlations(tokens, position.ravel(), text), "beta_tail": tail}
 
 
 def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:

@@ -231,6 +231,10 @@ def test_the_tail_of_a_beta_distribution_is_found_to_be_one(study):
     alpha = np.where(rng.random((40, 25, 12)) < 0.3, 0.999 * rng.beta(2.0, 0.6, (40, 25, 12)), 1.0)
     position = np.broadcast_to(np.arange(25 * 12).reshape(25, 12), alpha.shape)
     tail = study.acceptance.shape(alpha, position)["beta_tail"]
+    low, high = tail["ks_interval"]
+    assert low < tail["ks"] < high < 0.06
+    low, high = tail["fraction_interval"]
+    assert low < 0.3 < high < low + 0.04 and low < tail["n"] / alpha.size < high
     assert tail["ks"] < 0.03 and tail["a"] == pytest.approx(2.0, rel=0.1) and tail["b"] == pytest.approx(0.6, rel=0.1)
     lumps = np.where(alpha < 0.7, 0.1, alpha)
     assert study.acceptance.shape(lumps, position)["beta_tail"]["ks"] > 0.1
@@ -262,6 +266,17 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
+    lossy = [row for row in found["rows"] if row["mode"] == "lossy" and row["budget"] == 64]
+    path.write_text(json.dumps({**found, "rows": lossy}))
+    below, share = lossy[0]["beta_tail"]["n"] / lossy[0]["n"], lossy[0]["beta_tail"]["fraction_interval"]
+    shown = f"{1 - below:.0%} [{1 - share[1]:.0%}, {1 - share[0]:.0%}]"
+    first = study.tables_text.text_tail().splitlines()[2]
+    assert shown in first and first.endswith("] |")
+    for row in lossy:  # a file of before there were intervals
+        del row["beta_tail"]["fraction_interval"], row["beta_tail"]["ks_interval"]
+    path.write_text(json.dumps({**found, "rows": lossy}))
+    assert study.tables_text.text_tail().splitlines()[2].endswith(f"| {lossy[0]['beta_tail']['ks']:.3f} |")
+    path.write_text(json.dumps(found))
     assert f"{card['held_out_loss']:.2f} nats" in study.tables_text.text_model()
 
 
