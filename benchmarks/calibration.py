@@ -4,17 +4,16 @@
     python benchmarks/calibration.py shortcut  # trajectories once, against sampling anew at every budget
     python benchmarks/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
-All run on the bundled reasoner (the last two on any model of the task ``trace``), with pages of 4 tokens and length
-bins of 64, on whatever device is there. Results go to benchmarks/results/calibration_*.json; what --folder already
-holds is not sampled again.
+All run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is there. Results go
+to benchmarks/results/calibration_*.json; what --folder already holds is not sampled again.
 
 Shapes: T tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import REASONER, RESULTS, machine, save
+from common import REASONER, RESULTS, Column, Row, declared, device, load, machine, parser, save, table, tracing
 from scipy import stats
 
 from sparrow import SparsitySchedule
@@ -43,11 +42,12 @@ from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
-LINES = 36
+LINES, COUNT = 36, 512  # of a program, and responses sampled each time
+TARGETS, SEEDS, ON_POLICY = (0.86, 0.90, 0.94), (0, 1, 2), (0, 2)
 FEWEST = 20  # sequences that a bin needs to be counted
 TRIALS = (4, 8, 16, 32, 64)  # budgets passed to the command
 BUDGETS = (8, 12, 16, 24, 32, 48)
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+RESAMPLES = 200
 
 
 def write(name: str, result: dict[str, Any]) -> None:
@@ -57,41 +57,37 @@ def write(name: str, result: dict[str, Any]) -> None:
 # --- does it hold its target? ---
 
 
-def table(arguments: argparse.Namespace) -> None:
+def calibrated(folder: Path) -> None:
     """Calibrate with the command itself, then measure other problems with other seeds under the schedule it finds."""
-    arguments.folder.mkdir(parents=True, exist_ok=True)
-    layout = arguments.folder / "layout.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    layout = folder / "layout.json"
     layout.write_text(LAYOUT.to_json())
-    common = ["--model", "reasoner", "--task", f"trace:lines={LINES}", "--max-new-tokens", "480"]
-    common += ["--count", str(arguments.count)]
+    common = ["--model", "reasoner", "--task", f"trace:lines={LINES}", "--max-new-tokens", "480", "--count", str(COUNT)]
     runs = []
-    for target in arguments.targets:
-        for seed in arguments.seeds:
-            schedule = arguments.folder / f"{target}-{seed}.json"
-            for rounds in arguments.on_policy:
-                record = arguments.folder / f"run-{target}-{seed}-{rounds}.json"
+    for target in TARGETS:
+        for seed in SEEDS:
+            schedule = folder / f"{target}-{seed}.json"
+            for rounds in ON_POLICY:
+                record = folder / f"run-{target}-{seed}-{rounds}.json"
                 if not record.exists():
                     sparrow(
                         ["calibrate", "--out", str(schedule), "--layout", str(layout), "--target", str(target),
                          "--budgets", *map(str, TRIALS), "--on-policy", str(rounds),
                          "--seed", str(seed), *common]
                     )  # fmt: skip
-                    calibrated = SparsitySchedule.load(schedule)
-                    bins = judge(calibrated, sampled_anew(calibrated, arguments.count, 1000 + seed), target)
+                    found = SparsitySchedule.load(schedule)
+                    bins = judge(found, sampled_anew(found, 1000 + seed), target)
                     what = {"machine": machine(), "target": target, "seed": seed, "on_policy": rounds,
-                            "passes_of_last_round": len(calibrated.provenance["curves"])}  # fmt: skip
+                            "passes_of_last_round": len(found.provenance["curves"])}  # fmt: skip
                     record.write_text(json.dumps({**what, "bins": bins}))
                 runs.append(json.loads(record.read_text()))
-    summary = [tally([r for r in runs if r["on_policy"] == n], n) for n in arguments.on_policy]
-    for row in summary:
-        print(row)
-    write("table", {"machine": runs[0]["machine"], "count": arguments.count, "summary": summary, "runs": runs})
+    write("table", {"machine": runs[0]["machine"], "count": COUNT, "runs": runs})
 
 
-def sampled_anew(schedule: SparsitySchedule, count: int, seed: int) -> list[TokenAcceptance]:
+def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]:
     """What ``sparrow measure`` measures, token by token."""
-    model, tokenizer = load_model(str(REASONER), "fp32", DEVICE)
-    prompts = encode_prompts(draw_prompts(Trace(LINES), count, seed), count, tokenizer, room=1024)
+    model, tokenizer = load_model(str(REASONER), "fp32", device())
+    prompts = encode_prompts(draw_prompts(Trace(LINES), COUNT, seed), COUNT, tokenizer, room=1024)
     engine = HFEngine(model, schedule, eos_ids(model, tokenizer))
     return measure(engine, engine, prompts, Sampling(480, seed=seed), schedule)
 
@@ -120,49 +116,30 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: 
     return rows
 
 
-def tally(runs: Sequence[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    """How many bins are within 0.02 of the target, how many lie above and below, and the extremes."""
-    bins = [b for r in runs for b in r["bins"]]
-    over = np.array([b["over_target"] for b in bins])
-    return {
-        "on_policy": rounds,
-        "bins": len(bins),
-        "within_0.02": int((np.abs(over) <= 0.02).sum()),
-        "above_0.02": int((over > 0.02).sum()),
-        "above_0.02_held_up_by_a_shorter_bin": sum(b["held_up"] and b["over_target"] > 0.02 for b in bins),
-        "below_0.02": int((over < -0.02).sum()),
-        "share_within": float((np.abs(over) <= 0.02).mean()),
-        "lowest": float(over.min()),
-        "highest": float(over.max()),
-    }
-
-
 # --- does the shortcut cost anything? ---
 
 
-def measured(arguments: argparse.Namespace) -> tuple[Callable[..., Trajectories], Callable[[], float]]:
-    """A model's trajectories by schedule and seed, and a clock that waits for the device."""
-    model, tokenizer = load_model(str(arguments.model), "fp32", DEVICE)
-    engine = HFEngine(model, LAYOUT, eos_ids(model, tokenizer), batch_size=256)
-    problems = [Trace(arguments.lines).problem(i, arguments.seed) for i in range(arguments.count)]
-    prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
+def measured(folder: Path) -> tuple[Callable[..., Trajectories], Callable[[], float]]:
+    """The reasoner's trajectories by schedule and seed, and a clock that waits for the device."""
+    model, ends, prompts = tracing(REASONER, LINES, COUNT, 0, device())
+    engine = HFEngine(model, LAYOUT, ends, batch_size=256)
     vocabulary = model.config.vocab_size  # every token is listed, so acceptance is exact and not a bound
 
     def trajectories(behaviour: SparsitySchedule, seed: int) -> Trajectories:
-        sampling = Sampling(14 * arguments.lines, top_n=vocabulary, seed=seed)
-        return Trajectories(engine, engine, prompts, sampling, arguments.folder, behaviour)
+        sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
+        return Trajectories(engine, engine, prompts, sampling, folder, behaviour)
 
     def clock() -> float:
-        if DEVICE.type == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.monotonic()
 
     return trajectories, clock
 
 
-def shortcut(arguments: argparse.Namespace) -> None:
+def shortcut(folder: Path) -> None:
     """p5 by bin at each budget: dense trajectories scored under it, and the actor's own rollouts."""
-    trajectories, clock = measured(arguments)
+    trajectories, clock = measured(folder)
     began = clock()
     dense = trajectories(LAYOUT, 0)
     once, rows = clock() - began, []
@@ -178,8 +155,7 @@ def shortcut(arguments: argparse.Namespace) -> None:
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
         rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
         print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
-    result = {"model": arguments.model.name, "count": arguments.count, "seconds_dense_sampling": once, "budgets": rows}
-    write(f"shortcut{arguments.suffix}", result)
+    write("shortcut", {"count": COUNT, "seconds_dense_sampling": once, "budgets": rows})
 
 
 def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
@@ -199,9 +175,9 @@ def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance
 # --- is the tail a Beta distribution? ---
 
 
-def tail(arguments: argparse.Namespace) -> None:
+def tail(folder: Path) -> None:
     """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what chance alone would give."""
-    trajectories, _ = measured(arguments)
+    trajectories, _ = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
     rng = np.random.default_rng(0)
     for top_k in BUDGETS:
@@ -209,11 +185,11 @@ def tail(arguments: argparse.Namespace) -> None:
         alpha, _, _, owner = flatten(responses)
         fit = beta_tail_fit(alpha)
         assert fit is not None
-        ks = sequence_bootstrap(alpha, owner, weighted_beta_ks, resamples=arguments.resamples)
+        ks = sequence_bootstrap(alpha, owner, weighted_beta_ks, resamples=RESAMPLES)
         fraction = sequence_bootstrap(alpha <= fit.cut, owner, weighted_mean)
         # If the fitted Beta were the truth and tokens independent, refits of equally large samples would give this.
         ideal = [beta_tail_fit(np.minimum(stats.beta.rvs(fit.a, fit.b, size=fit.n, random_state=rng), 1) * fit.cut)
-                 for _ in range(arguments.resamples)]  # fmt: skip
+                 for _ in range(RESAMPLES)]  # fmt: skip
         in_tail = alpha[alpha <= fit.cut]
         rows.append(
             {"top_k": top_k, "tokens": fit.n, "fraction_in_tail": fit.fraction_in_tail,
@@ -223,7 +199,7 @@ def tail(arguments: argparse.Namespace) -> None:
              "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}
         )  # fmt: skip
         print(rows[-1], flush=True)
-    write(f"tail{arguments.suffix}", {"model": arguments.model.name, "count": arguments.count, "budgets": rows})
+    write("tail", {"count": COUNT, "budgets": rows})
 
 
 def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
@@ -233,22 +209,82 @@ def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:
     return fit.cut * float(stats.beta.ppf(0.05 / fit.fraction_in_tail, fit.a, fit.b))
 
 
+# --- tables ---
+
+
+def calibration() -> str:
+    """p5 less the target by bin, for every seed."""
+    runs = load("calibration_table")["runs"]
+    ends = sorted({b["end"] for run in runs for b in run["bins"]})
+    alike: dict[str, list[Row]] = {}
+    for run in runs:
+        rounds = {0: "none", 2: "two (default)"}[run["on_policy"]]
+        alike.setdefault(f"{run['target']:.2f}, {rounds}", []).append(run)
+    rows = []
+    for what, same in sorted(alike.items()):
+        cells = [[b["over_target"] for run in same for b in run["bins"] if b["end"] == end] for end in ends]
+        rows.append([what, *(" ".join(f"{x:+.3f}" for x in cell) for cell in cells)])
+    return table(["target, rounds on policy", *(f"up to {end}" for end in ends)], rows)
+
+
+def calibration_summary() -> str:
+    """How many bins are within 0.02 of the target, how many lie above and below, and the extremes."""
+    rows = []
+    for rounds, name in {0: "no round on policy", 2: "two rounds"}.items():
+        bins = [b for run in load("calibration_table")["runs"] if run["on_policy"] == rounds for b in run["bins"]]
+        over = np.array([b["over_target"] for b in bins])
+        within, above = int((np.abs(over) <= 0.02).sum()), int((over > 0.02).sum())
+        held_up = sum(b["held_up"] and b["over_target"] > 0.02 for b in bins)
+        cells = [f"{within} of {len(bins)}, {within / len(bins):.0%}", above, held_up, int((over < -0.02).sum())]
+        rows.append([name, *cells, f"{over.min():+.3f}", f"{over.max():+.3f}"])
+    head = ["", "within 0.02 of the target", "above by more", "of these held up by a shorter bin", "below by more"]
+    return table([*head, "lowest", "highest"], rows)
+
+
+def shortcut_cost() -> str:
+    rows = []
+    for row in load("calibration_shortcut")["budgets"]:
+        bins = [b for b in row["bins"] if b["start"] >= 192]
+        drifts, seconds = [b["drift"] for b in bins], row["seconds"]
+        spans = [[b[way]["p5"] for b in bins] for way in ("teacher_forced", "sampled")]
+        rows.append(
+            [row["top_k"], *(f"{min(p5):.3f} to {max(p5):.3f}" for p5 in spans),
+             f"{statistics.mean(drifts):+.3f}, {min(drifts):+.3f}", f"{sum(b['overlap'] for b in bins)} of {len(bins)}",
+             f"{seconds['teacher_forced']:.1f}, {seconds['sampled']:.1f}"]
+        )  # fmt: skip
+    head = ["top-k pages", "p5 by bin, dense responses", "p5 by bin, its own", "own less dense: mean, worst bin",
+            "intervals overlap", "seconds: teacher-forced, sampled"]  # fmt: skip
+    return table(head, rows)
+
+
+def beta_tail() -> str:
+    cells: dict[str, Column] = {
+        "top-k pages": "{top_k}",
+        "tokens below 0.999": "{fraction_in_tail:.1%} [{fraction_interval[0]:.1%}, {fraction_interval[1]:.1%}]",
+        "fit": "Beta({a:.2f}, {b:.2f})",
+        "KS, 95 % interval": "{ks:.3f} [{ks_interval[0]:.3f}, {ks_interval[1]:.3f}]",
+        "95th percentile of KS, were it true": "{ks_if_beta_95:.3f}",
+        "variance, measured and fitted": "{variance_measured:.3f}, {variance_fitted:.3f}",
+        "p5, measured and fitted": "{p5_measured:.3f}, {p5_fitted:.3f}",
+    }  # fmt: skip
+    return declared(load("calibration_tail")["budgets"], cells)
+
+
+TABLES = {
+    "calibration": calibration,
+    "calibration summary": calibration_summary,
+    "shortcut": shortcut_cost,
+    "beta tail": beta_tail,
+}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"table": table, "shortcut": shortcut, "tail": tail}
-    parser.add_argument("what", choices=commands)
-    parser.add_argument("--folder", type=Path, default=Path("runs/calibration"))
-    parser.add_argument("--count", type=int, default=512, help="responses sampled each time")
-    parser.add_argument("--targets", type=float, nargs="+", default=[0.86, 0.90, 0.94])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--on-policy", type=int, nargs="+", default=[0, 2], help="rounds, each a row of the table")
-    parser.add_argument("--model", type=Path, default=REASONER, help="of shortcut and tail")
-    parser.add_argument("--lines", type=int, default=LINES, help="program length, of shortcut and tail")
-    parser.add_argument("--suffix", default="", help="added to the name of the result, for another model's")
-    parser.add_argument("--seed", type=int, default=0, help="of the problems of shortcut and tail")
-    parser.add_argument("--resamples", type=int, default=200)
-    arguments = parser.parse_args()
-    commands[arguments.what](arguments)
+    commands = {"table": calibrated, "shortcut": shortcut, "tail": tail}
+    options = parser(__doc__)
+    options.add_argument("what", choices=commands)
+    options.add_argument("--folder", type=Path, default=Path("runs/calibration"))
+    arguments = options.parse_args()
+    commands[arguments.what](arguments.folder)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python benchmarks/calibration_cost.py steps    # decode steps in vLLM; writes results/calibration_steps.json
     python benchmarks/calibration_cost.py search   # the passes of a search; writes results/calibration_search.json
-    python benchmarks/calibration_cost.py table    # adds them up, on any machine; writes results/calibration_cost.json
 
-Both ways handle the same sequences: 256 of 32,768 tokens, decoded to the end in batches of 32 that never drain, which
-favours sampling; a partly filled batch counts as a full one. Prefill and the statistics are left out on both sides.
+``tables.py`` adds them up. Both ways handle the same sequences: 256 of 32,768 tokens, decoded to the end in batches of
+32 that never drain, which favours sampling; a partly filled batch counts as a full one. Prefill and the statistics are
+left out on both sides.
 
 Weights are random, so the search is told what to find. ``calibrate_engine`` runs unchanged, and every pass that it asks
 for is run and timed on some of the sequences, but the answers that it gets are made up: p5 depends on the budget as in
@@ -16,7 +16,6 @@ Shapes: T tokens.
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 import time
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import QWEN3_1_7B, RESULTS, load, save
+from common import RESULTS, device, load, parser, qwen3, save, table
 
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Engine, Scorer
@@ -34,6 +33,7 @@ from sparrow.rollout import Rollout, Sampling, Scores
 from sparrow.schedule import ALL_PAGES
 
 SEQUENCES, BATCH, LENGTH, PROMPT = 256, 32, 32_768, 256
+SCORED = 2  # sequences that a pass scores, one by one
 LENGTHS = (512, 4096, 16_384, 32_000)  # at which steps are timed
 PAGES = (29, 125, 253, 509, 1021, ALL_PAGES)  # top-k of the steps timed
 BUDGETS = np.geomspace(512, 16_384, 18).round(-1).astype(int)  # tokens; 18 budgets over the published range
@@ -47,7 +47,7 @@ def write(name: str, result: dict[str, Any]) -> None:
     save(RESULTS / f"calibration_{name}.json", result)
 
 
-def steps(arguments: argparse.Namespace) -> None:
+def steps() -> None:
     """Time decode steps of a whole batch, with the top-20 lists that calibration needs; dense layers as published."""
     from rollout import Bench
 
@@ -110,31 +110,30 @@ class Told(Engine, Scorer):
         return np.log(wavering.clip(1e-3, 1.0)).astype(np.float32)[:, None]
 
 
-def search(arguments: argparse.Namespace) -> None:
+def search() -> None:
     """What ``sparrow calibrate`` does once it has sampled; a pass scores a list of 20 tokens at every position."""
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3ForCausalLM
 
     from sparrow.engines.hf import HFEngine
 
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    with torch.device(device):
-        model = Qwen3ForCausalLM(Qwen3Config(**QWEN3_1_7B, dtype="bfloat16")).bfloat16().eval()
+    with device():
+        model = Qwen3ForCausalLM(qwen3("qwen3-1.7b", dtype="bfloat16")).bfloat16().eval()
     scorer = HFEngine(model, SparsitySchedule.fixed(PAGES[0]), eos_ids=[], token_budget=LENGTH)
     rng, T = np.random.default_rng(0), LENGTH - PROMPT
 
     def ids(*shape: int) -> np.ndarray:
-        return rng.integers(0, QWEN3_1_7B["vocab_size"], shape)
+        return rng.integers(0, model.config.vocab_size, shape)
 
     def clock() -> float:
-        if device == "cuda":
+        if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.monotonic()
 
     rollouts = [
         Rollout(ids(PROMPT).tolist(), ids(T), np.zeros(T), ids(T, 20).astype(np.int32), np.zeros((T, 20)), "length")
-        for _ in range(arguments.sequences)
+        for _ in range(SCORED)
     ]
     for schedule in (SparsitySchedule.dense(), SparsitySchedule.fixed(PAGES[0])):
         scorer.score(rollouts[:1], schedule, 1.0)
@@ -148,66 +147,75 @@ def search(arguments: argparse.Namespace) -> None:
     write("search", {"rounds": engine.rounds, "found": calibration.schedule.to_dict()["top_k"]})
 
 
-def table(arguments: argparse.Namespace) -> None:
-    timed, searched = load("calibration_steps"), load("calibration_search")
+# --- tables ---
+
+
+def rollout_seconds(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> float:
+    """Seconds to decode sequences; step times are interpolated linearly in length and in pages."""
     length_T = np.arange(PROMPT, LENGTH)
-    ms = {(row["top_k"], row["length"]): row["ms"] for row in timed["steps"]}
+    ms = {(row["top_k"], row["length"]): row["ms"] for row in load("calibration_steps")["steps"]}
     steps_T = {k: np.interp(length_T, LENGTHS, [ms[k, n] / 1e3 for n in LENGTHS]) for k in PAGES}
+    pages_T, kept = schedule.pages(length_T), schedule.sink_pages + schedule.recent_pages
+    seconds = 0.0
+    for k in np.unique(pages_T):
+        place = np.interp(k, PAGES[:-1], range(len(PAGES) - 1))
+        low, high = (steps_T[PAGES[int(round_(place))]] for round_ in (math.floor, math.ceil))
+        sparse_T = low + (place % 1) * (high - low)
+        dense = length_T <= (k + kept) * schedule.page_size
+        seconds += np.where(dense, steps_T[ALL_PAGES], sparse_T)[pages_T == k].sum()
+    return float(seconds) * math.ceil(sequences / BATCH)
 
-    def rollout(schedule: SparsitySchedule, sequences: int = SEQUENCES) -> float:
-        """Seconds to decode sequences; step times are interpolated linearly in length and in pages."""
-        pages_T, kept = schedule.pages(length_T), schedule.sink_pages + schedule.recent_pages
-        seconds = 0.0
-        for k in np.unique(pages_T):
-            place = np.interp(k, PAGES[:-1], range(len(PAGES) - 1))
-            low, high = (steps_T[PAGES[int(round_(place))]] for round_ in (math.floor, math.ceil))
-            sparse_T = low + (place % 1) * (high - low)
-            dense = length_T <= (k + kept) * schedule.page_size
-            seconds += np.where(dense, steps_T[ALL_PAGES], sparse_T)[pages_T == k].sum()
-        return float(seconds) * math.ceil(sequences / BATCH)
 
-    def named(top_k: Sequence[int | str]) -> SparsitySchedule:
-        return SparsitySchedule(tuple(ALL_PAGES if k == "all" else int(k) for k in top_k))
-
-    anew = {int(b): rollout(SparsitySchedule.fixed(int(b) // 16 - 3)) for b in BUDGETS}
-    rounds = searched["rounds"]
+def calibration_cost() -> str:
+    """Seconds of sampling anew at every budget, and of calibrating in two ways."""
+    rounds = load("calibration_search")["rounds"]
     counts = [max(PILOT, SEQUENCES // 10)] * ROUNDS + [SEQUENCES]
-    every = [s for r in rounds for p in r["passes"] for s in p["sequence_s"]]
-    dense = float(np.median([s for r in rounds for s in r["passes"][0]["sequence_s"]]))
-    result: dict[str, Any] = {
-        "machine": timed.get("machine", timed.get("device")), "sequences": SEQUENCES, "batch": BATCH, "length": LENGTH,
-        "sampling_18_budgets_s": sum(anew.values()), "sampling_by_budget_s": anew,
-        "scoring_18_budgets_s": dense * SEQUENCES * len(anew), "dense_pass_s": dense,
-        "pass_s": [min(every), float(np.median(every)), max(every)], "ways": [],
-    }  # fmt: skip
-
-    def add(label: str, seconds: Sequence[Sequence[float]]) -> None:
-        """Add a way to calibrate; ``seconds`` has, for every round, the time of each of its passes for one sequence."""
-        sampling = sum(rollout(named(r["sampled_under"]), n) for r, n in zip(rounds, counts, strict=True))
-        scoring = sum(sum(row) * n for row, n in zip(seconds, counts, strict=True))
-        less = result["sampling_18_budgets_s"] / (sampling + scoring)
-        scored = sum(len(row) * n for row, n in zip(seconds, counts, strict=True))
-        way = {"label": label, "passes": [len(row) for row in seconds], "sampling_s": sampling, "scoring_s": scoring,
-               "sequences_scored": scored, "times_less": less}  # fmt: skip
-        result["ways"].append(way)
-        print(way)
-
-    taken = [[float(np.mean(p["sequence_s"])) for p in r["passes"]] for r in rounds]
-    add("sparrow calibrate, as its search ran", taken)
+    dense = float(np.median([s for r in rounds for s in r["passes"][0]["sequence_s"]])) * SEQUENCES * len(BUDGETS)
+    anew = sum(rollout_seconds(SparsitySchedule.fixed(int(b) // 16 - 3)) for b in BUDGETS)
+    sampling = sum(
+        rollout_seconds(SparsitySchedule(tuple(ALL_PAGES if k == "all" else k for k in r["sampled_under"])), n)
+        for r, n in zip(rounds, counts, strict=True)
+    )
     # The dense pass, the trials except the one sampled under, and what --refine allows.
     most = [len(DEFAULT_BUDGETS) + REFINE] + [1 + REFINE] * ROUNDS
-    label = "every round with all the passes that --refine allows, each as slow as the slowest"
-    add(label, [[max(every)] * n for n in most])
-    write("cost", result)
+    slowest = max(s for r in rounds for p in r["passes"] for s in p["sequence_s"])
+    ways = {
+        "sparrow calibrate, as its search ran": [[np.mean(p["sequence_s"]) for p in r["passes"]] for r in rounds],
+        "every round with all the passes that --refine allows, each as slow as the slowest": [
+            [slowest] * n for n in most
+        ],
+    }
+    published = "sampling at each of 18 budgets from 512 to 16,384 tokens, as published"
+    rows = [[published, f"{anew:,.0f}", f"({dense:,.0f}, not counted)", f"{anew:,.0f}", ""]]
+    for label, passes in ways.items():  # of every round, the seconds that each of its passes takes for a sequence
+        scoring = sum(sum(row) * n for row, n in zip(passes, counts, strict=True))
+        scored = sum(len(row) * n for row, n in zip(passes, counts, strict=True))
+        cells = [f"{sampling:,.0f}", f"{scoring:,.0f} ({scored:,} sequences)", f"{sampling + scoring:,.0f}"]
+        rows.append([label, *cells, f"{anew / (sampling + scoring):.1f}x"])
+    return table(["", "sampling, s", "scoring, s", "in all, s", "less by"], rows)
+
+
+def scoring_passes() -> str:
+    def span(top_k: list[Any]) -> str:
+        """The pages of a schedule, except for lengths that were not measured."""
+        pages = [k for k in top_k if k != "all"] or top_k
+        return f"{pages[0]}" if len(pages) == 1 else f"{pages[0]} to {pages[-1]}"
+
+    rows = []
+    for number, row in enumerate(load("calibration_search")["rounds"]):
+        passes = [f"{span(p['top_k'])}: {np.mean(p['sequence_s']):.2f}" for p in row["passes"]]
+        rows.append([number, span(row["sampled_under"]), "; ".join(passes)])
+    return table(["round", "sampled with", "pages of each pass, and its seconds a sequence"], rows)
+
+
+TABLES = {"calibration cost": calibration_cost, "scoring passes": scoring_passes}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = {"steps": steps, "search": search, "table": table}
-    parser.add_argument("what", choices=commands)
-    parser.add_argument("--sequences", type=int, default=2, help="sequences scored in a pass, one by one")
-    arguments = parser.parse_args()
-    commands[arguments.what](arguments)
+    commands = {"steps": steps, "search": search}
+    options = parser(__doc__)
+    options.add_argument("what", choices=commands)
+    commands[options.parse_args().what]()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import re
@@ -13,14 +14,53 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 REASONER = ROOT / "sparrow" / "reasoner"
-QWEN3_1_7B: dict[str, Any] = dict(
-    vocab_size=151_936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-    num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960, tie_word_embeddings=True,
-)  # fmt: skip
 SHAPES = {"qwen3-1.7b": "1.7B", "qwen3-4b": "4B", "qwen3-8b": "8B", "qwen3-14b": "14B"}
 """The shapes that are measured, and what tables call them."""
+SIZES = {
+    "qwen3-1.7b": (2048, 6144, 28, 16, True),
+    "qwen3-4b": (2560, 9728, 36, 32, True),
+    "qwen3-8b": (4096, 12_288, 36, 32, False),
+    "qwen3-14b": (5120, 17_408, 40, 40, False),
+}
+"""Width, width of the MLP, layers, query heads, and whether embeddings are tied."""
 Row = dict[str, Any]
 Column = str | Callable[[Row], Any]
+
+
+def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
+    """A command line that explains itself by its script's docstring.
+
+    Args:
+        out: adds the option ``--out`` for the file to write, ``benchmarks/results/OUT.json`` if it is not given.
+    """
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if out:
+        made.add_argument("--out", type=Path, default=RESULTS / f"{out}.json", help="the JSON file to write")
+    return made
+
+
+def qwen3(shape: str, **changed: Any) -> Any:
+    """The configuration of a Qwen3 in which no token ends a response."""
+    from transformers import Qwen3Config
+
+    width, mlp, layers, heads, tied = SIZES[shape]
+    settings = dict(
+        vocab_size=151_936, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers,
+        num_attention_heads=heads, num_key_value_heads=8, head_dim=128, max_position_embeddings=40_960,
+        tie_word_embeddings=tied, architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None,
+        pad_token_id=None,
+    )  # fmt: skip
+    return Qwen3Config(**settings | changed)
+
+
+def tracing(folder: Path, lines: int, count: int, seed: int, device: Any) -> tuple[Any, list[int], list[list[int]]]:
+    """A model of the task ``trace`` in float32, the tokens that end its responses, and token ids of prompts."""
+    from sparrow.engines.hf import eos_ids, load_model
+    from sparrow.tasks import Trace
+
+    model, tokenizer = load_model(str(folder), "fp32", device)
+    texts = [Trace(lines).problem(i, seed).prompt for i in range(count)]
+    return model, eos_ids(model, tokenizer), tokenizer(texts, add_special_tokens=False).input_ids
 
 
 def machine() -> str:
@@ -28,6 +68,13 @@ def machine() -> str:
     import torch
 
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {platform.machine()}"
+
+
+def device() -> Any:
+    """The GPU that torch would use, or else the processor."""
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def load(name: str) -> Any:
@@ -43,6 +90,15 @@ def save(path: Path, result: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     record |= {"date": time.strftime("%Y-%m-%d"), **result}
     path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+def rounded(x: Any) -> Any:
+    """Numbers to five digits, at any depth."""
+    if isinstance(x, Mapping):
+        return {key: rounded(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [rounded(value) for value in x]
+    return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -13,7 +13,6 @@ case), and "runs" of equal tokens, long enough that ``read`` is about 3, as for 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -25,9 +24,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from common import QWEN3_1_7B
-from common import save as write_result
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from common import parser, qwen3, save
+from transformers import Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
 from sparrow.attention.triton.forced import Call, Selection
@@ -39,6 +37,8 @@ from sparrow.train.experience import Experience, Group
 from sparrow.train.trainer import Trainer
 
 PROMPT, TOP_N = 256, 20
+TOKENS, RESPONSES, ROUNDS = 16_384, 4, 2
+"""Prompt and response together; how many; and how often every update is timed."""
 EVERYTHING = DistillConfig(enabled=True, responses=1.0)
 VARIANTS = {
     "everything": EVERYTHING,
@@ -51,10 +51,10 @@ TEXTS = {"random": 1, "runs": 12}
 """How many equal tokens come in a row."""
 
 
-def experience(tokens: int, responses: int, run: int) -> Experience:
+def experience(run: int) -> Experience:
     """Responses of random tokens, ``run`` equal ones in a row, with the lists of an actor that was certain of them."""
     rng = np.random.default_rng(0)
-    T = tokens - PROMPT
+    T = TOKENS - PROMPT
     rollouts = [
         Rollout(
             rng.integers(1000, 100_000, PROMPT).tolist(),
@@ -64,22 +64,22 @@ def experience(tokens: int, responses: int, run: int) -> Experience:
             np.full((T, TOP_N), -11.9, dtype=np.float32),
             "length",
         )
-        for _ in range(responses)
+        for _ in range(RESPONSES)
     ]
     problem = Problem("random", "", lambda text: 0.0)
-    parts = [{"correct": float(i % 2)} for i in range(responses)]
+    parts = [{"correct": float(i % 2)} for i in range(RESPONSES)]
     groups = [Group(problem, rollouts, parts)]
     return Experience.join(groups, groups, 1)
 
 
-def make_trainer(layers: int, tokens: int, checkpointing: bool, folder: str) -> Trainer:
+def make_trainer(folder: str) -> Trainer:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM(Qwen3Config(**{**QWEN3_1_7B, "num_hidden_layers": layers})).float()
+        model = Qwen3ForCausalLM(qwen3("qwen3-1.7b")).float()
     config = TrainConfig(
         run_dir=folder,
-        rollout=RolloutConfig(prompts=1, max_new_tokens=tokens),
-        optimizer=OptimizerConfig(token_budget=tokens, gradient_checkpointing=checkpointing, precision="bf16"),
+        rollout=RolloutConfig(prompts=1, max_new_tokens=TOKENS),
+        optimizer=OptimizerConfig(token_budget=TOKENS, gradient_checkpointing=True, precision="bf16"),
         distill=EVERYTHING,
     )
     schedule = SparsitySchedule.preset("qwen3-1.7b", target=0.86)
@@ -114,28 +114,28 @@ def read(distiller: Distiller, step: Experience) -> float:
     return statistics.mean(ratios)
 
 
-def measure(trainer: Trainer, options: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+def measure(trainer: Trainer, out: Path) -> None:
     """Rounds of the dense update and every variant, on every text; the results so far are saved after each round."""
     learner = trainer.learner
     distiller, learner.distiller = learner.distiller, None
     assert distiller is not None
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"tokens": TOKENS, "responses": RESPONSES}
     for text, run in TEXTS.items():
-        step = experience(options.tokens, options.responses, run)
+        step = experience(run)
         assessment = learner.assess(step, trainer.schedule)[0]
-        advantages_B = torch.tensor([1.0, -1.0]).repeat(options.responses)[: options.responses]
+        advantages_B = torch.tensor([1.0, -1.0]).repeat(RESPONSES)[:RESPONSES]
         pages = read(distiller, step)
         learner.update(step, assessment, 0)  # compiles
         distiller.update(step, assessment, advantages_B)
         rounds: list[dict[str, tuple[float, float]]] = []
-        for _ in range(options.rounds):
+        for _ in range(ROUNDS):
             times = {"dense_update": seconds(learner.update, step, assessment, 0)}
             for name, config in VARIANTS.items():
                 distiller.config = replace(distiller.config, distill=config)
                 times[name] = seconds(distiller.update, step, assessment, advantages_B)
             rounds.append(times)
             results[text] = {"read": pages} | {name: summary(rounds, name) for name in times}
-            save(results)
+            save(out, results)
 
 
 def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str, Any]:
@@ -150,25 +150,10 @@ def summary(rounds: list[dict[str, tuple[float, float]]], name: str) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=16_384, help="prompt and response together")
-    parser.add_argument("--responses", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=28)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--no-checkpointing", action="store_true", help="keep all activations")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/distill_overhead.json"))
-    options = parser.parse_args()
-    about = {
-        "shape": QWEN3_1_7B, "layers": options.layers, "tokens": options.tokens, "responses": options.responses,
-        "gradient_checkpointing": not options.no_checkpointing,
-    }  # fmt: skip
-
-    def save(results: dict[str, Any]) -> None:
-        write_result(options.out, about | results)
-
+    out = parser(__doc__, "distill_overhead").parse_args().out
     with tempfile.TemporaryDirectory() as folder:
-        measure(make_trainer(options.layers, options.tokens, not options.no_checkpointing, folder), options, save)
-    print(options.out.read_text(encoding="utf-8"))
+        measure(make_trainer(folder), out)
+    print(out.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ A real step, 240 responses of 14,268 tokens on average, would take most of an ho
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -33,17 +32,16 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
-from rollout import SHAPES
+from common import REASONER, parser, qwen3
 from rollout_trace import CUTOFF, responses
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 
-import sparrow
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.engines.vllm.engine import _rollout
+from sparrow.engines.vllm.client import rollout
 from sparrow.rollout import Rollout, Sampling
 from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
@@ -51,7 +49,7 @@ from sparrow.train.trainer import Trainer
 
 RESPONSES, SAMPLES = 240, 8
 SHAPE = "qwen3-1.7b"
-VOCABULARY = 151936
+VOCABULARY = 151_936
 
 
 class Coin:
@@ -117,7 +115,14 @@ class Engine(Given):
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._ends = [time.perf_counter()]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
-        rollouts = [_rollout(p, output.outputs[0], sampling.top_n) for p, output in zip(prompts, outputs, strict=True)]
+        rollouts = []
+        for prompt, output in zip(prompts, outputs, strict=True):
+            of = output.outputs[0]
+            lists = (
+                np.asarray(flat, dtype).reshape(len(of.token_ids), -1)[:, : 1 + sampling.top_n]
+                for flat, dtype in ((of.logprobs.token_ids, np.int32), (of.logprobs.logprobs, np.float32))
+            )
+            rollouts.append(rollout(prompt, of.token_ids, *lists, of.finish_reason))
         ms = 1e3 * np.diff(self._ends)
         self.measured = {
             "generate_s": time.perf_counter() - self._ends[0],
@@ -171,12 +176,12 @@ def start(variant: str, folder: str, schedule: SparsitySchedule, responses: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variant", choices=["stock", "sparse", "given"], required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
-    parser.add_argument("--part", type=int, default=1, help="of so many responses one")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--variant", choices=["stock", "sparse", "given"], required=True)
+    options.add_argument("--out", type=Path, required=True)
+    options.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
+    options.add_argument("--part", type=int, default=1, help="of so many responses one")
+    arguments = options.parse_args()
     state = PartialState()
     scale = arguments.scale
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -185,11 +190,7 @@ def main() -> None:
     steps = iter([[max(1, n // 16) for n in dealt], dealt])
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
     with tempfile.TemporaryDirectory() as folder:
-        shape = Qwen3Config(
-            vocab_size=VOCABULARY, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="float32",
-            architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
-            **SHAPES[SHAPE],
-        )  # fmt: skip
+        shape = qwen3(SHAPE, dtype="float32")
         shape.save_pretrained(folder)
         engine = Given(steps)
         if arguments.variant != "given":
@@ -223,7 +224,7 @@ def main() -> None:
                     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
                 raise Done  # before a checkpoint is written
 
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(sparrow.__file__).parent / "reasoner"))
+        tokenizer = AutoTokenizer.from_pretrained(str(REASONER))
         trainer = Trainer(config, model, tokenizer, Coin(), engine, schedule, listener=listen)
         result["gpus"], result["sharded"] = trainer.ranks.count, trainer.ranks.is_sharded
         with suppress(Done):

@@ -14,23 +14,21 @@ Shapes: T tokens, R resamples of prompts (the first is what was measured), B pro
 
 from __future__ import annotations
 
-import argparse
 import os
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import REASONER, RESULTS, save
+from common import REASONER, load, parser, save, table, tracing
 
 from sparrow import SparsitySchedule
-from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.engines.hf import HFEngine
 from sparrow.mismatch import acceptance, relative_p5, split_by_bin, weighted_percentile
 from sparrow.rollout import Rollout, Sampling
-from sparrow.tasks import Trace
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 ALWAYS = LAYOUT.sink_pages + LAYOUT.recent_pages
@@ -38,23 +36,22 @@ BUDGETS = (6, 8, 11, 16, 23, 32)
 TAUS = (0.86, 0.90, 0.94)
 CEILINGS = (0.95, 0.90)
 SHORT = 6
-LINES = 24
+LINES, COUNT, RESAMPLES, SEED = 24, 48, 200, 0  # COUNT responses of each budget
+CPU = torch.device("cpu")
 FEWEST = 20  # sequences that a bin needs to be counted
 OWN, VLLM = "transformers float32, both", "vLLM bfloat16, transformers float32"
 
 Logprobs = dict[int | None, np.ndarray]  # by budget (None is dense), [T, V]
 
 
-def sampled(count: int, seed: int) -> tuple[dict[int | None, list[Rollout]], int]:
+def sampled() -> tuple[dict[int | None, list[Rollout]], int]:
     """Responses by budget, with lists of the whole vocabulary, and the size of the vocabulary."""
     os.environ |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
     from sparrow.engines.vllm import VLLMEngine
 
-    model, tokenizer = load_model(str(REASONER), "fp32", torch.device("cpu"))
+    model, _, prompts = tracing(REASONER, LINES, COUNT, SEED, CPU)
     vocabulary = model.config.vocab_size
-    problems = [Trace(LINES).problem(i, seed) for i in range(count)]
-    prompts = [tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
-    sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
+    sampling = Sampling(14 * LINES, top_n=vocabulary, seed=SEED)
     engine = VLLMEngine(
         str(REASONER), LAYOUT.replace(top_k=(BUDGETS[0],)), dtype="bfloat16", enforce_eager=True,
         kv_cache_memory_bytes=256 * 2**20, block_size=32, max_model_len=1024, max_num_batched_tokens=16384,
@@ -69,20 +66,14 @@ def sampled(count: int, seed: int) -> tuple[dict[int | None, list[Rollout]], int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=48, help="responses of each budget")
-    parser.add_argument("--resamples", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=RESULTS / "relative_tau.json")
-    arguments = parser.parse_args()
-    rollouts, V = sampled(arguments.count, arguments.seed)
-    save(arguments.out, compare(rollouts, V, arguments))
+    out = parser(__doc__, "relative_tau").parse_args().out
+    save(out, compare(*sampled()))
 
 
-def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argparse.Namespace) -> dict[str, Any]:
+def compare(rollouts: dict[int | None, list[Rollout]], V: int) -> dict[str, Any]:
     """The table for responses by budget, whose lists hold all ``V`` tokens."""
-    model, tokenizer = load_model(str(REASONER), "fp32", torch.device("cpu"))
-    scorer = HFEngine(model, LAYOUT, eos_ids(model, tokenizer))
+    model, ends, _ = tracing(REASONER, LINES, COUNT, SEED, CPU)
+    scorer = HFEngine(model, LAYOUT, ends)
     policy, actor, vllm, place, owner = {}, {}, {}, {}, {}
     for budget, some in rollouts.items():
         vllm[budget] = np.concatenate([in_order(r.top_ids, r.top_logprobs) for r in some])
@@ -100,11 +91,8 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
         for b, _ in split_by_bin(place[None], LAYOUT.bin_tokens)
         if min(len(np.unique(owner[k][place[k] // LAYOUT.bin_tokens == b])) for k in place) >= FEWEST
     ]
-    rng = np.random.default_rng(arguments.seed)
-    count = arguments.count
-    weights_RB = np.concatenate(
-        [np.ones((1, count)), rng.multinomial(count, np.full(count, 1 / count), arguments.resamples)]
-    )
+    draws = np.random.default_rng(SEED).multinomial(COUNT, np.full(COUNT, 1 / COUNT), RESAMPLES)
+    weights_RB = np.concatenate([np.ones((1, COUNT)), draws])
 
     def tails(alpha: dict[int | None, np.ndarray]) -> dict[int | None, np.ndarray]:
         """p5 by budget, [R, bins]; a prompt has the same weight at every budget."""
@@ -156,7 +144,7 @@ def compare(rollouts: dict[int | None, list[Rollout]], V: int, arguments: argpar
                 }  # fmt: skip
         rows.append(row)
     lengths = [[b * LAYOUT.bin_tokens, (b + 1) * LAYOUT.bin_tokens] for b in bins]
-    return {"count": count, "lines": LINES, "bins": lengths, "budgets": BUDGETS, "taus": TAUS, "always": ALWAYS,
+    return {"count": COUNT, "lines": LINES, "bins": lengths, "budgets": BUDGETS, "taus": TAUS, "always": ALWAYS,
             "tokens": {str(k): len(x) for k, x in place.items()}, "pairs": rows}  # fmt: skip
 
 
@@ -215,6 +203,80 @@ def spans(values_XR: np.ndarray) -> list[list[float | None]]:
 
 def finite(values: np.ndarray) -> list[float | None]:
     return [round(float(x), 4) if np.isfinite(x) else None for x in values]
+
+
+# --- tables ---
+
+
+def relative_tau() -> str:
+    result = load("relative_tau")
+    rows = []
+    for pair in result["pairs"]:
+        ceiling = shown_range([c[0] for c in pair["ceiling"]])
+        for tau in result["taus"]:
+            cells = []
+            for scale in ("relative", "absolute"):
+                needed = pair[scale][str(tau)]
+                mean, low, high = needed["mean_of_own"]
+                open_end = "" if mean is None else " [open]"  # in some resamples no budget holds tau
+                interval = open_end if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+                pages = " ".join("none" if x is None else f"{x:.0f}" for x in needed["pages"])
+                cells += [pages, ("" if mean is None else f"{mean:.2f}") + interval]
+            rows.append([pair["pair"], ceiling, f"{tau:g}", *cells])
+    head = ["pair", "ceiling", "tau", "relative: pages by bin", "times those of the first pair",
+            "absolute: pages by bin", "times those of the first pair"]  # fmt: skip
+    return table(head, rows)
+
+
+def relative_tau_summary() -> str:
+    result = load("relative_tau")
+    rows = []
+    for pair in result["pairs"][1:]:
+        counts = []
+        for scale in ("relative", "absolute"):
+            ratios = [x for needed in pair[scale].values() for x in needed["of_own"]]
+            within = sum(x is not None and abs(x - 1) <= 0.1 for x in ratios)
+            never = sum(x is None for x in ratios)
+            worst = max((x for x in ratios if x is not None), key=lambda x: abs(x - 1), default=None)
+            cell = f"{within} of {len(ratios)}"
+            counts += [cell, "" if worst is None else f"{worst:.2f}", never]
+        rows.append([pair["pair"], *counts])
+    head = [f"{scale}: {what}" for scale in ("relative", "absolute")
+            for what in ("within 10 %", "furthest off", "no budget")]  # fmt: skip
+    return table(["pair", *head], rows)
+
+
+def relative_laws() -> str:
+    """How far p5 is from p5 without noise once the ceiling is taken out in three ways, over all bins and budgets."""
+    pairs = load("relative_tau")["pairs"]
+    laws: dict[str, Callable[[float, float], float]] = {
+        "in squares": relative_p5, "acceptances multiply": lambda p5, c: p5 / c,
+        "losses add": lambda p5, c: 1 - (c - p5), "as measured": lambda p5, c: p5,
+    }  # fmt: skip
+    rows = []
+    for pair in pairs[1:]:
+        cells = []
+        for law in laws.values():
+            off = [
+                law(p5, c[0]) - own
+                for budget, row in pair["p5"].items()
+                for p5, c, own in zip(row, pair["ceiling"], pairs[0]["p5"][budget], strict=True)
+            ]
+            cells.append(f"{statistics.mean(off):+.3f}, {max(off, key=abs):+.3f}")
+        rows.append([pair["pair"], *cells])
+    return table(["pair", *(f"{law}: mean, furthest off" for law in laws)], rows)
+
+
+def shown_range(values: list[float]) -> str:
+    low, high = f"{min(values):.3f}", f"{max(values):.3f}"
+    return low if low == high else f"{low} to {high}"
+
+
+TABLES = {
+    "relative tau": relative_tau,
+    "relative tau summary": relative_tau_summary,
+    "relative laws": relative_laws,
+}
 
 
 if __name__ == "__main__":

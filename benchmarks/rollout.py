@@ -36,8 +36,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from common import SHAPES, qwen3
 from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, responses, simulate, states
-from transformers import Qwen3Config
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
@@ -54,24 +54,6 @@ SETTLE, TIMED = 4, 16
 """Steps before and in a measurement; short steps are bound by the host and uneven, so 16 times as many are timed."""
 SHORT = 100_000
 """A step with at most this many cached tokens is short."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-1.7b": dict(
-        hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-4b": dict(
-        hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
-        tie_word_embeddings=True,
-    ),
-    "qwen3-8b": dict(
-        hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        tie_word_embeddings=False,
-    ),
-    "qwen3-14b": dict(
-        hidden_size=5120, intermediate_size=17408, num_hidden_layers=40, num_attention_heads=40,
-        tie_word_embeddings=False,
-    ),
-}  # fmt: skip
 POINTS = {
     "qwen3-1.7b": [(64, 15000), (32, 30000), (64, 1024), (64, 4096), (8, 30000), (8, 1024), (1, 1024)],
     "qwen3-4b": [(48, 15000), (24, 30000), (48, 1024)],
@@ -125,11 +107,7 @@ class Bench:
     ) -> None:  # fmt: skip
         self.served = 0  # requests so far; they are named by number
         self.shape, self.slots = shape, max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
-        Qwen3Config(
-            vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960, dtype="bfloat16",
-            architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
-            **SHAPES[shape],
-        ).save_pretrained(folder)  # fmt: skip
+        qwen3(shape, dtype="bfloat16").save_pretrained(folder)
         options: dict[str, Any] = dict(
             load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=CONTEXT,
             max_num_seqs=self.slots, gpu_memory_utilization=memory, enable_prefix_caching=False,

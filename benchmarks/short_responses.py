@@ -33,31 +33,26 @@ def measure(variant: str) -> dict[str, float]:
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
     import numpy as np
     import torch
-    from transformers import Qwen3Config
 
     on_gpu = torch.cuda.is_available()
-    small: dict[str, Any] = dict(
-        vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    # Not imported: the path holds the measured tree alone, so that no module of this tree can stand in for its own.
-    large = runpy.run_path(str(HERE / "benchmarks" / "common.py"))["QWEN3_1_7B"]
-    shape, tokens = (large, 1024) if on_gpu else (small, 96)
-    options: dict[str, Any] = dict(
-        load_format="dummy", dtype="bfloat16" if on_gpu else "float32", skip_tokenizer_init=True,
-        max_model_len=PROMPT + tokens, max_num_seqs=REQUESTS, enable_prefix_caching=False, max_logprobs=-1,
-        logprobs_mode="processed_logprobs",
+    tokens, dtype = (1024, "bfloat16") if on_gpu else (96, "float32")
+    smaller, options = dict[str, Any](), dict[str, Any](
+        load_format="dummy", dtype=dtype, skip_tokenizer_init=True, max_model_len=PROMPT + tokens,
+        max_num_seqs=REQUESTS, enable_prefix_caching=False, max_logprobs=-1, logprobs_mode="processed_logprobs",
     )  # fmt: skip
     if not on_gpu:
+        smaller = dict(
+            vocab_size=512, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=32, max_position_embeddings=4096,
+        )  # fmt: skip
         options |= dict(
             enforce_eager=True, kv_cache_memory_bytes=2**28, block_size=32, max_num_batched_tokens=REQUESTS * PROMPT
-        )  # fmt: skip
-    prompts = np.random.default_rng(0).integers(0, shape["vocab_size"], (REQUESTS, PROMPT)).tolist()
+        )
+    # Not imported: the path holds the measured tree alone, so that no module of this tree can stand in for its own.
+    shape = runpy.run_path(str(HERE / "benchmarks" / "common.py"))["qwen3"]("qwen3-1.7b", dtype=dtype, **smaller)
+    prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (REQUESTS, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as folder:
-        Qwen3Config(
-            architectures=["Qwen3ForCausalLM"], eos_token_id=None, bos_token_id=None, pad_token_id=None,
-            dtype=options["dtype"], **shape,
-        ).save_pretrained(folder)  # fmt: skip
+        shape.save_pretrained(folder)
         run = (stock if variant == "stock" else ours)(folder, options, prompts, tokens)
         run()
         begun = time.perf_counter()

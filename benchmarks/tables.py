@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import tables_calibration as calibration
+import calibration
+import calibration_cost
+import relative_tau
 import tables_cost as cost
 import tables_distill as distill
 import tables_fp8 as fp8
@@ -21,7 +23,7 @@ from common import ROOT, render
 
 TABLES: dict[str, Callable[[], str]] = {
     name: write
-    for module in (speed, runs, cost, calibration, distill, lossless, text, fp8)
+    for module in (speed, runs, cost, calibration, calibration_cost, relative_tau, distill, lossless, text, fp8)
     for name, write in module.TABLES.items()
 }
 NAMES = (

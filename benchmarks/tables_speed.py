@@ -244,6 +244,23 @@ def host_time() -> str:
     return table(["us a sequence and step", *parts, "together"], rows)
 
 
+def teacher_forced() -> str:
+    """The teacher-forced kernels against dense attention, of docs/method.md."""
+    rows = []
+    for case in load("teacher_forced")["cases"]:
+        for way in ("forward", "backward"):
+            dense = [metrics[f"{way}_ms"] for metrics in case["dense"].values()]
+            cells = []
+            for metrics in case["sparse"].values():
+                ms = metrics[f"{way}_ms"]
+                cells.append(f"{ms:.1f} ({', '.join(f'{other / ms:.2f}x' for other in dense)})")
+            what = f"{case['T']:,}, {case['G']}, {case['top_k']}"
+            rows.append([what, way, *(f"{ms:.1f}" for ms in dense), *cells])
+        read = (f"{metrics['read']:.1f}" for metrics in case["sparse"].values())
+        rows.append([what, "pages read per page kept", "", "", *read])
+    return table(["tokens, group, top-k", "", *case["dense"], *case["sparse"]], rows)
+
+
 TABLES = {
     "host time": host_time,
     "decode steps": decode_steps,
@@ -261,4 +278,5 @@ TABLES = {
     "validation": validation,
     "profile": profile,
     "grpo step": grpo_step,
+    "teacher-forced": teacher_forced,
 }
