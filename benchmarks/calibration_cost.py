@@ -53,7 +53,7 @@ def steps() -> None:
 
     result: dict[str, Any] = {"batch": BATCH, "steps": []}
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench("qwen3-1.7b", "sparse", folder, 0.93)
+        bench = Bench("qwen3-1.7b", "sparse", folder)
         bench.step([1024] * BATCH, 20)
         for top_k in PAGES:
             bench.engine.rpc("sparrow_set_schedule", SparsitySchedule.fixed(top_k).to_json())

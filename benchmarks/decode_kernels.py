@@ -15,7 +15,6 @@ P page size.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,7 +23,7 @@ from typing import Any, get_args
 
 import torch
 import triton
-from common import RESULTS, machine, save
+from common import RESULTS, Row, machine, parser, save
 from gpu_timing import read_limit, timed
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
@@ -201,115 +200,91 @@ def launches(step: Launches, what: str) -> Callable[[], None]:
     return both
 
 
-def ragged(pool: Pool, limit: float) -> list[dict[str, Any]]:
+def measured(case: Case, limit: float, **about: Any) -> Row:
+    """A row with the times of a sparse step and of one that keeps every page, and what their bytes allow."""
+    everything = torch.full_like(case.top_k, ALL_PAGES)
+    row = about | dict(
+        step=case.time(None, "step"), dense=case.time(None, "step", everything),
+        limit_us=case.bytes(case.top_k) / limit * 1e6, dense_limit_us=case.bytes(everything) / limit * 1e6,
+    )  # fmt: skip
+    show(about | {"dense us": round(row["dense"]["us"], 1)}, row["step"], row["limit_us"])
+    return row
+
+
+def sparse_only(case: Case, limit: float, **about: Any) -> Row:
+    """A row with the time of a sparse step, and what its bytes allow."""
+    row = about | case.time(None, "step") | {"limit_us": case.bytes(case.top_k) / limit * 1e6}
+    show(about, row, row["limit_us"])
+    return row
+
+
+def show(about: Row, times: dict[str, float], limit_us: float) -> None:
+    spread = f"{times['p10']:.1f} .. {times['p90']:.1f}"
+    print(f"{about}: {times['us']:.1f} us ({spread}), {limit_us / times['us']:.0%} of limit", flush=True)
+
+
+def ragged(pool: Pool, limit: float) -> list[Row]:
     rows = []
     for shape, G in RAGGED:
         for step, lengths in states(simulate([PROMPT] * 240, responses(240), SLOTS[shape]), 12):
             case = Case(pool, len(lengths), int(lengths.max()), G, 0)
             case.length = torch.tensor(lengths, dtype=torch.int32, device="cuda")
             case.top_k = torch.tensor(SparsitySchedule.preset(shape).pages(lengths), dtype=torch.int32, device="cuda")
-            row = dict(shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum()), **case.time(None, "step"))
-            row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
-            rows.append(row)
-            print(
-                f"{shape} {len(lengths)} rows of {int(lengths.sum())} tokens: {row['us']:.1f} us, "
-                f"{row['limit_us'] / row['us']:.0%} of limit",
-                flush=True,
-            )
+            rows.append(sparse_only(case, limit, shape=shape, step=step, B=len(lengths), tokens=int(lengths.sum())))
     return rows
 
 
-def landmarks(limit: float) -> list[dict[str, Any]]:
+def landmarks(limit: float) -> Row:
     """Draft steps with landmarks stored in the cache's dtype and in 8 bits."""
     rows = []
     for dtype in get_args(LandmarkDtype):
         pool = Pool(TOKENS, LAYERS, landmark_dtype=dtype)
-        for B, L, G, k in DRAFTS:
-            case = Case(pool, B, L, G, k)
-            row = dict(B=B, L=L, G=G, k=k, landmark_dtype=dtype, **case.time(None, "step"))
-            row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
-            rows.append(row)
-            print(
-                f"{(B, L, G, k)} landmarks {dtype}: {row['us']:.1f} us ({row['p10']:.1f} .. {row['p90']:.1f}), "
-                f"{row['limit_us'] / row['us']:.0%} of limit",
-                flush=True,
-            )
-        del pool, case
-    return rows
+        for size in DRAFTS:
+            about = dict(zip("BLGk", size, strict=True), landmark_dtype=dtype)
+            rows.append(sparse_only(Case(pool, *size), limit, **about))
+        del pool
+    return dict(landmarks=rows)
 
 
-def caches(cases: Sequence[tuple[int, int, int, int]]) -> dict[str, Any]:
+def caches(limit: float) -> Row:
     """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits, and both in 8."""
-    limit, rows = read_limit(), []
-    print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
+    rows = []
     for fp8_cache, landmark_dtype in ((False, "auto"), (True, "auto"), (True, "fp8_e4m3")):
         pool = Pool(TOKENS, LAYERS, landmark_dtype=landmark_dtype, fp8_cache=fp8_cache)
-        for B, L, G, k in cases:
-            case = Case(pool, B, L, G, k)
-            everything = torch.full_like(case.top_k, ALL_PAGES)
-            row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, fp8_cache=fp8_cache, landmark_dtype=landmark_dtype)
-            row |= dict(
-                kernel=case.choice.of(B), step=case.time(None, "step"), dense=case.time(None, "step", everything)
-            )
-            row |= dict(
-                limit_us=case.bytes(case.top_k) / limit * 1e6, dense_limit_us=case.bytes(everything) / limit * 1e6
-            )
-            rows.append(row)
-            print(
-                f"{(B, L, G, k)} fp8 cache {fp8_cache}, landmarks {landmark_dtype}, {row['kernel']}: "
-                f"{row['step']['us']:.1f} us, {row['limit_us'] / row['step']['us']:.0%} of limit; dense "
-                f"{row['dense']['us']:.1f} us, {row['dense_limit_us'] / row['dense']['us']:.0%}",
-                flush=True,
-            )
+        for size in CASES:
+            about = dict(zip("BLGk", size, strict=True), fp8_cache=fp8_cache, landmark_dtype=landmark_dtype)
+            case = Case(pool, *size)
+            rows.append(measured(case, limit, **about, kernel=case.choice.of(size[0])))
         del pool, case
-    return dict(triton=triton.__version__, read_limit=limit, cases=rows)
+    return dict(cases=rows)
 
 
-def head_budgets(cases: Sequence[tuple[int, int, int, int]], spread: float) -> dict[str, Any]:
+def head_budgets(limit: float, spread: float) -> Row:
     """Steps whose kv heads keep as many pages, and as many on average with budgets whose logs deviate by ``spread``."""
-    limit, pool, rows = read_limit(), Pool(TOKENS, LAYERS), []
-    print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
+    pool, rows = Pool(TOKENS, LAYERS), []
     drawn = (spread * torch.randn(LAYERS, K, generator=torch.Generator().manual_seed(0))).exp()
     budgets = (drawn / drawn.mean() * BUDGET_UNIT).round().int()
-    for case_of in cases:
-        case = Case(pool, *case_of)
-        row: dict[str, Any] = dict(zip("BLGk", case_of, strict=True), kernel=case.choice.of(case_of[0]))
+    for size in [*CASES, *DRAFTS]:
+        case = Case(pool, *size)
+        row: Row = dict(zip("BLGk", size, strict=True), kernel=case.choice.of(size[0]))
         for name, case.budgets in (("even", ()), ("uneven", budgets.cuda().unbind())):
-            row[name] = dict(case.time(None, "step"), limit_us=case.bytes(case.top_k) / limit * 1e6)
+            row[name] = sparse_only(case, limit)
         rows.append(row)
-        print(row, flush=True)
-    return dict(triton=triton.__version__, read_limit=limit, spread=spread, budgets=budgets.tolist(), cases=rows)
+    return dict(spread=spread, budgets=budgets.tolist(), cases=rows)
 
 
-def bench(cases: Sequence[tuple[int, int, int, int]], only_landmarks: bool) -> dict[str, Any]:
-    limit = read_limit()
-    print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
+def bench(limit: float) -> Row:
     by_dtype = landmarks(limit)
-    if only_landmarks:
-        return dict(triton=triton.__version__, read_limit=limit, landmarks=by_dtype)
     pool, rows = Pool(TOKENS, LAYERS), []
-    print("  B      L  G    k | limit us  step us (p10 .. p90)  of limit | dense us  of limit | speed-up")
-    for B, L, G, k in cases:
-        case = Case(pool, B, L, G, k)
+    for size in CASES:
+        case = Case(pool, *size)
         everything = torch.full_like(case.top_k, ALL_PAGES)
-        step = case.step(None, 0)
-        row: dict[str, Any] = dict(B=B, L=L, G=G, k=k, config=asdict(step.config))
-        row["step"] = case.time(None, "step")
-        row["all_pages"] = case.time(None, "step", everything)
-        dense = [case.time(c, "step", everything) for c in dense_configs()]
-        row["dense"] = min([row["all_pages"], *dense], key=lambda t: t["us"])
-        row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
-        row["dense_limit_us"] = case.bytes(everything) / limit * 1e6
+        row = measured(case, limit, **dict(zip("BLGk", size, strict=True)), config=asdict(case.step(None, 0).config))
+        row["all_pages"] = row["dense"]
+        tried = [case.time(c, "step", everything) for c in dense_configs()]
+        row["dense"] = min([row["all_pages"], *tried], key=lambda t: t["us"])
         row["speedup"] = row["dense"]["us"] / row["step"]["us"]
         rows.append(row)
-        t = row["step"]
-        print(
-            f"{B:3} {L:6} {G:2} {k:4} | {row['limit_us']:8.1f} {t['us']:8.1f} ({t['p10']:.1f} .. {t['p90']:.1f}) "
-            f"{row['limit_us'] / t['us']:9.0%} | {row['dense']['us']:8.1f} "
-            f"{row['dense_limit_us'] / row['dense']['us']:9.0%} | {row['speedup']:.2f}x; every row dense "
-            f"{row['all_pages']['us']:.1f} us",
-            flush=True,
-        )
     dense_rows = []
     for B, L in DENSE:
         case = Case(pool, B, L, 2, 0)
@@ -317,30 +292,16 @@ def bench(cases: Sequence[tuple[int, int, int, int]], only_landmarks: bool) -> d
         row = dict(B=B, L=L, ours=case.time(None, "step", everything), flash=case.flash())
         row["limit_us"] = case.bytes(everything) / limit * 1e6
         dense_rows.append(row)
-        flash = f"{row['flash']['us']:.1f} us" if row["flash"] else "not installed"
-        print(f"all of {B} x {L}: {row['ours']['us']:.1f} us, limit {row['limit_us']:.1f}, FlashAttention {flash}")
+        print(row, flush=True)
     batches = ragged(pool, limit)
     del pool, case
     B, L, G, k = CASES[3]
     shapes = []
     for D, dtype, P in SHAPES:
         case = Case(Pool(TOKENS, LAYERS, D, dtype, P), B, L, G, k * 16 // P)
-        everything = torch.full_like(case.top_k, ALL_PAGES)
-        row = dict(D=D, dtype=str(dtype), P=P, step=case.time(None, "step"), dense=case.time(None, "step", everything))
-        row["limit_us"] = case.bytes(case.top_k) / limit * 1e6
-        row["dense_limit_us"] = case.bytes(everything) / limit * 1e6
-        shapes.append(row)
-        print(
-            f"{(B, L, G, case.k)} D {D} P {P} {dtype}: {row['step']['us']:.1f} us, "
-            f"{row['limit_us'] / row['step']['us']:.0%} of limit; dense {row['dense']['us']:.1f} us, "
-            f"{row['dense_limit_us'] / row['dense']['us']:.0%}",
-            flush=True,
-        )
+        shapes.append(measured(case, limit, D=D, dtype=str(dtype), P=P))
         del case
-    return dict(
-        triton=triton.__version__, read_limit=limit, cases=rows, dense=dense_rows, ragged=batches,
-        shapes=shapes, landmarks=by_dtype,
-    )  # fmt: skip
+    return dict(cases=rows, dense=dense_rows, ragged=batches, shapes=shapes) | by_dtype
 
 
 def attending(tokens: int, warps: int, stages: int, resident: int) -> LaunchConfig:
@@ -355,21 +316,27 @@ def dense_configs() -> list[LaunchConfig]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
-    parser.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
-    parser.add_argument("--caches", action="store_true", help="keys and values in 16 and in 8 bits, nothing else")
-    parser.add_argument("--head-budgets", type=float, metavar="SPREAD", help="kv heads with budgets of their own alone")
-    parser.add_argument("--cases", type=int, nargs="*", default=range(len(CASES)), help="indices of the cases to run")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    cases = [CASES[i] for i in args.cases]
+    options = parser(__doc__)
+    options.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
+    options.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
+    options.add_argument("--caches", action="store_true", help="keys and values in 16 and in 8 bits, nothing else")
+    options.add_argument(
+        "--head-budgets", type=float, metavar="SPREAD", help="kv heads with budgets of their own alone"
+    )
+    options.add_argument("--out", type=Path, default=RESULTS, help="the folder to write to")
+    args = options.parse_args()
     Case.triton = args.triton
+    limit = read_limit()
+    print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
     if args.caches:
-        return save(args.out / "fp8_cache.json", caches(cases))
-    if args.head_budgets is not None:
-        return save(args.out / "head_budgets.json", head_budgets([*cases, *DRAFTS], args.head_budgets))
-    save(args.out / ("landmarks.json" if args.landmarks else "kernels.json"), bench(cases, args.landmarks))
+        name, result = "fp8_cache", caches(limit)
+    elif args.head_budgets is not None:
+        name, result = "head_budgets", head_budgets(limit, args.head_budgets)
+    elif args.landmarks:
+        name, result = "landmarks", landmarks(limit)
+    else:
+        name, result = "kernels", bench(limit)
+    save(args.out / f"{name}.json", dict(triton=triton.__version__, read_limit=limit) | result)
 
 
 if __name__ == "__main__":

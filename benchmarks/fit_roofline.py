@@ -1,11 +1,10 @@
 """Fit the overheads of ``sparrow.cost`` to measured decode steps, and say how well they predict them.
 
     python benchmarks/fit_roofline.py                       # refits the H200's constants
-    python benchmarks/fit_roofline.py measured.json         # another machine, engine or version
 
-The JSON names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole decode steps with ``shape``,
-``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it), those that
-return top-20 lists with ``lists``. The H200's file is joined by the steps, dense and sparse, that ``rollout.py``
+``roofline_h200.json`` names a ``machine`` of ``sparrow.cost.MACHINES`` and lists ``steps``, whole decode steps with
+``shape``, ``batch``, ``length`` and ``ms``, sparse ones also with ``schedule`` (as ``SparsitySchedule.load`` takes it),
+those that return top-20 lists with ``lists``. It is joined by the steps, dense and sparse, that ``rollout.py``
 measured. The fit is least squares of relative errors, with no constant below zero. The last column is the error of a
 fit from which the point's whole model shape was left out. No fit sees the steps of the rollout traces, whose sequences
 differ in length; their errors come after the table. The host's seconds per sequence are fitted to the rollouts of
@@ -14,14 +13,12 @@ differ in length; their errors come after the table. The host's seconds per sequ
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import RESULTS, load
 from numpy.typing import NDArray
 from rollout_trace import PROMPT, responses, simulate, states
 from scipy.optimize import nnls
@@ -29,8 +26,6 @@ from scipy.optimize import nnls
 from sparrow.cost import MACHINES, SHAPES, Overheads, decode_step
 from sparrow.schedule import SparsitySchedule
 
-RESULTS = Path(__file__).parent / "results"
-MEASURED = RESULTS / "roofline_h200.json"
 STEADY = 1.5
 """Above this ratio of the 90th to the 10th percentile, a step takes one of two times: the host keeps up or does not."""
 
@@ -47,10 +42,9 @@ class Point:
 
 def measured() -> dict[str, Any]:
     """The H200's file, with the decode steps and, as ``ragged``, the steps of traces that ``rollout.py`` measured."""
-    rows = json.loads(MEASURED.read_text(encoding="utf-8")) | {"ragged": []}
-    rows["rollouts"] = [json.loads((RESULTS / f"grpo_step_{run}.json").read_text()) for run in ("sparse", "ddp2")]
+    rows = load("roofline_h200") | {"ragged": [], "rollouts": [load(f"grpo_step_{run}") for run in ("sparse", "ddp2")]}
     for path in sorted(RESULTS.glob("rollout_*.json")):
-        run = json.loads(path.read_text(encoding="utf-8"))
+        run = load(path.stem)
         sparse = {"schedule": f"{run['shape']}-0.86"} if run["variant"] == "sparse" else {}
         for row in run["points"]:
             is_one_step = row["p90"] <= STEADY * row["p10"]
@@ -81,7 +75,7 @@ def point(row: Mapping[str, Any], machine: str) -> Point:
 
 def fit(points: list[Point]) -> Overheads:
     """The constants with the smallest sum of squared relative errors."""
-    features, seconds = _arrays(points)
+    features, seconds = arrays(points)
     *constants, slowness = nnls(features / seconds[:, None], np.ones(len(points)))[0].tolist()
     return Overheads(*constants, 1 / slowness)
 
@@ -116,10 +110,10 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]], prompt: int = 64)
 def predicted(points: list[Point], overheads: Overheads) -> NDArray[np.float64]:
     """Seconds of each point."""
     *constants, read_fraction, _ = astuple(overheads)
-    return _arrays(points)[0] @ np.array([*constants, 1 / read_fraction])
+    return arrays(points)[0] @ np.array([*constants, 1 / read_fraction])
 
 
-def _arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     return np.array([point.features for point in points]), np.array([point.seconds for point in points])
 
 
@@ -157,5 +151,4 @@ def report(rows: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    source = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")) if len(sys.argv) > 1 else measured()
-    print("\n".join(report(source)))
+    print("\n".join(report(measured())))

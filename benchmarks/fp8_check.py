@@ -1,6 +1,6 @@
 """An fp8 KV cache and fp8 weights in vLLM on a GPU, against exact arithmetic on the same rounded keys and values.
 
-    python benchmarks/fp8_check.py --out benchmarks/results/fp8_equal.json
+    python benchmarks/fp8_check.py    # writes benchmarks/results/fp8_equal.json
 
 The model is the random one of ``vllm_check.py``. Three engines decode with every page kept, each from its own samples:
 stock vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3 rounds queries to fp8 as well), and Sparrow
@@ -12,7 +12,6 @@ decoding engine returned with those that the same engine gives for prompt and re
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import tempfile
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import vllm_check as base
+from common import parser
 from fp8_rounding import rounded_cache
 from vllm import LLM, SamplingParams
 from vllm_check import options
@@ -60,12 +60,8 @@ def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    dtype = arguments.dtype
-    note = base.notes(arguments.out, dtype=dtype)
+    dtype = "bfloat16"
+    note = base.notes(parser(__doc__, "fp8_equal").parse_args().out, dtype=dtype)
 
     with tempfile.TemporaryDirectory() as name:
         folder, other = Path(name) / "a", Path(name) / "b"

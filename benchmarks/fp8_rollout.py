@@ -1,6 +1,6 @@
 """Rollouts with fp8 KV caches and fp8 weights in vLLM on one GPU, stock dense against Sparrow.
 
-    python benchmarks/fp8_rollout.py --shape qwen3-14b --out benchmarks/results/fp8_qwen3-14b.json
+    python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
 Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16; stock vLLM with both
 in fp8, the fair rival; Sparrow under the published table, in bfloat16, with an fp8 cache, and with both. Weights are
@@ -11,17 +11,15 @@ variant's own cache holds. Tokens per second include the prefill of joining requ
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 import torch
-from common import save
+from common import RESULTS, parser, save
 from rollout import LOGPROBS, Bench
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
@@ -63,12 +61,12 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
     return max((slots for slots in range(8, limit + 1, 8) if fits(slots)), default=8)
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """One variant, in this process; prints JSON."""
-    kind, options = VARIANTS[arguments.variant]
-    shape, limit = arguments.shape, int(MOST * SLOTS[arguments.shape]) // 8 * 8
+def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
+    """One variant, in this process, by ``count`` steps of each trace."""
+    kind, options = VARIANTS[variant]
+    limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(shape, kind, folder, arguments.memory, slots=limit, **options)
+        bench = Bench(shape, kind, folder, slots=limit, **options)
         cache = bench.vllm_config.cache_config
         for prefilled in (1, 8):  # compiles what is left to compile, and sets the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
@@ -80,36 +78,27 @@ def measure(arguments: argparse.Namespace) -> None:
         own = most_slots(kv_tokens, cache.block_size, limit)
         import vllm
 
-        result = {
+        return {
             "options": options, "vllm": vllm.__version__, "kv_tokens": kv_tokens,
             "described": None if bench.engine is None else bench.engine.describe(),
-            "traces": [trace(bench, slots, arguments.states) for slots in sorted({min(own, SLOTS[shape]), own})],
+            "traces": [trace(bench, slots, count) for slots in sorted({min(own, SLOTS[shape]), own})],
         }  # fmt: skip
-        Path(arguments.out).write_text(json.dumps(result))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SLOTS, required=True)
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--variant", choices=VARIANTS, help="only this one, in this process")
-    parser.add_argument("--states", type=int, default=12, help="steps of each trace that are timed")
-    parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--out", type=Path, required=True, help="JSON; variants not measured now are kept")
-    arguments = parser.parse_args()
-    if arguments.variant:
-        return measure(arguments)
-    before = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    variants = before.get("variants", {})
+    options = parser(__doc__)
+    options.add_argument("--shape", choices=SLOTS, required=True)
+    options.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    options.add_argument("--states", type=int, default=12, help="steps of each trace that are timed")
+    arguments = options.parse_args()
+    out = RESULTS / f"fp8_{arguments.shape}.json"  # variants not measured now are kept
+    variants = json.loads(out.read_text())["variants"] if out.exists() else {}
     for variant in arguments.variants:
-        with tempfile.TemporaryDirectory() as folder:
-            part = Path(folder) / "part.json"
-            common = ["--shape", arguments.shape, "--states", str(arguments.states), "--memory", str(arguments.memory)]
-            command = [sys.executable, __file__, *common, "--variant", variant, "--out", str(part)]
-            subprocess.run(command, check=True)
-            variants[variant] = json.loads(part.read_text())
-        save(arguments.out, {"shape": arguments.shape, "device": torch.cuda.get_device_name(), "variants": variants})
-        for row in variants[variant]["traces"]:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:  # its end frees the GPU
+            measured = alone.submit(measure, arguments.shape, variant, arguments.states).result()
+        variants[variant] = measured
+        save(out, {"shape": arguments.shape, "device": torch.cuda.get_device_name(), "variants": variants})
+        for row in measured["traces"]:
             print(f"{variant}: {row['slots']} at a time, {row['tokens_per_second']:.0f} tokens/s", flush=True)
 
 

@@ -9,7 +9,6 @@ actor; the bundled reasoner is the model, and ``SPARROW_SCHEDULE`` says what it 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import importlib.metadata
@@ -22,7 +21,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from common import REASONER, RESULTS, ROOT
+from common import REASONER, ROOT, parser
 
 LAYOUT = {"top_k": [2], "page_size": 8, "bin_tokens": 64, "sink_pages": 1, "recent_pages": 1, "dense_layers": []}
 PROMPTS = [list(range(20, 90)), list(range(30, 85)), list(range(5, 90))]
@@ -86,10 +85,9 @@ def in_a_process_of_its_own(folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=RESULTS / "openrlhf_rollouts.json")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "openrlhf_rollouts")
+    options.add_argument("--inside", type=Path, help="for itself: where to write what was found in this process")
+    arguments = options.parse_args()
     if arguments.inside:
         arguments.inside.write_text(json.dumps(asyncio.run(roll_out())))
         os._exit(0)

@@ -1,7 +1,8 @@
 """Which pages should the sparse actor read? Selectors, page sizes, layers and reuse, ranked by p5 at equal bytes read.
 
-    python benchmarks/page_selectors.py --out benchmarks/results/selectors_reasoner.json
+    python benchmarks/page_selectors.py    # writes benchmarks/results/selectors_reasoner.json
     python benchmarks/page_selectors.py --show benchmarks/results/selectors_reasoner.json
+    python benchmarks/page_selectors.py --model M --lines 60 --count 96 --tokens 160 256 --dense-layers 0 1 --out ...
 
 Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass over them, and its
 acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens' worth of keys and values per sparse
@@ -25,21 +26,21 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import machine
+from common import REASONER, device, parser, rounded, save, tracing
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from sparrow import SparsitySchedule
 from sparrow.attention.pages import PageLayout, select_pages
-from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.engines.hf import HFEngine
 from sparrow.mismatch import weighted_percentile
 from sparrow.model.scoring import Batch, micro_batches
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import ALL_PAGES
-from sparrow.tasks import Trace
 
-RESAMPLES = 400
+RESAMPLES, SEED = 400, 7
+TOKEN_BUDGET = 65_536  # padded tokens in a forward pass
 
 # --- selectors: scores [B, K, T, N] of whole pages, and the bytes of their landmarks, counted in keys ---
 
@@ -209,15 +210,13 @@ AttentionMaskInterface.register("selectors", sdpa_mask)
 class Bench:
     """One model and its dense trajectories; ``acceptance`` scores them under any variant."""
 
-    def __init__(self, model: str, lines: int, count: int, token_budget: int, seed: int) -> None:
-        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.model, tokenizer = load_model(model, "fp32", self.device)
-        self.layers, self.token_budget = self.model.config.num_hidden_layers, token_budget
-        engine = HFEngine(self.model, SparsitySchedule.dense(dense_layers=()), eos_ids(self.model, tokenizer), 256)
-        texts = [Trace(lines).problem(i, seed).prompt for i in range(count)]
-        prompts = [tokenizer(t, add_special_tokens=False).input_ids for t in texts]
-        self.rollouts = engine.generate(prompts, Sampling(16 * lines, top_n=0, seed=seed))
-        self.groups = micro_batches([len(r.prompt_ids) + len(r) for r in self.rollouts], token_budget)
+    def __init__(self, model: Path, lines: int, count: int) -> None:
+        self.device = device()
+        self.model, ends, prompts = tracing(model, lines, count, SEED, self.device)
+        self.layers = self.model.config.num_hidden_layers
+        engine = HFEngine(self.model, SparsitySchedule.dense(dense_layers=()), ends, 256)
+        self.rollouts = engine.generate(prompts, Sampling(16 * lines, top_n=0, seed=SEED))
+        self.groups = micro_batches([len(r.prompt_ids) + len(r) for r in self.rollouts], TOKEN_BUDGET)
         self.model.set_attn_implementation("selectors")
         everything = Variant("dense", 0, dense=tuple(range(self.layers)))
         self.dense = [probabilities for probabilities, _ in self._passes(everything)]
@@ -277,21 +276,16 @@ def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iter
                 replace(uniform, label=f"layers {i} and {j} dense", dense=(i, j))
                 for i, j in ((0, 1), (0, layers - 1), (layers - 2, layers - 1))
             ]
-            heavy = [
-                replace(
-                    uniform, label=f"layer {i} twice the others", weights=tuple(1.0 + (i == j) for j in range(layers))
-                )
-                for i in range(layers)
-            ]
-            light = [
+            weighted = [
                 replace(
                     uniform,
-                    label=f"layer {i} half the others",
-                    weights=tuple(1 - 0.5 * (i == j) for j in range(layers)),
+                    label=f"layer {i} {name} the others",
+                    weights=(*(1.0,) * i, share, *(1.0,) * (layers - i - 1)),
                 )
+                for name, share in (("twice", 2.0), ("half", 0.5))
                 for i in range(layers)
             ]
-            yield f"layers, pages of {P}, {b} tokens", [uniform, *single, *pairs, *heavy, *light]
+            yield f"layers, pages of {P}, {b} tokens", [uniform, *single, *pairs, *weighted]
         sparse = [i for i in range(layers) if i not in dense]
         for P in (16, 4):
             fresh = Variant("selected in every layer and step", b, page_size=P, dense=dense, dense_counts=False)
@@ -306,9 +300,9 @@ def variants(layers: int, tokens: Sequence[int], dense: tuple[int, ...]) -> Iter
 
 
 def run(arguments: argparse.Namespace) -> None:
-    bench = Bench(arguments.model, arguments.lines, arguments.count, arguments.token_budget, arguments.seed)
+    bench = Bench(arguments.model, arguments.lines, arguments.count)
     result: dict[str, Any] = {
-        "machine": machine(), "model": Path(arguments.model).name, "layers": bench.layers, "lines": arguments.lines,
+        "model": arguments.model.name, "layers": bench.layers, "lines": arguments.lines,
         "responses": arguments.count, "response_tokens": int(bench.owner.size), "mean_length": bench.mean_length,
         "dense_layers": arguments.dense_layers, "sections": {},
     }  # fmt: skip
@@ -329,20 +323,9 @@ def run(arguments: argparse.Namespace) -> None:
                  "over_first_interval": np.quantile(p5[1:] - base[1:], [0.025, 0.975]).tolist(), **rest}
             )  # fmt: skip
         result["sections"][section] = rows
-        arguments.out.write_text(condensed(result), encoding="utf-8")
+        save(arguments.out, rounded(result))
         print(f"{time.monotonic() - began:6.1f} s  {section}", flush=True)
     show(result)
-
-
-def condensed(result: dict[str, Any]) -> str:
-    """JSON with a line for each variant, numbers to five digits."""
-    rounded = json.loads(json.dumps(result), parse_float=lambda text: round(float(text), 5))
-    sections = rounded.pop("sections")
-    lines = [
-        f"{json.dumps(name)}: [\n" + ",\n".join("  " + json.dumps(row) for row in rows) + "\n ]"
-        for name, rows in sections.items()
-    ]
-    return json.dumps(rounded, indent=1)[:-2] + ',\n "sections": {\n ' + ",\n ".join(lines) + "\n }\n}\n"
 
 
 def show(result: dict[str, Any]) -> None:
@@ -358,25 +341,20 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="sparrow/reasoner", help="folder of a model trained on the task trace")
-    parser.add_argument("--lines", type=int, default=36)
-    parser.add_argument("--count", type=int, default=256)
-    parser.add_argument(
-        "--tokens", type=int, nargs="+", default=[128, 192], help="bytes, in tokens' worth of KV a layer"
+    options = parser(__doc__, "selectors_reasoner")
+    options.add_argument("--model", type=Path, default=REASONER, help="folder of a model trained on the task trace")
+    options.add_argument("--lines", type=int, default=36)
+    options.add_argument("--count", type=int, default=256)
+    options.add_argument(
+        "--tokens", type=int, nargs="+", default=[96, 128, 192], help="bytes, in tokens' worth of KV a layer"
     )
-    parser.add_argument("--dense-layers", type=int, nargs="*", default=[0], help="of selectors, page sizes and reuse")
-    parser.add_argument("--token-budget", type=int, default=65536, help="padded tokens in a forward pass")
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--show", type=Path, help="print the tables of a result")
-    arguments = parser.parse_args()
+    options.add_argument("--dense-layers", type=int, nargs="*", default=[0], help="of selectors, page sizes and reuse")
+    options.add_argument("--show", type=Path, help="print the tables of a result and measure nothing")
+    arguments = options.parse_args()
     if arguments.show:
         show(json.loads(arguments.show.read_text()))
-    elif arguments.out:
-        run(arguments)
     else:
-        parser.error("give --out for a run, or --show to print one")
+        run(arguments)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import SHAPES, qwen3
+from common import SHAPES, parser, qwen3
 from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, responses, simulate, states
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -63,6 +63,7 @@ POINTS = {
 """Plain decode steps: the number of sequences, and the tokens in the cache of each."""
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
+MEMORY = 0.93  # vLLM's gpu_memory_utilization
 
 
 class Connector(DecodeBenchConnector):
@@ -102,8 +103,8 @@ class Bench:
     """One vLLM engine, stock or with Sparrow; ``more`` are options of vLLM's."""
 
     def __init__(
-        self, shape: str, variant: str, folder: str, memory: float, lossless: Decoding | None = None, slots: int = 0,
-        **more: Any,
+        self, shape: str, variant: str, folder: str, memory: float = MEMORY, lossless: Decoding | None = None,
+        slots: int = 0, **more: Any,
     ) -> None:  # fmt: skip
         self.served = 0  # requests so far; they are named by number
         self.shape, self.slots = shape, max(slots, SLOTS[shape], max(batch for batch, _ in POINTS[shape]))
@@ -220,7 +221,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
     shape, slots = arguments.shape, SLOTS[arguments.shape]
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(shape, arguments.variant, folder, arguments.memory)
+        bench = Bench(shape, arguments.variant, folder)
         blocks, block = bench.vllm_config.cache_config.num_gpu_blocks, bench.vllm_config.cache_config.block_size
         import vllm
 
@@ -228,7 +229,7 @@ def measure(arguments: argparse.Namespace) -> None:
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
             variant=arguments.variant, slots=slots, kv_tokens=blocks * block,
             settings={
-                "max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory,
+                "max_num_seqs": bench.slots, "gpu_memory_utilization": MEMORY,
                 "compilation_mode": int(bench.vllm_config.compilation_config.mode),
             },
         )  # fmt: skip
@@ -281,10 +282,10 @@ def measure(arguments: argparse.Namespace) -> None:
             for schedule in bench.schedules:
                 bench.use(schedule)
                 batch, length = POINTS[shape][0]
-                save(**{f"profile {schedule}": profile(bench, batch, length, out.with_suffix(f".{schedule}.txt"))})
+                save(**{f"profile {schedule}": profile(bench, batch, length)})
 
 
-def profile(bench: Bench, batch: int, length: int, text: Path) -> dict[str, Any]:
+def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
     """Kernels of a decode step with top-20 log-probs: us per step, launches per step, the 25 longest."""
     steps, engine = 10, bench.llm.llm_engine
     bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)
@@ -300,7 +301,6 @@ def profile(bench: Bench, batch: int, length: int, text: Path) -> dict[str, Any]
         torch.cuda.synchronize()
     bench.finish()
     rows = recorded.key_averages()
-    text.write_text(rows.table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=60))
     kernels = [r for r in rows if r.self_device_time_total > 0 and r.device_type == torch.autograd.DeviceType.CUDA]
     kernels.sort(key=lambda r: -r.self_device_time_total)
     table = [
@@ -312,15 +312,14 @@ def profile(bench: Bench, batch: int, length: int, text: Path) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--variant", choices=["stock", "sparse"], required=True)
-    parser.add_argument("--parts", default="points,trace,validate", help="of points, trace, validate, profile")
-    parser.add_argument("--states", type=int, default=16, help="strata of the trace")
-    parser.add_argument("--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests")
-    parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--out", required=True, help="JSON; parts not measured now are kept as they are there")
-    measure(parser.parse_args())
+    options = parser(__doc__)
+    options.add_argument("--shape", choices=SHAPES, required=True)
+    options.add_argument("--variant", choices=["stock", "sparse"], required=True)
+    options.add_argument("--parts", default="points,trace,validate", help="of points, trace, validate, profile")
+    options.add_argument("--states", type=int, default=16, help="strata of the trace")
+    options.add_argument("--requests", type=int, nargs="+", default=[240, 1024], help="traces of so many requests")
+    options.add_argument("--out", required=True, help="JSON; parts not measured now are kept as they are there")
+    measure(options.parse_args())
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ GPU, and this server is killed after two steps. The server finds the plugin wher
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -32,9 +31,8 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
-from vllm_train import ENGINE, SPARSE, TRAIN, read, rounded
-
-import sparrow
+from common import REASONER, parser, rounded
+from vllm_train import ENGINE, SPARSE, TRAIN, read
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes"]
 SHARD = ["--use_fsdp", "--fsdp_version", "2"]
@@ -53,14 +51,10 @@ PATIENCE_S = 300.0
 
 
 class Bench:
-    """Starts processes whose output goes to files of a folder.
+    """Starts processes whose output goes to files of a folder."""
 
-    Args:
-        options: passed to every ``sparrow train``.
-    """
-
-    def __init__(self, folder: Path, options: Sequence[str]) -> None:
-        self.folder, self.options = folder, list(options)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         (folder / "schedule.json").write_text(json.dumps(SPARSE))
 
     def start(self, name: str, gpus: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -73,7 +67,7 @@ class Bench:
         command = [
             *(launcher or TRAIN[:1]), *port, *TRAIN[1:], "--run-dir", str(self.folder / name), "--engine", ENGINE,
             "--save-every", "2", "--schedule", str(self.folder / "schedule.json"), "--tau", "0.9",
-            "--optimizer.token-budget", "65536", *self.options, *more,
+            "--optimizer.token-budget", "65536", "--steps", "10", *more,
         ]  # fmt: skip
         return self.start(name, gpus, command)
 
@@ -116,7 +110,7 @@ class Bench:
         ]  # fmt: skip
         command = [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--port", str(port), *engine,
-            "--model", str(Path(sparrow.__file__).parent / "reasoner"), "--attention-backend", "CUSTOM",
+            "--model", str(REASONER), "--attention-backend", "CUSTOM",
             "--additional-config", json.dumps({"sparrow": SPARSE}), "--logprobs-mode", "processed_logprobs",
             "--max-logprobs", "-1", "--enable-sleep-mode",
         ]  # fmt: skip
@@ -151,18 +145,13 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="keeps what it has of runs not asked for")
+    options = parser(__doc__, "same_run")
     runs = [*RUNS, "killed", "killed_fsdp2", "server"]
-    parser.add_argument("--runs", nargs="+", choices=runs, default=runs)
-    parser.add_argument("--logs", type=Path, help="keep the ends of the runs' output in this folder")
-    parser.add_argument(
-        "options", nargs="*", default=["--steps", "10"], help="after --: other options of sparrow train"
-    )
-    arguments = parser.parse_args()
+    options.add_argument("--runs", nargs="+", choices=runs, default=runs, help="what the file has of others is kept")
+    arguments = options.parse_args()
     results: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(len(arguments.runs)) as pool:
-        bench = Bench(Path(name), arguments.options)
+        bench = Bench(Path(name))
         futures = {}
         for run in arguments.runs:
             work = getattr(bench, run) if run not in RUNS else lambda run=run: bench.plain(run)
@@ -172,8 +161,6 @@ def main() -> None:
             error = future.exception()
             results[futures[future]] = {"error": repr(error)} if error else future.result()
             arguments.out.write_text(json.dumps(rounded(results), indent=1) + "\n")
-            for log in bench.folder.glob("*.log") if arguments.logs else ():
-                (arguments.logs / log.name).write_text(log.read_text(errors="replace")[-20000:])
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ flat.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import os
@@ -33,15 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from common import ROOT, parser
 
-ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "rewards" / "sandbox"))
-from attacks import ATTACKS, TESTS  # noqa: E402
+from attacks import ATTACKS, TESTS
 
-from sparrow.rewards import CodeVerifier, Judgement, Limits  # noqa: E402
-from sparrow.rewards.sandbox import choose_isolation, walls  # noqa: E402
+from sparrow.rewards import CodeVerifier, Judgement, Limits
+from sparrow.rewards.sandbox import choose_isolation, walls
 
-RESULTS = Path(__file__).parent / "results" / "sandbox.json"
 LIMITS = Limits(cpu_s=1, wall_s=3.0, program_s=20, memory_bytes=256 << 20)
 MARK = "SPARROW_SOAK"
 HELD = "anything but pass"
@@ -175,16 +173,14 @@ def machine() -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--isolation", choices=("auto", "bwrap", "session", "none"), default="auto")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args()
+    command = parser(__doc__, "sandbox")
+    command.add_argument("--programs", type=int, default=2000)
+    command.add_argument("--workers", type=int, default=2)
+    options = command.parse_args()
     walls.ENVIRONMENT[MARK] = str(os.getpid())
     tempfile.tempdir = tempfile.mkdtemp(prefix="soak-")
-    verifier = CodeVerifier(LIMITS, options.isolation, options.workers)
-    result: dict[str, Any] = {"machine": machine(), "isolation": choose_isolation(options.isolation)}
+    verifier = CodeVerifier(LIMITS, "auto", options.workers)
+    result: dict[str, Any] = {"machine": machine(), "isolation": choose_isolation()}
     result["workers"] = options.workers
     soak(verifier, mixture(40, seed=1))  # imports, caches and thread stacks are not leaks
     result["before"] = left_behind()

@@ -7,7 +7,6 @@ from typing import Any
 from common import RESULTS, SHAPES, Column, declared, load, table
 from rollout_trace import SLOTS
 
-STOCK = "stock fp8"
 NAMES = {
     "stock": "stock, bfloat16", "stock fp8": "stock, fp8 cache and weights", "sparse": "Sparrow, bfloat16",
     "sparse fp8 cache": "Sparrow, fp8 cache", "sparse fp8": "Sparrow, fp8 cache and weights",
@@ -55,35 +54,27 @@ def attention() -> str:
 def equalities() -> str:
     """How far log-probs are from the float32 truth, and prefill from decoding."""
     result = load("fp8_equal")
-
-    def cell(row: dict[str, float]) -> str:
-        return f"{row['mean']:.4f} / {row['p99']:.3f}"
-
-    yardstick = result["unbounded fp8 from rounded"]["yardstick"]
-    rows = [
-        ["stock, bfloat16", cell(result["stock from the truth"]), "", cell(result["stock prefill from decode"])],
-        ["stock, fp8 cache", cell(result[f"{STOCK} from the truth"]), "", cell(result[f"{STOCK} prefill from decode"])],
-        [
-            "Sparrow, fp8 cache, every page", cell(result["unbounded fp8 from the truth"]),
-            cell(result["unbounded fp8 from rounded"]["missed"]), cell(result["unbounded fp8 prefill from decode"]),
-        ],
-        ["transformers, float32, rounded", cell(result["unbounded rounded from the truth"]), "0", ""],
-        ["transformers, bfloat16, rounded (yardstick)", "", cell(yardstick), ""],
-        [
-            "Sparrow, fp8 cache, 4 to 16 pages", cell(result["sparse fp8 from the truth"]),
-            cell(result["sparse fp8 from rounded"]["missed"]), "",
-        ],
-        [
-            "transformers, bfloat16, rounded, 4 to 16 pages (yardstick)", "",
-            cell(result["sparse fp8 from rounded"]["yardstick"]), "",
-        ],
-        [
-            "Sparrow, fp8 cache and weights, 4 to 16 pages", cell(result["sparse fp8 with fp8 weights from the truth"]),
-            "", "",
-        ],
-    ]  # fmt: skip
+    unbounded, sparse = (result[f"{name} fp8 from rounded"] for name in ("unbounded", "sparse"))
+    rows: dict[str, tuple[Any, Any, Any]] = {
+        "stock, bfloat16": (result["stock from the truth"], "", result["stock prefill from decode"]),
+        "stock, fp8 cache": (result["stock fp8 from the truth"], "", result["stock fp8 prefill from decode"]),
+        "Sparrow, fp8 cache, every page": (
+            result["unbounded fp8 from the truth"], unbounded["missed"], result["unbounded fp8 prefill from decode"],
+        ),
+        "transformers, float32, rounded": (result["unbounded rounded from the truth"], 0, ""),
+        "transformers, bfloat16, rounded (yardstick)": ("", unbounded["yardstick"], ""),
+        "Sparrow, fp8 cache, 4 to 16 pages": (result["sparse fp8 from the truth"], sparse["missed"], ""),
+        "transformers, bfloat16, rounded, 4 to 16 pages (yardstick)": ("", sparse["yardstick"], ""),
+        "Sparrow, fp8 cache and weights, 4 to 16 pages": (
+            result["sparse fp8 with fp8 weights from the truth"], "", "",
+        ),
+    }  # fmt: skip
+    lines = [
+        [name, *("{mean:.4f} / {p99:.3f}".format(**x) if isinstance(x, dict) else x for x in row)]
+        for name, row in rows.items()
+    ]
     head = ["mean / p99 of the difference", "from float32", "from float32 with rounded keys and values"]
-    return table([*head, "prefill from decode"], rows)
+    return table([*head, "prefill from decode"], lines)
 
 
 def acceptance() -> str:

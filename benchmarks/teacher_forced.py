@@ -15,22 +15,20 @@ Shapes: T tokens, G query heads per kv head, k pages kept by score.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
-from common import save
+from common import parser, save
 from gpu_timing import milliseconds
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sparrow.attention import PageLayout, teacher_forced
-from sparrow.attention.triton.forced import Call, Selection
+from sparrow.attention.triton.forced import Call
 
 K, D, LAYOUT = 8, 128, PageLayout()
 CASES = [(32_768, 2, 253), (32_768, 4, 253), (32_768, 2, 125), (65_536, 2, 253)]
@@ -75,22 +73,13 @@ def dense(backend: SDPBackend, *tensors: Tensor) -> dict[str, Any]:
     return forward_backward(attention, *tensors)
 
 
-def rows(T: int, k: int) -> tuple[Tensor, ...]:
-    start, length, prompt = (torch.tensor([x], device="cuda") for x in (0, T, 256))
-    return start, length, prompt, torch.full((1, T), k, device="cuda")
-
-
-def kept_pages(selection: Selection) -> int:
-    """Pages kept, summed over positions and kv heads."""
-    return sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))
-
-
 def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
     q, key, v, d_out = tensors
-    start, length, prompt, top_k = rows(T, k)
+    start, length, prompt = (torch.tensor([x], device="cuda") for x in (0, T, 256))
+    top_k = torch.full((1, T), k, device="cuda")
     call = Call(q, key, v, start, length, LAYOUT, D**-0.5)
     selection = call.select(prompt, top_k)
-    kept = kept_pages(selection)
+    kept = sum(int(((selection.masks >> bit) & 1).sum()) for bit in range(32))  # over positions and kv heads
     out, lse = call.attend(selection)
     parts = {
         "select_ms": milliseconds(lambda: call.select(prompt, top_k)),
@@ -110,12 +99,9 @@ def sparse(T: int, k: int, tensors: list[Tensor]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/teacher_forced.json"))
-    parser.add_argument("--cases", type=int, default=len(CASES), help="only so many of the cases")
-    options = parser.parse_args()
+    out = parser(__doc__, "teacher_forced").parse_args().out
     result: dict[str, Any] = {"triton": triton.__version__, "cases": []}
-    for T, G, k in CASES[: options.cases]:
+    for T, G, k in CASES:
         case: dict[str, Any] = {"T": T, "G": G, "top_k": k, "dense": {}, "sparse": {}}
         tensors = inputs("independent", T, G)
         for name, backend in DENSE.items():
@@ -127,7 +113,7 @@ def main() -> None:
             case["sparse"][kind] = sparse(T, k, inputs(kind, T, G))
         print(json.dumps(case), flush=True)
         result["cases"].append(case)
-        save(options.out, result)
+        save(out, result)
 
 
 if __name__ == "__main__":

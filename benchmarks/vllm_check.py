@@ -1,6 +1,6 @@
 """Sparrow in vLLM on a GPU: equalities in low precision.
 
-    python benchmarks/vllm_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
+    python benchmarks/vllm_check.py [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
 
 Models are random, written to a temporary folder: nothing is downloaded.
 
@@ -12,7 +12,6 @@ vLLM, whose kernels round at other places, may miss the truth by at most twice a
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import save
+from common import parser, save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -129,7 +128,12 @@ def gib_asleep(engine: VLLMEngine) -> float:
     return (total - free) / 2**30
 
 
-def equal(arguments: argparse.Namespace) -> None:
+def main() -> None:
+    command = parser(__doc__, "vllm_equal_bf16")
+    command.add_argument("--dtype", default="bfloat16")
+    command.add_argument("--tensor-parallel", type=int, default=1)
+    command.add_argument("--against", type=Path, help="compare with the .npz that another run left beside its --out")
+    arguments = command.parse_args()
     note = notes(arguments.out, dtype=arguments.dtype)
     shared = options(arguments.dtype, tensor_parallel_size=arguments.tensor_parallel)
 
@@ -203,17 +207,6 @@ def equal(arguments: argparse.Namespace) -> None:
             engine.close()
         if arguments.tensor_parallel > 1:
             llm.llm_engine.engine_core.shutdown()  # otherwise the process would wait for its workers
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["equal"])
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
-    parser.add_argument("--against", type=Path, help="compare with the .npz that another 'equal' left beside its --out")
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    equal(arguments)
 
 
 if __name__ == "__main__":

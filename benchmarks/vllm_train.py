@@ -18,7 +18,6 @@ has pages of 8 tokens (the decode kernels' smallest), bins of 64 and the first l
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import parser, rounded
 
 LAYOUT = {"bin_tokens": 64, "page_size": 8, "sink_pages": 1, "recent_pages": 2, "dense_layers": [0]}
 SPARSE = {"top_k": [8, 8, 8, 16, 20, 24, 28], **LAYOUT}
@@ -53,14 +53,14 @@ RUNS: dict[str, tuple[dict[str, Any] | None, int, list[str]]] = {
 """Name: schedule, steps, more options."""
 
 
-def start(name: str, folder: Path, steps: int | None) -> subprocess.Popen[bytes]:
-    schedule, default_steps, more = RUNS[name]
+def start(name: str, folder: Path) -> subprocess.Popen[bytes]:
+    schedule, steps, more = RUNS[name]
     if schedule is not None:
         path = folder / f"{name}.schedule.json"
         path.write_text(json.dumps(schedule))
         more = [*more, "--rollout.draft-schedule" if "lossless" in more else "--schedule", str(path)]
     command = [
-        *TRAIN, "--engine", ENGINE, "--run-dir", str(folder / name), "--steps", str(steps or default_steps),
+        *TRAIN, "--engine", ENGINE, "--run-dir", str(folder / name), "--steps", str(steps),
         "--save-every", "1000", "--optimizer.token-budget", "131072", *more,
     ]  # fmt: skip
     with open(folder / f"{name}.log", "wb") as log:
@@ -112,30 +112,15 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
     return metrics
 
 
-def rounded(x: Any) -> Any:
-    """Numbers to five digits."""
-    if isinstance(x, dict):
-        return {key: rounded(value) for key, value in x.items()}
-    if isinstance(x, list):
-        return [rounded(value) for value in x]
-    return float(f"{x:.5g}") if isinstance(x, float) else x
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS)[:3])
-    parser.add_argument("--steps", type=int, help="in place of each run's own number")
-    parser.add_argument("--logs", type=Path, help="keep the runs' output in this folder")
-    arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.logs:
-        arguments.logs.mkdir(parents=True, exist_ok=True)
+    options = parser(__doc__, "vllm_train")
+    options.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS)[:3])
+    arguments = options.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         running = {}
         for run in arguments.runs:
-            running[run] = start(run, folder, arguments.steps)
+            running[run] = start(run, folder)
             time.sleep(3)  # vLLM measures the free memory as it starts
         while True:
             alive = any(process.poll() is None for process in running.values())
@@ -150,15 +135,12 @@ def main() -> None:
                 if (rows := read(folder / run))
             }
             arguments.out.write_text(json.dumps(rounded(results), indent=1) + "\n")
-            if arguments.logs:
-                for run in arguments.runs:
-                    text = (folder / f"{run}.log").read_text(errors="replace")
-                    (arguments.logs / f"{run}.log").write_text(text[-20000:])
             if not alive:
                 break
             time.sleep(5)
-    if any(process.returncode for process in running.values()):
-        sys.exit("a run failed")
+        for run, process in running.items():
+            if process.returncode:
+                sys.exit(f"{run} failed:\n{(folder / f'{run}.log').read_text(errors='replace')[-5000:]}")
 
 
 if __name__ == "__main__":
