@@ -14,14 +14,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from common import REASONER, RESULTS, Column, Row, declared, device, load, machine, parser, save, table, tracing
+from common import REASONER, RESULTS, Column, Row, clock, declared, device, load, machine, parser, save, table, tracing
 from scipy import stats
 
 from sparrow import SparsitySchedule
@@ -119,8 +117,8 @@ def judge(schedule: SparsitySchedule, fresh: Sequence[TokenAcceptance], target: 
 # --- does the shortcut cost anything? ---
 
 
-def measured(folder: Path) -> tuple[Callable[..., Trajectories], Callable[[], float]]:
-    """The reasoner's trajectories by schedule and seed, and a clock that waits for the device."""
+def measured(folder: Path) -> Callable[[SparsitySchedule, int], Trajectories]:
+    """The reasoner's trajectories by schedule and seed."""
     model, ends, prompts = tracing(REASONER, LINES, COUNT, 0, device())
     engine = HFEngine(model, LAYOUT, ends, batch_size=256)
     vocabulary = model.config.vocab_size  # every token is listed, so acceptance is exact and not a bound
@@ -129,17 +127,12 @@ def measured(folder: Path) -> tuple[Callable[..., Trajectories], Callable[[], fl
         sampling = Sampling(14 * LINES, top_n=vocabulary, seed=seed)
         return Trajectories(engine, engine, prompts, sampling, folder, behaviour)
 
-    def clock() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.monotonic()
-
-    return trajectories, clock
+    return trajectories
 
 
 def shortcut(folder: Path) -> None:
     """p5 by bin at each budget: dense trajectories scored under it, and the actor's own rollouts."""
-    trajectories, clock = measured(folder)
+    trajectories = measured(folder)
     began = clock()
     dense = trajectories(LAYOUT, 0)
     once, rows = clock() - began, []
@@ -177,7 +170,7 @@ def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance
 
 def tail(folder: Path) -> None:
     """KS distance of the fitted Beta tail at each budget, resampled by sequence; and what chance alone would give."""
-    trajectories, _ = measured(folder)
+    trajectories = measured(folder)
     dense, rows = trajectories(LAYOUT, 0), []
     rng = np.random.default_rng(0)
     for top_k in BUDGETS:

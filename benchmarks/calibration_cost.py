@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, device, load, parser, qwen3, save, table
+from common import RESULTS, clock, device, load, parser, qwen3, save, table
 
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Engine, Scorer
@@ -67,8 +66,8 @@ def steps() -> None:
 class Told(Engine, Scorer):
     """An engine whose passes are real, on some of the sequences, and whose answers are made up."""
 
-    def __init__(self, scorer: Any, rollouts: Sequence[Rollout], clock: Any) -> None:
-        self.scorer, self.rollouts, self.clock = scorer, rollouts, clock
+    def __init__(self, scorer: Any, rollouts: Sequence[Rollout]) -> None:
+        self.scorer, self.rollouts = scorer, rollouts
         self.rounds: list[dict[str, Any]] = []
         self.tables = [SparsitySchedule.preset("qwen3-1.7b", tau) for tau in TAUS]
 
@@ -88,9 +87,9 @@ class Told(Engine, Scorer):
     def score(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule, temperature: float) -> list[Scores]:
         seconds = []
         for rollout in self.rollouts:
-            began = self.clock()
+            began = clock()
             self.scorer.score([rollout], schedule, temperature)
-            seconds.append(self.clock() - began)
+            seconds.append(clock() - began)
         self.rounds[-1]["passes"].append({"top_k": schedule.to_dict()["top_k"], "sequence_s": seconds})
         print(len(self.rounds), self.rounds[-1]["passes"][-1], flush=True)
         answers = [self.answer(schedule, i) for i in range(len(rollouts))]
@@ -126,18 +125,13 @@ def search() -> None:
     def ids(*shape: int) -> np.ndarray:
         return rng.integers(0, model.config.vocab_size, shape)
 
-    def clock() -> float:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return time.monotonic()
-
     rollouts = [
         Rollout(ids(PROMPT).tolist(), ids(T), np.zeros(T), ids(T, 20).astype(np.int32), np.zeros((T, 20)), "length")
         for _ in range(SCORED)
     ]
     for schedule in (SparsitySchedule.dense(), SparsitySchedule.fixed(PAGES[0])):
         scorer.score(rollouts[:1], schedule, 1.0)
-    engine = Told(scorer, rollouts, clock)
+    engine = Told(scorer, rollouts)
     prompts = ids(PILOT + 8, PROMPT).tolist()
     with tempfile.TemporaryDirectory() as folder:
         calibration = calibrate_engine(

@@ -77,6 +77,15 @@ def device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def clock() -> float:
+    """Seconds, once the device has done what it was given."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 def load(name: str) -> Any:
     """Read a result by the name of its file."""
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))

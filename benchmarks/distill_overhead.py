@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from common import parser, qwen3, save
+from common import clock, parser, qwen3, save
 from transformers import Qwen3ForCausalLM
 
 from sparrow import SparsitySchedule
@@ -90,11 +89,9 @@ def make_trainer(folder: str) -> Trainer:
 def seconds(work: Callable[..., Any], *arguments: Any) -> tuple[float, float]:
     """The seconds that ``work`` takes, and the peak of its allocated memory in GiB."""
     torch.cuda.reset_peak_memory_stats()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
+    begin = clock()
     work(*arguments)
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin, torch.cuda.max_memory_allocated() / 2**30
+    return clock() - begin, torch.cuda.max_memory_allocated() / 2**30
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from sparrow.loading import context_of, load_benchmark, load_engine, load_model,
 from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 
+PROBLEMS = 30
 SHORT = 64  # tokens of the responses that warm an engine up
 
 
@@ -28,10 +29,10 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Tokens, seconds and mean length of every mode."""
     model, tokenizer = load_model(arguments.model, arguments.precision)
     room = prompt_room(context_of(model), arguments.engine, arguments.max_new_tokens)
-    problems = load_benchmark(arguments.benchmark, arguments.limit, tokenizer, room)
+    problems = load_benchmark(arguments.benchmark, PROBLEMS, tokenizer, room)
     prompts = [tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems]
     prompts = [prompt for prompt in prompts for _ in range(arguments.samples)]
-    sampling = Sampling(arguments.max_new_tokens, arguments.temperature, top_n=0, seed=arguments.seed)
+    sampling = Sampling(arguments.max_new_tokens, 1.0, top_n=0, seed=0)
     modes = {"dense": Decoding.lossy("dense"), "lossy": Decoding.lossy(arguments.schedule)}
     results = {}
     for name, decoding in (modes | {"lossless": Decoding.lossless()}).items():
@@ -69,12 +70,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--schedule")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--benchmark", default="aime24", help="as in sparrow eval: perhaps aime24:path=aime24.jsonl")
-    parser.add_argument("--limit", type=int, default=30, help="problems")
     parser.add_argument("--samples", type=int, default=8, help="responses to each")
     parser.add_argument("--max-new-tokens", type=int, default=32768)
-    parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, nargs="+", help="print these results and measure nothing")
     arguments = parser.parse_args(argv)
