@@ -1,36 +1,34 @@
 """A rollout of many short responses with lists of the most likely tokens, where every step waits for the host.
 
-    git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py old/ --out results/short_responses.json
+    python benchmarks/short_responses.py --out benchmarks/results/short_responses_cpu.json
 
-256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM with the same lists, this
-tree's engine, and another tree's, each in processes of its own, by turns; a variant's time is its best. Both trees
-decode sparsely under the published 0.86 schedule, which keeps nearly everything at this length. *host* is the time per
-token of vLLM's scheduler, its output processor and the reading of the lists, from a separate rollout whose clock is
-read at every step. On a CPU the model and responses are smaller; there only *host* says something about a GPU.
+256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and Sparrow's engine with the
+same lists, each in processes of its own, by turns; a variant's time is its best. Sparrow decodes sparsely under the
+published 0.86 schedule, which keeps nearly everything at this length. *host* is the time per token of vLLM's scheduler,
+its output processor and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU
+the model and responses are smaller; there only *host* says something about a GPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import os
-import runpy
-import subprocess
-import sys
 import tempfile
 import time
-from pathlib import Path
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
-HERE = Path(__file__).resolve().parents[1]
-REQUESTS, PROMPT, TOP_N = 256, 64, 20
+from common import parser, qwen3, save
+
+REQUESTS, PROMPT, TOP_N, ROUNDS = 256, 64, 20, 2
 SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
 def measure(variant: str) -> dict[str, float]:
     """Tokens per second, and host microseconds per token, of one variant in this process."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1")
+    # Sparrow's engine registers the plugin itself; stock vLLM is to load none.
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="")
     import numpy as np
     import torch
 
@@ -48,8 +46,7 @@ def measure(variant: str) -> dict[str, float]:
         options |= dict(
             enforce_eager=True, kv_cache_memory_bytes=2**28, block_size=32, max_num_batched_tokens=REQUESTS * PROMPT
         )
-    # Not imported: the path holds the measured tree alone, so that no module of this tree can stand in for its own.
-    shape = runpy.run_path(str(HERE / "benchmarks" / "common.py"))["qwen3"]("qwen3-1.7b", dtype=dtype, **smaller)
+    shape = qwen3("qwen3-1.7b", dtype=dtype, **smaller)
     prompts = np.random.default_rng(0).integers(0, shape.vocab_size, (REQUESTS, PROMPT)).tolist()
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
@@ -76,22 +73,27 @@ def stock(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens
 
     def run() -> None:
         for output in llm.generate([{"prompt_token_ids": each} for each in prompts], parameters, use_tqdm=False):
-            read(output.outputs[0].logprobs)
+            Lists.read(output.outputs[0].logprobs)
 
     return run
 
 
-def read(lists: Any) -> Any:
-    """Ids and log-probs of a response's lists."""
-    import numpy as np
+class Lists:
+    """What a trainer makes of stock vLLM's lists; a class, so that ``watch_host`` can watch it."""
 
-    return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(lists.logprobs, dtype=np.float32)
+    @staticmethod
+    def read(lists: Any) -> Any:
+        """Ids and log-probs of a response's lists."""
+        import numpy as np
+
+        return np.asarray(lists.token_ids, dtype=np.int32), np.asarray(lists.logprobs, dtype=np.float32)
 
 
 def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
-    """The engine of the tree that is first on the path."""
+    """Sparrow's engine."""
     from sparrow import SparsitySchedule
-    from sparrow.engines.vllm.engine import Sampling, VLLMEngine  # both trees have both names there
+    from sparrow.engines.vllm import VLLMEngine
+    from sparrow.rollout import Sampling
 
     engine = VLLMEngine(
         folder, SparsitySchedule.preset("qwen3-1.7b", target=0.86).replace(dense_layers=(0,)), **options
@@ -128,38 +130,21 @@ def watch_host() -> dict[str, float]:
     assert "schedule" not in vars(AsyncScheduler), "it would be counted twice"
     watched(OutputProcessor, "process_outputs", OUTPUT)
     watched(engine, "_rollout", READING)
-    watched(sys.modules[__name__], "read", READING)
+    watched(Lists, "read", READING)
     return spent
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("old", type=Path, help="an unpacked source tree to compare this one with")
-    parser.add_argument("--rounds", type=int, default=2, help="turns of each variant")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
-    parser.add_argument("--measure", nargs=2, metavar=("VARIANT", "FILE"), help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        Path(args.measure[1]).write_text(json.dumps(measure(args.measure[0])))
-        return
-    trees = {"stock": HERE, "before": args.old.resolve(), "now": HERE}
+    out = parser(__doc__, "short_responses").parse_args().out
     best: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for variant, tree in [*trees.items()] * args.rounds:
-            output = Path(folder) / "found.json"
-            command = [sys.executable, __file__, str(args.old), "--measure", variant, str(output)]
-            # An engine registers its own tree's plugin; vLLM itself would load the one that is installed.
-            own = {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1", "VLLM_PLUGINS": ""}
-            subprocess.run(command, env={**os.environ, **own}, check=True)
-            metrics = json.loads(output.read_text())
-            if variant not in best or metrics["tokens/s"] > best[variant]["tokens/s"]:
-                best[variant] = metrics
+    for variant in ("stock", "now") * ROUNDS:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
+            metrics = alone.submit(measure, variant).result()
+        if variant not in best or metrics["tokens/s"] > best[variant]["tokens/s"]:
+            best[variant] = metrics
     for variant, metrics in best.items():
         print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in metrics.items()))
-    if args.out:
-        from common import save
-
-        save(args.out, {"rounds": args.rounds, "variants": best})
+    save(out, {"rounds": ROUNDS, "variants": best})
 
 
 if __name__ == "__main__":

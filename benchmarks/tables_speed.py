@@ -235,12 +235,11 @@ def grpo_step() -> str:
 
 def host_time() -> str:
     """Host microseconds per sequence and step, by part."""
-    names = {"stock": "stock vLLM", "before": "Sparrow at a553f48", "now": "Sparrow"}
     parts = ("scheduler", "output processor", "reading lists")
     rows = []
-    for variant, metrics in load("short_responses_cpu")["variants"].items():
-        us = [metrics[f"{part}, us"] for part in parts]
-        rows.append([names[variant], *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
+    for variant, name in {"stock": "stock vLLM", "now": "Sparrow"}.items():
+        us = [load("short_responses_cpu")["variants"][variant][f"{part}, us"] for part in parts]
+        rows.append([name, *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
     return table(["us a sequence and step", *parts, "together"], rows)
 
 
