@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
-from sparrow.vllm import fp8, lossless, versions
+from sparrow.vllm import fp8, lossless
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
@@ -119,8 +119,6 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
     if decoding.mode == "lossless":
         lossless.check_supported(vllm_config)
-    if decoding.schedule.head_budgets:
-        versions.check_head_budgets(on_cpu)
     decoding.schedule.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
 
 

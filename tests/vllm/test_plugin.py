@@ -437,15 +437,6 @@ def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
         config.check_supported(odd, Decoding.lossy(SCHEDULE), on_cpu=False)
 
 
-def test_budgets_of_heads_run_on_a_gpu_if_told_to_alone(monkeypatch):
-    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
-    config.check_supported(vllm_config(), Decoding.lossy(UNEVEN), on_cpu=True)
-    with pytest.raises(ConfigError, match="leave them out of the schedule, or set SPARROW_UNTESTED_VLLM=1 to try"):
-        config.check_supported(vllm_config(), Decoding.lossy(UNEVEN), on_cpu=False)
-    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
-    config.check_supported(vllm_config(), Decoding.lossy(UNEVEN), on_cpu=False)
-
-
 @pytest.mark.parametrize(
     "wrong, message",
     [
