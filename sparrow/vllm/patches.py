@@ -180,6 +180,23 @@ def _telling_how_many_drafts(stock: Any) -> Any:
     return execute_model
 
 
+def _without_drafting(stock: Any) -> Any:
+    @wraps(stock)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        speculator, state = self.speculator, self.execute_model_state
+        if state is None or not hasattr(speculator, "num_drafts") or speculator.has_work(state.input_batch):
+            return stock(self, *args, **kwargs)
+        speculator.runtime.count_plain_pass(state.input_batch.seq_lens[: state.input_batch.num_reqs])
+        drafts = self.num_speculative_steps
+        self.speculator, self.num_speculative_steps = None, 0
+        try:
+            return stock(self, *args, **kwargs)
+        finally:
+            self.speculator, self.num_speculative_steps = speculator, drafts
+
+    return sample_tokens
+
+
 def _metered_rejection_sample(stock: Any) -> Any:
     from sparrow.vllm.verify import draw
 
@@ -300,6 +317,10 @@ LOSSLESS = (
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", ">=0.26", "tell the speculator how many tokens "
         "to draft, which the scheduler says of every step; versions before 0.32 do not pass it on",
         _telling_how_many_drafts, ("scheduler_output",),
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", ">=0.26", "a step that has no drafts and makes "
+        "none is stock vLLM's: looking after drafts would cost the host time", _without_drafting,
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", ">=0.26", "measure the acceptance of "

@@ -54,6 +54,8 @@ class Runtime:
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
+        self._plain_rows = 0  # sequences of passes without drafts, and the tokens that they read
+        self._plain_lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
@@ -154,6 +156,13 @@ class Runtime:
         self._cycles[drafts] += 1
         return self._verified
 
+    @torch.inference_mode()
+    def count_plain_pass(self, length_B: Tensor) -> None:
+        """Count one dense pass of lossless mode in which every sequence gets one token, with no drafts around it."""
+        self._cycles[0] += 1
+        self._plain_rows += len(length_B)
+        self._plain_lengths[: len(length_B)].add_(length_B)
+
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
 
@@ -250,8 +259,13 @@ class Runtime:
         }
         self._prefill_rows = 0
         if self.is_lossless:  # the steps counted above are drafts
-            read, held, emitted, passes = self._verified.tolist()
+            plain = int(self._plain_lengths.sum()), self._plain_rows
+            read, held, emitted, passes = (
+                a + b for a, b in zip(self._verified.tolist(), (plain[0], plain[0], plain[1], plain[1]), strict=True)
+            )
             self._verified.zero_()
+            self._plain_lengths.zero_()
+            self._plain_rows = 0
             settled |= {
                 "tokens_read": settled["tokens_read"] + (sparse + dense) * read,
                 "tokens_held": (sparse + dense) * held,

@@ -181,6 +181,10 @@ class SparseSpeculator(DraftModelSpeculator):
                 self._graphs[rows] = graph
         self._step_index.zero_()
 
+    def has_work(self, input_batch: Any) -> bool:
+        """Whether this step verifies drafts, makes some, or reads a prompt; else ``propose`` need not be called."""
+        return bool(self.num_drafts or input_batch.num_draft_tokens or input_batch.is_prefilling_np.any())
+
     @torch.inference_mode()
     def propose(
         self,

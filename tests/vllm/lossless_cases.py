@@ -3,6 +3,7 @@
 import contextlib
 import gc
 from functools import wraps
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -215,11 +216,12 @@ class Landmarks:
     def __init__(self, monkeypatch):
         from sparrow.vllm.speculator import SparseSpeculator
 
-        self.worst, self.pages = 0.0, 0
+        self.worst, self.pages, self.calls = 0.0, 0, 0
         stock = SparseSpeculator.propose
 
         def propose(speculator, batch, *args, dummy_run=False, **kwargs):
             if not dummy_run:
+                self.calls += 1
                 rejected = kwargs["num_rejected"] if "num_rejected" in kwargs else args[5]
                 self.check(speculator, batch, rejected)
             return stock(speculator, batch, *args, dummy_run=dummy_run, **kwargs)
@@ -268,6 +270,23 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
     with engine(folder, lossless(8)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
     assert found.worst > 1e-2
+
+
+def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(folder, model, monkeypatch):
+    found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
+    for passes_by in (True, False):
+        if not passes_by:
+            monkeypatch.setattr(speculator.SparseSpeculator, "has_work", lambda *_: True)
+        drafts = cycle((4, 0, 0, 0, 4, 4, 0))
+        monkeypatch.setattr(DraftLength, "choose", lambda *_, drafts=drafts: next(drafts))
+        with engine(folder, lossless(4, adapt=True, pages=4)) as llm:
+            got = generate(llm, asked, 40)
+            told.append((counters(llm), llm.collective_rpc("sparrow_acceptance")[0]["cycles"]))
+        assert_greedy_and_dense(model, asked, got)
+        calls.append(found.calls)
+    assert found.worst < 1e-5 and found.pages > 100
+    assert told[0] == told[1] and told[0][1].keys() == {0, 4} and told[0][0]["emitted"] >= 39 * len(asked)
+    assert calls[1] < calls[2] - calls[1] == sum(told[1][1].values())
 
 
 # --- what vLLM does around a cycle ---
