@@ -8,7 +8,7 @@ from common import SHAPES, Row, load, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
-POINTS = "lossless_qwen3-1.7b_points"
+POINTS, GROWTH = "lossless_qwen3-1.7b_points", "lossless_qwen3-1.7b_growth"
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -72,9 +72,9 @@ def lossless_whole() -> str:
 
 
 def lossless_growth() -> str:
-    stock, again = ({at(row): row for row in load(f"{POINTS}_{which}")["growth"]} for which in ("stock", "again"))
+    stock, again = ({at(row): row for row in load(f"{GROWTH}_{which}")["growth"]} for which in ("stock", "again"))
     groups: dict[tuple[int, int], list[Row]] = {}
-    for row in load(POINTS)["growth"]:
+    for row in load(GROWTH)["growth"]:
         groups.setdefault(at(row), []).append(row)
     rows = []
     for (batch, length), ours in groups.items():
