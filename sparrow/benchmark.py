@@ -163,20 +163,16 @@ def weights_digest(model: nn.Module) -> str:
 COLUMNS = ("benchmark", "schedule", "problems", "mean@k", "pass@k", "majority@k", "k", "tokens", "tokens/s")
 
 
-def rows(results: Sequence[BenchmarkResult]) -> list[tuple[str, ...]]:
-    """The ``COLUMNS`` for each benchmark and schedule, with 95 % intervals over problems."""
-    return [
+def markdown_table(results: Sequence[BenchmarkResult]) -> str:
+    """The ``COLUMNS`` for each benchmark and schedule, with 95 % intervals over problems, as a table in Markdown."""
+    rows = [
         (
             r.benchmark, r.schedule, str(r.problems), str(r.mean), str(r.passed), str(r.majority), str(r.k),
             f"{r.tokens:.0f}", "n/a" if math.isnan(r.speed) else f"{r.speed:,.0f}",
         )
         for r in results
     ]  # fmt: skip
-
-
-def markdown_table(results: Sequence[BenchmarkResult]) -> str:
-    """``rows`` for a Markdown page."""
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows(results)]
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 

@@ -47,9 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _stop(reason: object, code: int) -> NoReturn:
-    from sparrow.terminal import complain
-
-    complain(str(reason))
+    print(f"sparrow: {reason}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -68,7 +68,7 @@ def find(
     by: By,
     top_k: int,
     made_by: dict[str, Any] | None = None,
-    listener: Callable[[str, float], None] = lambda phase, left: None,
+    listener: Callable[[str], None] = lambda phase: None,
 ) -> SparsitySchedule:
     """``layout`` with budgets of its sparse layers, on dense responses to these prompts.
 
@@ -79,7 +79,7 @@ def find(
         layout: says which layers are sparse.
         by: whether the heads of a layer have the same budget.
         top_k: the mean number of pages by score at which they are found.
-        listener: called at the start of every pass with its name and NaN.
+        listener: called at the start of every pass with its name.
 
     Raises ConfigError: no sparse layer, a layout with budgets, or fewer pages than units; no layer loses acceptance; or
     the budgets do not raise p5 at ``top_k``, which happens where a layer's loss does not follow its unread mass.
@@ -93,7 +93,7 @@ def find(
         )
     unit = top_k // UNITS
     even = layout.replace(top_k=(unit * UNITS,))
-    listener(f"budgets of heads: sampling {len(prompts)} dense responses", np.nan)
+    listener(f"budgets of heads: sampling {len(prompts)} dense responses")
     trajectories = Trajectories(engine, engine, prompts, sampling, folder, SparsitySchedule.dense(), made_by)
 
     def acceptance(schedule: SparsitySchedule) -> Floats:
@@ -101,7 +101,7 @@ def find(
 
     best, lost = float(flatten(trajectories.ceiling())[0].mean()), []
     for layer in sparse:
-        listener(f"budgets of heads: scoring with layer {layer} alone sparse", np.nan)
+        listener(f"budgets of heads: scoring with layer {layer} alone sparse")
         others = tuple(other for other in range(layers) if other != layer)
         lost.append(best - float(acceptance(even.replace(dense_layers=others)).mean()))
     if max(lost) <= 0:
@@ -110,7 +110,7 @@ def find(
             "sample longer responses, or try smaller budgets"
         )
     lost_L = np.maximum(lost, LEAST * max(lost))
-    listener("budgets of heads: attention that is left unread", np.nan)
+    listener("budgets of heads: attention that is left unread")
     longest = max(len(r.prompt_ids) + len(r) for r in trajectories.rollouts) // layout.page_size
     counts = [unit * n for n in range(1, min(LARGEST_BUDGET * UNITS, max(UNITS, -(-longest // unit))) + 1)]
     missed_LKU = engine.unread(trajectories.rollouts, layout, counts)[sparse]
@@ -119,7 +119,7 @@ def find(
     table[sparse] = units / UNITS
     found = {"by": by, "top_k": unit * UNITS, "lost": [round(x, 5) for x in lost]}
     budgets = tuple(map(tuple, table.tolist()))
-    listener("budgets of heads: scoring with them and without", np.nan)
+    listener("budgets of heads: scoring with them and without")
     without, uneven = (float(np.percentile(acceptance(each), 5)) for each in (even, even.replace(head_budgets=budgets)))
     if uneven <= without:
         raise ConfigError(

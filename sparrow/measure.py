@@ -8,12 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,7 +174,7 @@ def calibrate_engine(
     relative: bool = False,
     lengthen: bool = False,
     made_by: Mapping[str, Any] | None = None,
-    listener: Callable[[str, float], None] = lambda phase, left: None,
+    listener: Callable[[str], None] = lambda phase: None,
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories sampled once a round.
 
@@ -194,7 +190,7 @@ def calibrate_engine(
             dense and more rounds follow, the first samples under the largest of ``budgets``, at a fraction of the time.
         on_policy: rounds after the first; 0 searches once, on trajectories of ``layout``.
         lengthen: whether responses are sampled again with longer lists where those of dense rollouts are too short.
-        listener: called at the start of every pass with its name and about how many seconds are left, NaN if unknown.
+        listener: called at the start of every pass with its name.
 
     Raises ConfigError: fewer prompts than an interval of p5 needs; rounds on policy without a pass to refine what they
     start from; or no budget holds the target in any length bin, or the lists of ``sampling.top_n`` tokens are too short
@@ -206,32 +202,17 @@ def calibrate_engine(
         )
     if on_policy and not refine:
         raise ConfigError("rounds on policy need a pass to refine what they start from; raise refine, or on_policy=0")
-    slowest = dict.fromkeys(("sampling", "scoring"), math.nan)  # seconds per response
     fewest, tau = min(budgets), Tau(target, relative)
     ceiling: tuple[BinMismatch, ...] = ()  # of the last rollouts, had they been dense
-
-    @contextmanager
-    def step(phase: str, kind: str, responses: int, passes_left: int, rounds_left: int) -> Iterator[None]:
-        ahead = {"sampling": responses * (kind == "sampling"), "scoring": passes_left * responses}
-        ahead["sampling"] += rounds_left * len(prompts)
-        ahead["scoring"] += rounds_left * len(prompts) * 2
-        listener(phase, sum(n * slowest[k] for k, n in ahead.items()))
-        began = time.monotonic()
-        yield
-        # Results that an earlier call left on disk take no time, and say nothing about the time of new ones.
-        slowest[kind] = float(np.fmax(slowest[kind], (time.monotonic() - began) / responses))
 
     def search(number: int, behaviour: SparsitySchedule, trials: Sequence[SparsitySchedule]) -> Calibration:
         nonlocal ceiling, sampling
         some = prompts if number == on_policy else prompts[: max(PILOT, len(prompts) // 10)]
-        left, later = count(len(trials), -1), on_policy - number
         longer: Sampling | None = sampling
         while longer:
             sampling, seed = longer, longer.seed + number
-            with step(f"round {number}: sampling {len(some)} responses", "sampling", len(some), next(left), later):
-                trajectories = Trajectories(
-                    engine, scorer, some, replace(sampling, seed=seed), folder, behaviour, made_by
-                )
+            listener(f"round {number}: sampling {len(some)} responses")
+            trajectories = Trajectories(engine, scorer, some, replace(sampling, seed=seed), folder, behaviour, made_by)
             best = trajectories.ceiling()
             dense = pool(best, layout.bin_tokens)
             longer = lengthened(sampling, dense.bins, target) if lengthen else None
@@ -243,9 +224,8 @@ def calibrate_engine(
 
         def scored(schedule: SparsitySchedule) -> Acceptance:
             pages = sorted({k for k in schedule.top_k if k < ALL_PAGES})
-            phase = f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages"
-            with step(phase, "scoring", len(some), max(next(left), 0) + 1, later):
-                return tokens(trajectories.acceptance(None if schedule == behaviour else schedule))
+            listener(f"round {number}: scoring with {' to '.join(map(str, pages[:1] + pages[1:][-1:]))} pages")
+            return tokens(trajectories.acceptance(None if schedule == behaviour else schedule))
 
         sampled = {"sampled_under": behaviour.to_dict()["top_k"]}
         return calibrate(
@@ -326,8 +306,7 @@ class Trajectories:
         folder.mkdir(parents=True, exist_ok=True)
         self._behaviour = behaviour = behaviour or SparsitySchedule.dense()
         prompts = [list(map(int, prompt)) for prompt in prompts]
-        sampled = {name: value for name, value in asdict(sampling).items() if name != "watch"}  # it changes no token
-        self._name = _digest(prompts, sampled, behaviour.to_dict() | {"provenance": None}, made_by)
+        self._name = _digest(prompts, asdict(sampling), behaviour.to_dict() | {"provenance": None}, made_by)
         path = folder / f"rollouts-{self._name}.npz"
         if not path.exists():
             _save_rollouts(path, _sample(engine, prompts, sampling, behaviour))

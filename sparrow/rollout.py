@@ -5,17 +5,14 @@ Shapes: T response tokens, n entries of a top-n list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.errors import PromptError
-
-Watch = Callable[[int, int], None]
-"""Called during sampling with the numbers of tokens and of finished responses so far."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,6 @@ class Sampling:
     # ``top_p`` of the mass; for evaluation: truncation changes the support that corrections need
     top_k: int | None = None
     top_p: float = 1.0
-    watch: Watch = field(default=lambda tokens, finished: None, compare=False)  # an engine need not call it
 
     def request_seeds(self, count: int) -> list[int]:
         """A seed for each of ``count`` prompts."""

@@ -175,21 +175,17 @@ def test_engine_calibration_holds_its_target_on_fresh_rollouts_and_resumes(tmp_p
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, VOCAB, (40 + i % 9,), generator=generator).tolist() for i in range(24)]
     sampling = Sampling(max_new_tokens=100, top_n=VOCAB)
-    told: list[tuple[str, float]] = []
+    phases: list[str] = []
     options = dict(budgets=(2, 8, 32), target=0.8, layout=layout, refine=2, on_policy=1, provenance={"model": "tiny"})
-    found = calibrate_engine(
-        engine, engine, prompts, sampling, tmp_path / "work", listener=lambda *x: told.append(x), **options
-    )
+    found = calibrate_engine(engine, engine, prompts, sampling, tmp_path / "work", listener=phases.append, **options)
     assert 0 < found.schedule.top_k[0] < 32 and found.schedule.top_k[-1] == ALL_PAGES
     fresh = pool(measure(engine, engine, prompts, Sampling(100, top_n=VOCAB, seed=9), found.schedule), 64)
     assert all(b.lower_bound > 0.8 - 0.03 for b in fresh.bins)
     sparser = found.schedule.replace(top_k=tuple(k // 3 for k in found.schedule.top_k[:-1]))
     assert min(b.lower_bound for b in pool(measure(engine, engine, prompts, sampling, sparser), 64).bins) < 0.8
     assert found.bins[0].n_sequences == 24 and found.schedule.provenance["sampled_under"] != ["all"]
-    phases, left = zip(*told, strict=True)
-    assert phases[:2] == ("round 0: sampling 24 responses", "round 0: scoring with 2 pages")
+    assert phases[:2] == ["round 0: sampling 24 responses", "round 0: scoring with 2 pages"]
     assert sum("sampling" in phase for phase in phases) == 2 and phases[-1].startswith("round 1: scoring with")
-    assert np.isnan(left[:2]).all() and 0 < left[-1] < left[2]
     # Every round has a dense pass more, and none for what it sampled under, in the first the largest budget.
     assert len(list((tmp_path / "work").glob("scores-*"))) == sum("scoring" in phase for phase in phases)
     with pytest.raises(ConfigError, match="raise refine"):

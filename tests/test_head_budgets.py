@@ -47,7 +47,7 @@ def test_the_layer_that_loses_most_gets_most(by, tmp_path):
     said = []
     found = head_budgets.find(
         engine, some_prompts(), Sampling(20, top_n=VOCAB, seed=1), tmp_path, LAYOUT, by, 16,
-        listener=lambda phase, left: said.append(phase),
+        listener=said.append,
     )  # fmt: skip
     assert found.replace(head_budgets=()) == LAYOUT and found.sparse_budget_units.mean() == 256
     lost, layers = found.provenance["head_budgets"]["lost"], np.array(found.head_budgets)

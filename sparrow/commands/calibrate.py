@@ -55,7 +55,7 @@ class Calibrate(FromPrompts):
         from sparrow.mismatch import Tau
         from sparrow.mode import Decoding
         from sparrow.rollout import Sampling
-        from sparrow.terminal import CalibrationProgress, print_calibration
+        from sparrow.terminal import note, print_calibration
 
         layout, tau = SparsitySchedule.load(self.layout), Tau.chosen(self.target, self.relative_target)
         out = files.check_file(self.out)
@@ -68,30 +68,29 @@ class Calibrate(FromPrompts):
         prompts_of = self.prompts or self.task or " ".join(self.dataset)
         source: dict[str, Any] = {"model": self.model, "prompts": prompts_of, "temperature": self.temperature}
         sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
-        with CalibrationProgress() as progress:
-            if self.head_budgets:
-                middle = sorted(self.budgets)[len(self.budgets) // 2]
-                layout = head_budgets.find(
-                    scorer, prompts[:PILOT], sampling, work, layout, self.head_budgets, middle, made_by, progress
-                )
-                source["head_budgets"] = layout.provenance["head_budgets"]
-            calibration = calibrate_engine(
-                engine,
-                scorer,
-                prompts,
-                sampling,
-                work,
-                budgets=self.budgets,
-                target=tau.value,
-                relative=tau.relative,
-                lengthen=self.top_n is None,
-                made_by=made_by,
-                layout=layout,
-                refine=self.refine,
-                on_policy=self.on_policy,
-                provenance={**source, "date": date.today().isoformat(), "version": __version__},
-                listener=progress,
+        if self.head_budgets:
+            middle = sorted(self.budgets)[len(self.budgets) // 2]
+            layout = head_budgets.find(
+                scorer, prompts[:PILOT], sampling, work, layout, self.head_budgets, middle, made_by, note
             )
+            source["head_budgets"] = layout.provenance["head_budgets"]
+        calibration = calibrate_engine(
+            engine,
+            scorer,
+            prompts,
+            sampling,
+            work,
+            budgets=self.budgets,
+            target=tau.value,
+            relative=tau.relative,
+            lengthen=self.top_n is None,
+            made_by=made_by,
+            layout=layout,
+            refine=self.refine,
+            on_policy=self.on_policy,
+            provenance={**source, "date": date.today().isoformat(), "version": __version__},
+            listener=note,
+        )
         engine.close()
         print_calibration(calibration, tau, out)
         files.write_text(out, calibration.schedule.to_json())

@@ -35,10 +35,10 @@ class Eval(DecodingOptions, Sampled):
     limit: Count | None = None
 
     def run(self) -> None:
-        from sparrow.benchmark import COLUMNS, markdown_table, rows, run_benchmark, weights_digest
+        from sparrow.benchmark import markdown_table, run_benchmark, weights_digest
         from sparrow.loading import context_of, is_task, load_benchmark, load_engine, load_model, prompt_room
         from sparrow.rollout import Sampling
-        from sparrow.terminal import print_records, status
+        from sparrow.terminal import note
 
         if self.reward is not None and all(map(is_task, self.benchmark)):
             raise ConfigError(
@@ -54,33 +54,31 @@ class Eval(DecodingOptions, Sampled):
             self.max_new_tokens, self.temperature, top_n=0, seed=self.seed, top_k=self.top_k, top_p=self.top_p
         )
         results = []
-        with status(f"loading {self.model}") as shown:
-            model, tokenizer = load_model(self.model, self.precision)
-            room = prompt_room(context_of(model), self.engine, self.max_new_tokens)
-            benchmarks = {
-                name: load_benchmark(name, self.limit, tokenizer, room, self.reward) for name in self.benchmark
-            }
-            shown.update(f"starting the engine {self.engine}")
-            engine = load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
-            made_by = {
-                "model": self.model, "weights": weights_digest(model), "engine": self.engine,
-                "precision": self.precision, "reward": self.reward,
-            }  # fmt: skip
-            for name, problems in benchmarks.items():
-                for label, schedule in schedules.items():
-                    shown.update(f"{name}, {label}")
-                    engine.set_schedule(schedule)
-                    source: dict[str, Any] = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
-                    if decoding.mode == "lossless":
-                        source |= {"draft_tokens": decoding.draft_tokens, "adapt": decoding.adapt_draft_tokens}
-                        if decoding.drafter_invariant:
-                            source["drafter_invariant"] = True
-                    results.append(
-                        run_benchmark(engine, tokenizer, problems, sampling, self.k, folder, name, label, source)
-                    )
+        note(f"loading {self.model}")
+        model, tokenizer = load_model(self.model, self.precision)
+        room = prompt_room(context_of(model), self.engine, self.max_new_tokens)
+        benchmarks = {name: load_benchmark(name, self.limit, tokenizer, room, self.reward) for name in self.benchmark}
+        note(f"starting the engine {self.engine}")
+        engine = load_engine(self.engine, self.model, model, tokenizer, decoding, self.precision)
+        made_by = {
+            "model": self.model, "weights": weights_digest(model), "engine": self.engine,
+            "precision": self.precision, "reward": self.reward,
+        }  # fmt: skip
+        for name, problems in benchmarks.items():
+            for label, schedule in schedules.items():
+                note(f"{name}, {label}")
+                engine.set_schedule(schedule)
+                source: dict[str, Any] = {**made_by, "schedule": {**schedule.to_dict(), "provenance": None}}
+                if decoding.mode == "lossless":
+                    source |= {"draft_tokens": decoding.draft_tokens, "adapt": decoding.adapt_draft_tokens}
+                    if decoding.drafter_invariant:
+                        source["drafter_invariant"] = True
+                results.append(
+                    run_benchmark(engine, tokenizer, problems, sampling, self.k, folder, name, label, source)
+                )
         engine.close()
-        files.write_text(folder / "results.md", markdown_table(results))
-        print_records(COLUMNS, rows(results))
+        files.write_text(folder / "results.md", table := markdown_table(results))
+        print(table, end="")
 
     def interrupted(self) -> str:
         return "interrupted; the same command goes on from what is done"

@@ -33,7 +33,7 @@ class Measure(DecodingOptions, FromPrompts):
         from sparrow.measure import SHORTEST_LISTS, left_open, lengthened, measure, measure_ceiling, pool
         from sparrow.mismatch import Ceiling, Tau
         from sparrow.rollout import Sampling
-        from sparrow.terminal import print_drafts, print_mismatch, say, status
+        from sparrow.terminal import note, print_drafts, print_mismatch
 
         if self.schedule is None and self.mode in (None, "lossy"):
             raise ConfigError(
@@ -46,26 +46,26 @@ class Measure(DecodingOptions, FromPrompts):
         engine, scorer, prompts = self.load_sampler(decoding)
         sampling = Sampling(self.max_new_tokens, self.temperature, self.top_n or SHORTEST_LISTS, seed=self.seed)
         longer: Sampling | None = sampling
-        with status(f"sampling and scoring {len(prompts)} responses"):
-            while longer:
-                sampling = longer
-                mismatch = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
-                longer = None if self.top_n else lengthened(sampling, mismatch.bins, tau.value)
+        note(f"sampling and scoring {len(prompts)} responses")
+        while longer:
+            sampling = longer
+            mismatch = pool(measure(engine, scorer, prompts, sampling, schedule), schedule.bin_tokens, self.seed)
+            longer = None if self.top_n else lengthened(sampling, mismatch.bins, tau.value)
         counters = engine.counters()
         ceiling = Ceiling()
         if decoding.mode == "lossless" or schedule.is_dense:
             ceiling.measure(mismatch)
         else:
-            with status("sampling densely for the ceiling of p5"):
-                ceiling = measure_ceiling(engine, scorer, prompts, sampling, schedule)
+            note("sampling densely for the ceiling of p5")
+            ceiling = measure_ceiling(engine, scorer, prompts, sampling, schedule)
         mismatch = ceiling.on(mismatch)
         engine.close()
         drafts = counters.to_dict().get("drafts")
         print_mismatch(mismatch, tau, counters.read_fraction)
         if drafts:
             print_drafts(drafts)
-        if note := left_open(mismatch.bins, tau, sampling.top_n, "--top-n") or tau.out_of_reach(mismatch.bins):
-            say(note)
+        if open_question := left_open(mismatch.bins, tau, sampling.top_n, "--top-n") or tau.out_of_reach(mismatch.bins):
+            print(open_question)
         if self.out:
             report = mismatch.to_dict() | ({"drafts": drafts} if drafts else {})
             files.write_text(Path(self.out), json.dumps(report, indent=1))

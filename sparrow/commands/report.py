@@ -24,7 +24,6 @@ class Report(Command):
 
     def run(self) -> None:
         from sparrow.report import draw_calibration, write_report
-        from sparrow.terminal import say
 
         runs = [path for path in (self.path, self.other) if path is not None]
         if self.path.is_file():
@@ -33,4 +32,4 @@ class Report(Command):
             drawn = draw_calibration(self.path)
         else:
             drawn = write_report(*runs, steps=self.steps)
-        say(f"wrote {drawn}")
+        print(f"wrote {drawn}")

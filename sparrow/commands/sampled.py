@@ -54,18 +54,18 @@ class FromPrompts(Sampled):
     def load_sampler(self, decoding: Decoding) -> tuple[Engine, HFEngine, list[list[int]]]:
         """An engine that samples as the command says, a transformers scorer, and the prompts as token ids."""
         from sparrow import loading
-        from sparrow.terminal import status
+        from sparrow.terminal import note
 
         named = None if self.prompts is None else loading.read_prompts(Path(self.prompts))
-        with status(f"loading {self.model}") as shown:
-            model, tokenizer = loading.load_model(self.model, self.precision)
-            room = loading.prompt_room(loading.context_of(model), self.engine, self.max_new_tokens)
-            if named is None:
-                task = loading.load_problems(self.task, self.dataset, tokenizer, room)
-                named = loading.draw_prompts(task, self.count, self.seed)
-            prompts = loading.encode_prompts(named, self.count, tokenizer, room)
-            loaded = model, tokenizer, decoding, self.precision
-            scorer = loading.load_scorer(*loaded)
-            shown.update(f"starting the engine {self.engine}")
-            engine = scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
+        note(f"loading {self.model}")
+        model, tokenizer = loading.load_model(self.model, self.precision)
+        room = loading.prompt_room(loading.context_of(model), self.engine, self.max_new_tokens)
+        if named is None:
+            task = loading.load_problems(self.task, self.dataset, tokenizer, room)
+            named = loading.draw_prompts(task, self.count, self.seed)
+        prompts = loading.encode_prompts(named, self.count, tokenizer, room)
+        loaded = model, tokenizer, decoding, self.precision
+        scorer = loading.load_scorer(*loaded)
+        note(f"starting the engine {self.engine}")
+        engine = scorer if self.engine == "hf" else loading.load_engine(self.engine, self.model, *loaded)
         return engine, scorer, prompts

@@ -60,7 +60,7 @@ class Train(TrainConfig, Command):
         from sparrow.loading import context_of, load_benchmarks, load_model, load_problems, prompt_room
         from sparrow.report import summary_rows
         from sparrow.run import RunDir
-        from sparrow.terminal import Progress, print_rows, say, status
+        from sparrow.terminal import Progress, note, print_rows
         from sparrow.train.trackers import check_trackers
         from sparrow.train.trainer import Trainer
 
@@ -75,29 +75,32 @@ class Train(TrainConfig, Command):
         # weights empty in all processes but one.
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
         main_process = PartialState().is_main_process
-        with status(f"loading {self.model}", main_process) as shown:
-            model, tokenizer = load_model(self.model)
-            room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
-            shown.update(f"reading {self.task or ', '.join(self.dataset)}")
-            task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
-            limit = self.eval.max_new_tokens or self.rollout.max_new_tokens
-            benchmarks = load_benchmarks(
-                self.eval.benchmark, self.eval.limit, tokenizer, prompt_room(context_of(model), self.engine, limit),
-                self.reward.function,
-            )  # fmt: skip
-            shown.update(f"starting the engine {self.engine}")
-            engine = self._start_engine(model, tokenizer, decoding)
-        with Progress(self.steps, shown=main_process) as progress:
-            try:
-                start = (self, model, tokenizer, task, engine, decoding.schedule, progress, closed_loop)
-                Trainer(*start, self._dial(model, decoding), benchmarks).train()
-            finally:
-                engine.close()
+        tell: Any = note if main_process else lambda text: None
+        tell(f"loading {self.model}")
+        model, tokenizer = load_model(self.model)
+        room = prompt_room(context_of(model), self.engine, self.rollout.max_new_tokens)
+        tell(f"reading {self.task or ', '.join(self.dataset)}")
+        task = load_problems(self.task, self.dataset, tokenizer, room, self.reward.function)
+        limit = self.eval.max_new_tokens or self.rollout.max_new_tokens
+        benchmarks = load_benchmarks(
+            self.eval.benchmark, self.eval.limit, tokenizer, prompt_room(context_of(model), self.engine, limit),
+            self.reward.function,
+        )  # fmt: skip
+        tell(f"starting the engine {self.engine}")
+        engine = self._start_engine(model, tokenizer, decoding)
+        try:
+            Trainer(
+                self, model, tokenizer, task, engine, decoding.schedule,
+                Progress(self.steps) if main_process else lambda event, metrics: None,
+                closed_loop, self._dial(model, decoding), benchmarks,
+            ).train()  # fmt: skip
+        finally:
+            engine.close()
         if PartialState().distributed_type is not DistributedType.NO:  # else a group, if any, is not ours
             PartialState().destroy_process_group()
         if main_process:
             print_rows(f"run {self.run_dir}", summary_rows(self.run_dir))
-            say(f"figures: sparrow report {self.run_dir}")
+            print(f"figures: sparrow report {self.run_dir}")
 
     def _start_engine(self, model: Any, tokenizer: Any, decoding: Decoding) -> Engine:
         from sparrow.loading import load_engine

@@ -31,10 +31,6 @@ class Responses:
         """The responses that have neither ended nor reached their limit."""
         return (~self.stopped & (self.length < limit_B)).nonzero()[:, 0]
 
-    @property
-    def finished(self) -> int:
-        return int((self.stopped | (self.length == self.tokens.shape[1])).sum())
-
     def append(self, rows: Tensor, cycle: Cycle, limit_B: Tensor) -> Tensor:
         """Add a cycle's tokens to the responses ``rows``, up to their ends; returns the indices into it that go on."""
         n = self.top_logprobs.shape[2]

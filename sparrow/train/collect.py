@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -64,17 +63,17 @@ class Collector:
             seeds = [derived_seed(config.seed, row % len(prompts), rollout.samples + row) for row in rows]
             sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_n, seeds=seeds)
             chosen = [row % len(prompts) for row in rows]
-            return self._generate("ceiling", [problems[i] for i in chosen], [prompts[i] for i in chosen], sampling)
+            return self._generate([problems[i] for i in chosen], [prompts[i] for i in chosen], sampling)
 
         return self.ranks.spread("ceiling", count, respond)
 
     def _generate(
-        self, phase: str, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], sampling: Sampling
+        self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], sampling: Sampling
     ) -> list[Rollout]:
         if not prompts:
             return []
         try:
-            return self.engine.generate(prompts, replace(sampling, watch=partial(self._watch, phase, len(prompts))))
+            return self.engine.generate(prompts, sampling)
         except PromptError as error:
             raise ConfigError(f"problem {problems[error.index].id!r} {error.reason}") from error
 
@@ -93,8 +92,7 @@ class Collector:
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
             sampling = Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds)
             row_problems = [problems[row // n] for row in rows]
-            rollouts = self._generate("rollout", row_problems, [prompts[row // n] for row in rows], sampling)
-            self.ranks.tell("verify", 0, len(rows))
+            rollouts = self._generate(row_problems, [prompts[row // n] for row in rows], sampling)
             return list(zip(rollouts, self._verify(row_problems, rollouts), strict=True))
 
         responses = self.ranks.spread("rollout", n * len(prompts), sample)
@@ -103,9 +101,6 @@ class Collector:
             for i, problem in enumerate(problems)
             for rollouts, parts in [zip(*responses[i * n : (i + 1) * n], strict=True)]
         ]
-
-    def _watch(self, phase: str, responses: int, tokens: int, finished: int) -> None:
-        self.ranks.tell(phase, finished, responses, tokens=tokens)
 
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         """The parts of every response's reward."""

@@ -245,8 +245,7 @@ class Distiller:
             groups = self._ranks.micro_batches(
                 [i for i in rows if chosen[i].any()], experience.lengths, self.config.optimizer.token_budget
             )
-            for i, (indices, counts) in enumerate(groups):
-                self._ranks.tell("distil", i, len(groups))
+            for indices, counts in groups:
                 logp, top = self.actor_logprobs(experience, indices, torch.cat([chosen[i] for i in indices]))
                 policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in indices])
                 kl = bucket_kl(policy_top.to(top.device), top).sum()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -57,8 +56,7 @@ class Evaluator:
             if not rows:
                 return []
             samples = [divmod(row, config.k) for row in rows]
-            watched = replace(sampling, watch=partial(self._watch, len(rows)))
-            rollouts = sample(self.engine, self.tokenizer, problems, samples, watched)
+            rollouts = sample(self.engine, self.tokenizer, problems, samples, sampling)
             _, rewards = judge(self.tokenizer, problems, samples, rollouts, self.config.reward.time_limit)
             return [(w, len(r), r.finish_reason == "stop") for w, r in zip(rewards, rollouts, strict=True)]
 
@@ -68,9 +66,6 @@ class Evaluator:
             "mean": asdict(mean_at_k(rewards)), "pass": asdict(pass_at_k(rewards, config.k)),
             "problems": len(problems), "k": config.k, "tokens": tokens.mean(), "ended_fraction": ended.mean(),
         }  # fmt: skip
-
-    def _watch(self, count: int, tokens: int, finished: int) -> None:
-        self.ranks.tell("eval", finished, count, tokens=tokens)
 
 
 def best_step(evaluations: Sequence[Row]) -> int | None:

@@ -192,16 +192,11 @@ class Learner:
         correction = self._correct(assessment, step)
         self.optimizer.param_groups[0]["lr"] = self._learning_rate(step)
         steps = []
-        plan = [
-            (rows, self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget))
-            for rows in self._minibatches(len(experience.rollouts), step)
-        ]
-        begun, batch_count = itertools.count(), sum(len(groups) for _, groups in plan)
-        for rows, groups in plan:
+        for rows in self._minibatches(len(experience.rollouts), step):
+            groups = self.ranks.micro_batches(rows, experience.lengths, config.optimizer.token_budget)
             normalizers = count_normalizers(assessment.mask_BT[rows], config.rollout.max_new_tokens)
             parts = []
             for i, (indices, counts) in enumerate(groups):
-                self.ranks.tell("update", next(begun), batch_count)
                 # With FSDP, gradients are reduced after every pass: whole gradients of all layers would not fit.
                 reduces = i == len(groups) - 1 or self.ranks.is_sharded
                 with contextlib.nullcontext() if reduces else self.accelerator.no_sync(self.scorer):

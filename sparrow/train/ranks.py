@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,28 +29,13 @@ T = TypeVar("T")
 PATIENCE_S = 1800  # longest wait for the slowest process in a phase
 
 
-class Tell(Protocol):
-    """Called with the progress of a phase in this process: ``done`` of ``of`` responses or micro-batches."""
-
-    def __call__(self, phase: str, done: int, of: int, **more: int) -> None: ...
-
-
-def quiet(phase: str, done: int, of: int, **more: int) -> None:
-    """Reports nothing."""
-
-
 class Ranks:
     """This process's place among those that ``accelerate launch`` started; a run of one process has one rank.
-
-    Args:
-        accelerator: says which process this is.
-        tell: called with the progress of this process.
 
     Raises ConfigError: FSDP was asked for, but this run cannot use it.
     """
 
-    def __init__(self, accelerator: Accelerator, tell: Tell = quiet) -> None:
-        self.tell = tell
+    def __init__(self, accelerator: Accelerator) -> None:
         self.rank, self.count = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
         self.is_sharded = accelerator.is_fsdp2
@@ -145,9 +130,7 @@ class Ranks:
 
         def own_results() -> dict[int, T]:
             by_row: dict[int, T] = {}
-            groups = self.micro_batches(range(len(lengths)), lengths, budget)
-            for i, (rows, counts) in enumerate(groups):
-                self.tell(phase, i, len(groups))
+            for rows, counts in self.micro_batches(range(len(lengths)), lengths, budget):
                 results = work(rows)
                 if counts:
                     by_row.update(zip(rows, results, strict=True))

@@ -45,12 +45,8 @@ from sparrow.train.trackers import check_trackers, flatten, tracked
 log = logging.getLogger(__name__)
 
 Listener = Callable[[str, Metrics], None]
-"""Called with ``("rollout" | "score" | "update", {})`` as a phase begins, ``("progress", metrics)`` as it goes on, and
-``("step", metrics)`` when a step ends; also ``("eval", {})`` and ``("evaluated", scores)`` around an evaluation.
-
-The metrics of progress are those of this process: ``phase`` (also ``verify`` and ``distil``, which are parts of the
-phases above), ``done`` of ``of`` responses or micro-batches, and for rollouts ``tokens``.
-"""
+"""Called with ``("rollout" | "score" | "update", {})`` as a phase begins and ``("step", metrics)`` when a step ends,
+``("eval", {})`` and ``("evaluated", scores)`` around an evaluation."""
 
 
 class Trainer:
@@ -101,7 +97,7 @@ class Trainer:
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
             fsdp_plugin=sharding(model, config.optimizer.precision == "bf16"),
         )
-        self.ranks = Ranks(self.accelerator, self._tell)
+        self.ranks = Ranks(self.accelerator)
         self.ranks.on_main("start", self.run_dir.lock)
         try:
             self._start(model, task, schedule, benchmarks or {})
@@ -205,9 +201,6 @@ class Trainer:
                 if self.ranks.is_main:
                     self._log(metrics, report, experience, assessment)
         self.listener("step", metrics)
-
-    def _tell(self, phase: str, done: int, of: int, **more: int) -> None:
-        self.listener("progress", {"phase": phase, "done": done, "of": of, **more})
 
     def _rest(self) -> Counters:
         counters = self.engine.counters()

@@ -149,9 +149,7 @@ class GraphEngine(HFEngine):
         return split(scores.top_logprobs.cpu().numpy(), [len(r) for r in rollouts])
 
     @torch.no_grad()
-    def _decode(
-        self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int], watch: Any
-    ) -> list[Rollout]:  # progress is not reported: that would wait for the device
+    def _decode(self, prompts: list[Sequence[int]], sampling: Sampling, seeds: list[int]) -> list[Rollout]:
         count, steps, device = len(prompts), sampling.max_new_tokens, self._keys.device
         filled = [*prompts, *[prompts[-1]] * (self.batch_size - count)]
         lengths = torch.tensor([len(p) for p in filled], device=device)

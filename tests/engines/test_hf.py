@@ -54,22 +54,6 @@ def test_budget_that_covers_everything_equals_dense_generate(architecture, cache
     assert (logp - dense_logp).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("mode", ["lossy", "lossless"])
-def test_who_watches_is_told_of_tokens_and_finished_responses(mode):
-    told = []
-    model, schedule = tiny_model(), SparsitySchedule(top_k=(1,))
-    decoding = Decoding.lossless(schedule, draft_tokens=2) if mode == "lossless" else Decoding.lossy(schedule)
-    engine = HFEngine(model, decoding, eos_ids=list(range(12)), batch_size=2)
-    sampling = Sampling(max_new_tokens=12, watch=lambda *counts: told.append(counts))
-    rollouts = engine.generate([p.tolist() for p in prompts()], sampling)
-    assert told == sorted(told) and len(told) > 4, "more with each step, in the second batch too"
-    assert told[-1] == (sum(map(len, rollouts)), 4)
-    # After the first step of the second batch, all of the first batch and a cycle of the second are done.
-    short = sorted(rollouts, key=lambda r: len(r.prompt_ids))[:2]
-    done = next(tokens for tokens, finished in told if finished >= 2)
-    assert done == sum(map(len, short))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 2, 5])
 def test_teacher_forced_equals_step_by_step(architecture, pages):

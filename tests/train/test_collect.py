@@ -18,7 +18,7 @@ from sparrow.tasks import Mixture, Problem, build_tokenizer, load_task
 from sparrow.train import learner
 from sparrow.train.collect import Collector
 from sparrow.train.config import RewardConfig, RolloutConfig, TrainConfig
-from sparrow.train.ranks import Ranks, quiet
+from sparrow.train.ranks import Ranks
 from sparrow.train.reward import overlong_penalty, reward_metrics, reward_parts
 from tests.conftest import tiny_model
 from tests.train.test_trainer import EarlyWords, make_trainer, metrics_of
@@ -161,7 +161,7 @@ class Threads(Ranks):
     """Processes played by threads of this one."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list) -> None:
-        self.rank, self.count, self.seconds, self.tell = rank, len(slots), {}, quiet
+        self.rank, self.count, self.seconds = rank, len(slots), {}
         self._barrier, self._slots = barrier, slots
 
     def gather(self, phase, work):

@@ -93,16 +93,6 @@ def test_checkpointed_layers_keep_what_sparse_attention_found(tmp_path, monkeypa
 
 
 @pytest.mark.slow
-def test_a_listener_is_told_how_far_the_adapter_is(tmp_path):
-    told = []
-    trainer = run(tmp_path, ON)
-    trainer.listener = lambda event, metrics: told.append(metrics)
-    trainer._train_step()
-    counted = [(m["done"], m["of"]) for m in told if m.get("phase") == "distil"]
-    assert counted and counted == [(i, len(counted)) for i in range(len(counted))]
-
-
-@pytest.mark.slow
 def test_distillation_raises_the_tail_of_a_frozen_policy(tmp_path):
     run(tmp_path, replace(ON, policy_loss=False, learning_rate=1e-3), steps=24, learning_rate=1e-9)
     rows = metrics_of(tmp_path)

@@ -101,23 +101,11 @@ def test_reward_rises_and_every_metric_is_there(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_listener_is_told_how_far_each_phase_is(tmp_path):
-    told: list[tuple[str, dict]] = []
+def test_a_listener_is_told_of_each_phase(tmp_path):
+    told = []
     optimizer = OptimizerConfig(learning_rate=3e-3, token_budget=200, minibatches=2)
-    trainer = make_trainer(tmp_path, steps=1, listener=lambda *event: told.append(event), optimizer=optimizer)
-    trainer.train()
-    phases = ["rollout", "score", "update"]
-    assert [event for event, _ in told if event != "progress"] == ["ceiling", *phases, "step"]
-    began = {name: told.index((name, {})) for name in phases}
-    by_phase = {name: [(i, m) for i, (event, m) in enumerate(told) if m.get("phase") == name] for name in phases}
-    for name, found in by_phase.items():
-        assert all(i > began[name] for i, _ in found)
-    rollout = [m for _, m in by_phase["rollout"]]
-    assert rollout[-1]["done"] == rollout[-1]["of"] == 16 and rollout[0]["done"] == 0
-    assert rollout[-1]["tokens"] == told[-1][1]["response"]["tokens"] > rollout[0]["tokens"] > 0
-    for name in ("score", "update"):  # with two minibatches, updates count on
-        counted = [m["done"] for _, m in by_phase[name]]
-        assert counted == list(range(by_phase[name][0][1]["of"])) and len(counted) > 2
+    make_trainer(tmp_path, steps=1, listener=lambda event, _: told.append(event), optimizer=optimizer).train()
+    assert told == ["ceiling", "rollout", "score", "update", "step"]
 
 
 @pytest.mark.slow

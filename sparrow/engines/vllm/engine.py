@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -21,11 +21,9 @@ from torch import Tensor
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
-from sparrow.rollout import Rollout, Sampling, Watch
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.vllm import config, patches, plugin
-
-WATCH_S = 1.0  # seconds between two reports of a rollout's progress
 
 
 class VLLMEngine(Client):
@@ -91,8 +89,9 @@ class VLLMEngine(Client):
             for seed in sampling.request_seeds(len(prompts))
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with self._watched(sampling.watch), self._given_up_if_interrupted():
-            outputs = self.llm.generate(requests, parameters, use_tqdm=False)
+        with self._given_up_if_interrupted():
+            shows_bar = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+            outputs = self.llm.generate(requests, parameters, use_tqdm=shows_bar)
         return [
             _rollout(prompt, output.outputs[0], sampling.top_n) for prompt, output in zip(prompts, outputs, strict=True)
         ]
@@ -123,26 +122,6 @@ class VLLMEngine(Client):
             with contextlib.suppress(Exception):  # what ended it is raised again, whether or not vLLM still answers
                 engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
-
-    @contextlib.contextmanager
-    def _watched(self, watch: Watch) -> Iterator[None]:
-        """Report progress to ``watch`` from another thread, since vLLM keeps this one busy until all responses end."""
-        running, ended = self.llm.llm_engine.output_processor.request_states, threading.Event()
-
-        def tell() -> None:
-            tokens: dict[str, int] = {}
-            while not ended.wait(WATCH_S):
-                requests: dict[str, Any] = running.copy()  # those that are not finished
-                tokens |= {name: request.detokenizer.num_output_tokens() for name, request in requests.items()}
-                watch(sum(tokens.values()), len(tokens) - len(requests))
-
-        thread = threading.Thread(target=tell, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            ended.set()
-            thread.join()
 
     def sleep(self) -> None:
         """See ``Engine.sleep``: weights move to the host, and the KV cache is dropped. Does nothing on a CPU."""

@@ -25,7 +25,7 @@ from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError, EngineError
 from sparrow.mode import LOSSLESS_SETTINGS, Decoding
-from sparrow.rollout import Rollout, Sampling, Watch
+from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
 
 T = TypeVar("T")
@@ -103,19 +103,15 @@ class VLLMServer(Client):
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
         with self._reached():
-            choices = _finished(self._choices("/inference/v1/generate", bodies, sampling.watch))
+            choices = _finished(self._choices("/inference/v1/generate", bodies))
         return [_rollout(prompt, choice, sampling.top_n) for prompt, choice in zip(prompts, choices, strict=True)]
 
-    async def _choices(self, path: str, bodies: Sequence[dict[str, Any]], watch: Watch) -> list[dict[str, Any]]:
+    async def _choices(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=CONNECTIONS)
         async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None, trust_env=False) as client:
-            lengths: list[int] = []
 
             async def send(body: dict[str, Any]) -> dict[str, Any]:
-                choice = json.loads(_content(await client.post(path, json=body)))["choices"][0]
-                lengths.append(len(choice["token_ids"]))
-                watch(sum(lengths), len(lengths))
-                return choice
+                return json.loads(_content(await client.post(path, json=body)))["choices"][0]
 
             requests = [asyncio.create_task(send(body)) for body in bodies]
             waiting, since = set(requests), time.monotonic()

@@ -1,7 +1,6 @@
 """Sparrow in a real vLLM on CPU, against stock vLLM, transformers and itself under every way of scheduling."""
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from vllm import LLM, SamplingParams
 from sparrow import SparsitySchedule
 from sparrow.cli import main
 from sparrow.engines.hf import HFEngine
-from sparrow.engines.vllm import engine as vllm_engine
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.rollout import Sampling
 from tests.vllm import tiny_vllm as tiny
@@ -125,16 +123,6 @@ def test_layers_and_kv_heads_have_budgets_of_their_own(folder, model):
             sparrow.set_schedule(SMALL)
 
 
-def test_who_watches_is_told_of_tokens_before_responses_are_finished(folder, monkeypatch):
-    monkeypatch.setattr("sparrow.engines.vllm.engine.WATCH_S", 0.01)
-    told = []
-    with engine(folder) as sparrow:
-        sparrow.generate(RAGGED, GREEDY)  # so that there is something to subtract
-        sparrow.generate(RAGGED, replace(GREEDY, watch=lambda *counts: told.append(counts)))
-    assert told == sorted(told) and any(0 < tokens < 48 * len(RAGGED) and finished == 0 for tokens, finished in told)
-    assert all(tokens <= 48 * len(RAGGED) and finished <= len(RAGGED) for tokens, finished in told)
-
-
 def test_rollouts_say_what_was_sampled(folder, model):
     with engine(folder) as sparrow:
         first, again = sparrow.generate(RAGGED, SAMPLED), sparrow.generate(RAGGED, SAMPLED)
@@ -190,16 +178,6 @@ def test_preemption_is_counted_and_leaves_what_was_recorded(folder, model):
         agree = int(np.cumprod(a.response_ids == b.response_ids).sum())
         assert agree >= 8 and len(a) == len(b) == len(a.logprobs)
         assert np.abs(a.logprobs[:8] - b.logprobs[:8]).max() < 1e-5
-
-
-def test_who_watches_is_told_of_tokens_and_finished_responses(folder, monkeypatch):
-    monkeypatch.setattr(vllm_engine, "WATCH_S", 0.02)
-    told = []
-    sampling = replace(SAMPLED, max_new_tokens=120, watch=lambda *counts: told.append(counts))
-    with engine(folder, max_num_seqs=2) as sparrow:  # the last are begun when the first are finished
-        generated = sum(len(rollout) for rollout in sparrow.generate(prompts(40, 50, 60, 70), sampling))
-    assert len(set(told)) >= 5 and told == sorted(told)
-    assert 0 < told[-1][0] <= generated and told[-1][1] in (2, 3, 4)
 
 
 def test_an_interrupted_rollout_leaves_nothing_behind(folder, monkeypatch):

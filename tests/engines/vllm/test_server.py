@@ -143,14 +143,6 @@ def test_memory_that_training_has_freed_is_there_when_the_server_wakes(pretender
     assert state["calls"] == ["empty_cache", "empty_cache", "/wake_up"]
 
 
-def test_who_watches_is_told_as_responses_are_finished(pretender):
-    url, _ = pretender
-    told = []
-    sampling = Sampling(max_new_tokens=4, top_n=1, watch=lambda *counts: told.append(counts))
-    VLLMServer(url, SCHEDULE).generate([[1], [2], [3]], sampling)
-    assert told == [(1, 1), (2, 2), (3, 3)]
-
-
 def test_a_notebook_whose_event_loop_runs_can_generate(pretender):
     url, _ = pretender
     client = VLLMServer(url, SCHEDULE)
