@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from math import isfinite
 from pathlib import Path
 
 import jinja2
-from markupsafe import Markup
 
 from sparrow.errors import ConfigError
 from sparrow.mismatch import BinMismatch, Tau, relative_p5
 from sparrow.report import theme
-from sparrow.report.figures import RUNS, Figure, bin_count, figures
+from sparrow.report.curves import RUNS
+from sparrow.report.figures import Figure, figures
 from sparrow.report.responses import Shown, show, steps_to_show
-from sparrow.report.summary import MEANINGS, bin_name, headlines, meaning, number, result_rows, setup_rows, tau_name
+from sparrow.report.summary import bin_name, number, result_rows, setup_rows
 from sparrow.run.log import RunLog
-
-OF_CEILING = ("ceiling", "relative p5")
-COLUMNS = ("p5", "verdict", "95 % interval", "upper bound", *OF_CEILING, "tokens", "responses")  # of the tails' table
 
 
 def write_report(*run_dirs: str | Path, out: str | Path | None = None, steps: Sequence[int] = ()) -> Path:
@@ -54,60 +50,38 @@ def html_page(
     logs: Sequence[RunLog], drawn: Mapping[str, Sequence[Figure]], responses: Mapping[int, Sequence[Shown]]
 ) -> str:
     """The whole page, with these figures by heading and these responses by step."""
-    palette = theme.palette(bin_count(logs))
-    colors = {light: f"var(--{name})" for name, (light, _) in reversed(palette.items())}
     rows = [dict([*setup_rows(log), *result_rows(log)]) for log in logs]
     names = dict.fromkeys(name for row in rows for name in row)
-    has_ceiling = any(isfinite(ceiling) for log in logs for _, ceiling in _bins(log))
-    return _template().render(
+    pages = jinja2.Environment(
+        loader=jinja2.PackageLoader("sparrow.report", "."), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    return pages.get_template("page.html").render(
         theme=theme,
-        palette=palette,
-        colors=colors,
         runs=list(zip(RUNS, map(_name, logs), strict=False)),
-        headlines=[(name, meaning(name), values) for name, values in headlines(logs)],
-        table=[(name, meaning(name), [row.get(name, "n/a") for row in rows]) for name in names],
-        tails=[
-            (log.steps[-1], tau_name(log.tau), [_tail_row(b, best, log.tau) for b, best in _bins(log)]) for log in logs
-        ],
-        columns=[name for name in COLUMNS if name not in OF_CEILING or has_ceiling],
-        meanings=MEANINGS,
-        figures={heading: [(figure, Markup(figure.svg(colors))) for figure in some] for heading, some in drawn.items()},
+        table=[(name, [row.get(name, "n/a") for row in rows]) for name in names],
+        tails=[(log.steps[-1], [_tail_row(b, log.tau) for b in log.bins()]) for log in logs],
+        figures=drawn,
         responses=responses,
         last=max(responses, default=0),
     )
-
-
-@cache
-def _template() -> jinja2.Template:
-    loader = jinja2.PackageLoader("sparrow.report", ".")
-    pages = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    return pages.get_template("page.html")
 
 
 def _name(log: RunLog) -> str:
     return log.run_dir.resolve().name
 
 
-def _bins(log: RunLog) -> list[tuple[BinMismatch, float]]:
-    """The bins of the last step, and the ceiling of each."""
-    ceiling = log.ceiling()
-    return [(b, float(ceiling[b.bin, 0])) for b in log.bins()]
-
-
-def _tail_row(b: BinMismatch, ceiling: float, tau: Tau) -> dict[str, str]:
-    """One row of the tails' table, by column; ``bin`` names the bin's colour."""
+def _tail_row(b: BinMismatch, tau: Tau) -> dict[str, str]:
+    """One row of the tails' table, by column."""
     known = isfinite(b.interval_low)
     return {
-        "bin": f"bin-{b.bin}",
         "length": bin_name(b.start, b.end),
         "p5": number(b.lower_bound),
-        "verdict": tau.verdict(b),
+        f"against {tau}": tau.verdict(b),
         "95 % interval": f"[{number(b.interval_low)}, {number(b.interval_high)}]" if known else "one response",
         "upper bound": number(b.upper_bound),
-        "ceiling": number(ceiling),
-        "relative p5": number(relative_p5(b.lower_bound, ceiling)),
+        "ceiling": number(b.ceiling),
+        "relative p5": number(relative_p5(b.lower_bound, b.ceiling)),
         "tokens": f"{b.n_tokens:,}",
         "responses": f"{b.n_sequences:,}",
     }

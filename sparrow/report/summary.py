@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -15,42 +13,6 @@ from sparrow.schedule import ALL_PAGES, SparsitySchedule
 
 NamedValue = tuple[str, str]
 
-MEANINGS = {
-    "steps": "Finished training steps, of those asked for.",
-    "reward": "Mean reward of a step's responses.",
-    "evaluation": "Mean reward of the dense policy's responses to a benchmark, with its 95 % interval over problems.",
-    "response tokens": "Tokens sampled in all steps.",
-    "tokens in the loss": "Share of the response tokens that the importance correction left in the loss.",
-    "KV read": "Share of the cached tokens that decoding read; dense decoding reads all.",
-    "entropy": "Mean entropy of the policy's next-token distribution, nats per token.",
-    "tokens/s": "Response tokens per second of the rollout phase.",
-    "lowest p5": "Least p5 at the last step of any length that half as many responses reach as the shortest.",
-    "drafts per token": "Tokens drafted for each token sampled.",
-    "tokens per cycle": "Tokens that one verification of a sequence yields.",
-    "drafts accepted": "Exact acceptance rate of the drafts that verification looked at, at the last step.",
-    "metered": "Exact acceptance rate under meter_schedule, given a dense history, which a lossy actor does not have.",
-    "unverified": "Share of the tokens that were sampled without verification: of all steps, and of the last.",
-    "predicted gain": "Speed over lossless rollouts by the cost model, at the last step.",
-    "dial": "How mode auto decoded at a length in the last step, and what it made of that.",
-    "guard": "Steps at which the acceptance rate was judged too low to train on.",
-    "mode": "How rollouts are decoded: lossless samples are exactly the dense policy's, and auto's where it verifies.",
-    "schedule": "What decode steps of sparse layers read, drafts among them.",
-    "drafts read": "What the sparse steps that draft read.",
-    "p5": "5th percentile of the acceptance rate over the tokens sampled at a length; what is known is a lower bound.",
-    "95 % interval": "Of p5, from drawing the responses anew with replacement.",
-    "upper bound": "The same percentile of the upper bound on acceptance; the truth lies between.",
-    "relative p5": "p5 as it would be if sparsity were all that lowers it, and not the ceiling's noise besides.",
-    "ceiling": "p5 of dense rollouts with the same pair of engines: the noise floor, which no schedule exceeds.",
-    "verdict": "holds: the whole interval reaches τ; below: neither it nor the upper bound does; else undecided.",
-}
-"""By name: one line on each statistic of the tables."""
-
-
-def meaning(name: str) -> str:
-    """One line on a row's statistic; the row's name may continue with a dataset or a length. Empty for settings."""
-    known = next((known for known in MEANINGS if re.fullmatch(rf"{re.escape(known)}((,| at) .*)?", name)), None)
-    return MEANINGS[known] if known else ""
-
 
 def summary_rows(run_dir: str | Path) -> list[NamedValue]:
     """The closing table of a run, as (name, value): steps, reward, tail of acceptance by length bin, tokens, KV read.
@@ -60,28 +22,6 @@ def summary_rows(run_dir: str | Path) -> list[NamedValue]:
     log = RunLog.load(run_dir)
     tail = [(f"p5 at {bin_name(b.start, b.end)} tokens", describe_tail(b, log.tau)) for b in log.bins()]
     return [*result_rows(log), *tail]
-
-
-def headlines(logs: Sequence[RunLog]) -> list[tuple[str, list[NamedValue]]]:
-    """The few numbers that are shown first, each as its name and one (value, remark) for each run."""
-    by_name: dict[str, list[NamedValue]] = {}
-    for log in logs:
-        for name, values, unit in (
-            ("reward", log.series("reward", "mean"), "{:.3f}"),
-            ("entropy", log.series("entropy"), "{:.3f}"),
-            ("tokens/s", log.throughput(), "{:,.0f}"),
-        ):
-            first, last, _ = log.first_and_last(values)
-            value = (unit.format(last), f"from {unit.format(first)}") if isfinite(last) else ("n/a", "")
-            by_name.setdefault(name, []).append(value)
-        reached = [b for b in log.bins() if 2 * b.n_sequences >= log.bins()[0].n_sequences]
-        least = min(reached, key=lambda b: b.lower_bound if isfinite(b.lower_bound) else 2)
-        by_name.setdefault("lowest p5", []).append(
-            (number(least.lower_bound), f"{log.tau.verdict(least)} {tau_name(log.tau)}")
-        )
-        by_name.setdefault("KV read", []).append((percent(log.kv_read()), "of the cache"))
-    order = ("reward", "lowest p5", "tokens/s", "KV read", "entropy")
-    return [(name, by_name[name]) for name in order if any(value != "n/a" for value, _ in by_name[name])]
 
 
 def setup_rows(log: RunLog) -> list[NamedValue]:
@@ -159,11 +99,6 @@ def describe_tail(b: BinMismatch, tau: Tau) -> str:
     verdict = tau.verdict(b)
     against = f" against {tau} (upper bound {number(b.upper_bound)})"
     return f"{number(b.lower_bound)}{interval}, {verdict}{against if verdict == 'undecided' else f' {tau}'}"
-
-
-def tau_name(tau: Tau) -> str:
-    """The short name of a tau, such as τ 0.86 or relative τ 0.9."""
-    return str(tau).replace("tau", "τ")
 
 
 def describe_schedule(schedule: SparsitySchedule) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparrow.errors import ConfigError
-from sparrow.mismatch import BetaTail, BinMismatch, Histogram, Tau
+from sparrow.mismatch import BinMismatch, Tau
 from sparrow.mismatch.drafts import DraftBin
 from sparrow.mismatch.tail import FloatArray
 from sparrow.run.directory import EVALUATIONS, METRICS, RECORDED, ROLLOUTS, LoggedResponse, Row, RunConfig, read_rows
@@ -124,17 +124,6 @@ class RunLog:
         names = [field.name for field in fields(BinMismatch)]
         return tuple(BinMismatch(**{name: _number(row[name]) for name in names if name in row}) for row in rows)
 
-    def ceiling(self) -> FloatArray:
-        """p5 of dense rollouts by length bin and the ends of its interval, at the last step, float64 [N, 3].
-
-        It is the best p5 that this pair of engines can have, the noise floor; nan where it was not measured.
-        """
-        rows = self.metrics[-1]["mismatch"]["bins"]
-        ceiling_N3 = np.full((max((row["bin"] + 1 for row in rows), default=0), 3), nan)
-        for row in rows:
-            ceiling_N3[row["bin"]] = [_number(row.get(name)) for name in ("ceiling", "ceiling_low", "ceiling_high")]
-        return ceiling_N3
-
     def throughput(self) -> FloatArray:
         """Response tokens per second of the rollout phase at each step, float64 [S]."""
         seconds = self.series("seconds", "rollout")
@@ -150,21 +139,10 @@ class RunLog:
                 tail_SN[index, b.bin] = b.lower_bound
         return tail_SN
 
-    def histogram(self, name: str, index: int = -1) -> Histogram:
-        """``histogram`` (of acceptance) or ``log_histogram`` (of 1 - acceptance) of one step."""
-        row = self.metrics[index]
-        hist = row["mismatch"][name]
-        if len(hist["edges"]) != len(hist["counts"]) + 1:
-            raise ConfigError(
-                f"step {row['step']} of {METRICS} has {len(hist['counts'])} counts for {len(hist['edges'])} edges "
-                f"in its {name}; restore the line"
-            )
-        return Histogram(tuple(hist["edges"]), tuple(hist["counts"]))
-
-    def beta_tail(self) -> BetaTail | None:
-        """The Beta distribution fitted to the tail at the last step."""
-        parameters = self.metrics[-1]["mismatch"]["beta_tail"]
-        return BetaTail(**parameters) if parameters else None
+    def histogram(self, index: int = -1) -> tuple[FloatArray, FloatArray]:
+        """Counts and edges of the acceptance rates at the recorded step with this ``index``."""
+        found = self.metrics[index]["mismatch"]["histogram"]
+        return np.array(found["counts"], dtype=float), np.array(found["edges"], dtype=float)
 
     def kv_read(self) -> float:
         """Share of the cached tokens that decoding read, over the whole run; nan if nothing was decoded."""
