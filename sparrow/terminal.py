@@ -135,6 +135,28 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
     )
 
 
+def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]) -> None:
+    """Print the modes side by side. Each row is the mode, the mean distance of a token's log-prob from the dense
+    policy's, and counts in the form of ``Counters.to_dict``."""
+
+    def cells(counts: Mapping[str, Any]) -> tuple[str, str, str]:
+        read, drafts = f"{counts['kv']['read_fraction']:.0%}", counts.get("drafts")
+        if not drafts:
+            return read, "", ""
+        return read, f"{drafts['tokens_per_cycle']:.2f}", f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}"
+
+    _print_columns(
+        title,
+        ("mode", "log p off by", "KV read", "tokens a cycle", "kept"),
+        [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows],
+    )
+    Console().print(
+        "log p off by: how far tokens' log-probs are from the dense policy's, on average; where that is rounding only, "
+        "samples are exactly the policy's; kept: drafts that verification kept",
+        highlight=False,
+    )
+
+
 def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
     """Print the results of ``sparrow calibrate``."""
     _print_columns(

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from sparrow import __version__
+from sparrow import __version__, terminal
 from sparrow.cli import main
 from sparrow.terminal import Progress
 
@@ -71,3 +71,14 @@ def test_completions_are_printed(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--tyro-print-completion", "bash"])
     assert not stopped.value.code and "--rollout.temperature" in capsys.readouterr().out
+
+
+def test_modes_stand_beside_each_other(capsys):
+    drafts = {"tokens_per_cycle": 4.5, "accepted": 9, "drafted": 10}
+    rows = [
+        ("dense", 3e-7, {"kv": {"read_fraction": 1.0}}),
+        ("lossless", 2e-7, {"kv": {"read_fraction": 0.76}, "drafts": drafts}),
+    ]
+    terminal.print_modes("held-out problems", rows)
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["dense", "3e-07", "100%"] in cells and ["lossless", "2e-07", "76%", "4.50", "90%"] in cells

@@ -6,6 +6,7 @@ import pytest
 
 from sparrow import loading
 from sparrow.cli import main
+from sparrow.commands.demo import Demo
 from sparrow.commands.train import Train
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
@@ -177,6 +178,7 @@ def test_evaluating_losslessly_samples_what_dense_does(checkpoint, tmp_path, mon
 def test_the_demo_runs_in_every_mode(mode, monkeypatch):
     commands = []
     monkeypatch.setattr(Train, "run", lambda command: commands.append(command))
+    monkeypatch.setattr(Demo, "compare", lambda command: None)
     main(["demo", "--mode", mode])
     decoding = commands[0].rollout.decoding(commands[0].schedule)
     assert decoding.mode == mode
