@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import vllm_check as base
 from common import parser
-from fp8_rounding import rounded_cache
+from rounding import rounded_cache
 from vllm import LLM, SamplingParams
 from vllm_check import options
 

@@ -82,6 +82,7 @@ def acceptance() -> str:
     names = {
         "all to bfloat16": "everything, to bfloat16", "nothing": "nothing", "cache": "keys and values, to fp8",
         "matrices": "matrices and their inputs, to fp8", "both": "both, to fp8",
+        "int8 cache": "keys and values, to int8", "int8 cache, matrices": "keys and values to int8, matrices to fp8",
     }  # fmt: skip
     rows = [
         [

@@ -1,8 +1,8 @@
-"""What fp8 keys and values, fp8 matrices and sparse attention each cost in acceptance, and together.
+"""What 8-bit keys and values, fp8 matrices and sparse attention each cost in acceptance, and together.
 
     python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
 
-The policy is dense and in float32. Actors differ from it in what they round (``benchmarks/fp8_rounding.py``, products
+The policy is dense and in float32. Actors differ from it in what they round (``benchmarks/rounding.py``, products
 in float32) and in what they read; all have a history of their own from the prompt on. An actor that is the policy in
 bfloat16 is the noise floor. Texts, positions and statistics are those of ``acceptance.py``.
 
@@ -26,11 +26,12 @@ from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from fp8_rounding import rounded_cache, rounded_matrices, scales_of
+from rounding import int8_cache, rounded_cache, rounded_matrices, scales_of
 
-ROUNDED = {"nothing": (), "matrices": ("matrices",), "cache": ("cache",), "both": ("cache", "matrices")}
-
-
+ROUNDED = {
+    "nothing": (), "matrices": ("matrices",), "cache": ("cache",), "both": ("cache", "matrices"),
+    "int8 cache": ("int8 cache",), "int8 cache, matrices": ("int8 cache", "matrices"),
+}  # fmt: skip
 DRAFTED = 12
 """Positions in a group."""
 
@@ -69,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             with contextlib.ExitStack() as stack:
                 if "cache" in ROUNDED.get(what["rounded"], ()):
                     stack.enter_context(rounded_cache(model, scales))
+                if "int8 cache" in ROUNDED.get(what["rounded"], ()):
+                    stack.enter_context(int8_cache(model))
                 if "matrices" in ROUNDED.get(what["rounded"], ()):
                     stack.enter_context(rounded_matrices(model))
                 alphas.append(lossy(model, ids, start, p, args.prompt, kept, implementation=args.implementation))

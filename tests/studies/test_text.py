@@ -17,7 +17,7 @@ from tests.conftest import VOCAB, tiny_model
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text", "fewer_bits", "fp8_rounding")
+MODULES = ("corpus", "train", "drafts", "acceptance", "vllm_acceptance", "tables_text", "fewer_bits", "rounding")
 CONTEXT, PAGES = 512, 16
 
 
@@ -357,9 +357,9 @@ def cached(model, ids):
 def test_a_model_rounds_what_it_caches_to_e4m3_with_the_scales_of_its_prompts(study, sharp):
     model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
     exact, logits = cached(model, ids), model(input_ids=ids).logits
-    scales = study.fp8_rounding.scales_of(model, ids[:, :64])
+    scales = study.rounding.scales_of(model, ids[:, :64])
     prompts = cached(model, ids[:, :64])
-    with study.fp8_rounding.rounded_cache(model, scales):
+    with study.rounding.rounded_cache(model, scales):
         rounded, changed = cached(model, ids), model(input_ids=ids).logits
     for before, after, prompt, scale_K in zip(exact, rounded, prompts, scales[0], strict=True):
         room = 448 * scale_K / prompt.abs().amax((0, 2, 3))
@@ -370,12 +370,23 @@ def test_a_model_rounds_what_it_caches_to_e4m3_with_the_scales_of_its_prompts(st
     assert torch.equal(model(input_ids=ids).logits, logits)  # nothing stays
 
 
+def test_a_model_rounds_what_it_caches_to_int8_with_a_scale_for_each_token_and_head(study, sharp):
+    model, ids = tiny_model(max_position_embeddings=CONTEXT), sharp[1]
+    exact = cached(model, ids)
+    with study.rounding.int8_cache(model):
+        rounded = cached(model, ids)
+    for before, after in zip(exact, rounded, strict=True):
+        step = before.abs().amax(-1, keepdim=True) / 127
+        assert torch.allclose((after / step).round() * step, after, atol=1e-6)
+        assert ((after - before).abs() <= step / 2 * 1.001).all() and not torch.equal(after, before)
+
+
 def test_matrices_have_a_scale_per_output_and_inputs_one_per_token(study):
     model = tiny_model()
     linear = model.model.layers[1].mlp.up_proj
     x = torch.randn(3, linear.in_features) * torch.tensor([[1.0], [100.0], [0.01]])
     weight, exact = linear.weight.detach().clone(), linear(x)
-    with study.fp8_rounding.rounded_matrices(model):
+    with study.rounding.rounded_matrices(model):
         rounded = linear(x)
 
     def through(matrix):
@@ -398,9 +409,9 @@ def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_pa
         "--texts", "3", "--cycles", "8", "--prompt", "32", "--implementation", "reference",
     ])  # fmt: skip
     rows = {(row["rounded"], row["budget"]): row["mean"][0] for row in result["rows"]}
-    assert len(rows) == len(result["rows"]) == 1 + 3 + 4 + 4
+    assert len(rows) == len(result["rows"]) == 1 + 5 + 6 + 6
     assert rows["nothing", everything] == 1 and rows["nothing", 64] < 0.95
-    for name in ("cache", "matrices", "both"):
+    for name in ("cache", "matrices", "both", "int8 cache, matrices"):
         assert rows[name, None] == rows[name, everything] < rows["all to bfloat16", None] - 0.01
-    assert rows["both", None] < rows["cache", None] < 1
+    assert rows["both", None] < rows["cache", None] < rows["int8 cache", None] < 1
     assert json.loads((tmp_path / "bits.json").read_text())["model"] == card

@@ -1,4 +1,4 @@
-"""A Qwen3 of transformers with keys, values or matrices in e4m3, rounded as in vLLM with Sparrow."""
+"""A Qwen3 of transformers with keys, values or matrices in 8 bits: e4m3, rounded as in vLLM with Sparrow, or int8."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ Scales = Sequence[tuple[Tensor, Tensor]]
 def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` as a cache or matrix with this scale holds it, in its own dtype."""
     return (to_fp8(x.float() / scale).float() * scale).to(x.dtype)
+
+
+def through_int8(x: Tensor) -> Tensor:
+    """``x`` as int8 holds it, the largest entry of each last dimension at 127, in its own dtype."""
+    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
+    return ((x.float() / scale).round() * scale).to(x.dtype)
 
 
 @contextmanager
@@ -54,6 +60,11 @@ def rounded_cache(model: Any, scales: Scales) -> Any:
         lambda i, k: through_fp8(k, scales[i][0][:, None, None]),
         lambda i, v: through_fp8(v, scales[i][1][:, None]),
     )
+
+
+def int8_cache(model: Any) -> Any:
+    """A context in which the model rounds keys and values to int8, with a scale for each token and head."""
+    return _watched(model, lambda _, k: through_int8(k), lambda _, v: through_int8(v))
 
 
 @torch.no_grad()
