@@ -9,8 +9,8 @@ sampler); everything else runs as in real use, the meter included. Parts:
 
 - ``points``: plain states, with each number of drafts for ``FIXED_S``, then with Sparrow choosing it for ``SECONDS``,
   the probing at the start included, and for ``SETTLED_S`` more, with sequences longer by the tokens generated before.
-- ``growth``: short contexts that grow by ``GROWTH`` tokens, with Sparrow choosing from the start; stock vLLM runs
-  through the same ones.
+- ``growth``: short contexts that grow by ``GROWTH`` tokens, with no drafts, and with Sparrow choosing from the start;
+  stock vLLM runs through the same ones.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
   there. The time of a token is a cycle's, divided by its tokens; the number of drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
@@ -271,10 +271,13 @@ def measure(arguments: argparse.Namespace) -> None:
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
         for batch, length in SHORT if "growth" in parts else ():
-            for rate in (None,) if decoding is None else GROWTH_RATES:
-                if rate is not None:
-                    rates.fill_(rate)
+            for rate in (None, *(() if decoding is None else GROWTH_RATES)):
+                if decoding is not None:
                     scheduler(bench).draft_length = DraftLength(choices)
+                    if rate is None:
+                        scheduler(bench).draft_length.choose = lambda *_: 0
+                    else:
+                        rates.fill_(rate)
                 row = growth(bench, batch, length)
                 if rate is not None:
                     row["cycles_by_drafts"] = scheduler(bench).draft_length.chosen

@@ -83,7 +83,7 @@ def lossless_growth() -> str:
         gains = [f"{row['tokens_per_s'] / base['tokens_per_s']:.2f}x" for row in ours]
         second = f"{again[batch, length]['tokens_per_s'] / base['tokens_per_s']:.2f}x"
         rows.append([batch, f"{length:,} to {base['length_reached']:,.0f}", spread, second, *gains])
-    rates = [f"{row['rate']}" for row in next(iter(groups.values()))]
+    rates = ["no drafts" if row["rate"] is None else f"{row['rate']}" for row in next(iter(groups.values()))]
     return table(["sequences", "tokens", "stock step, ms: median (10 to 90 %)", "stock again", *rates], rows)
 
 
