@@ -599,9 +599,9 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
 
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout):
-    caches = [make_caches("HN2D", 70, 1, 16, 64, layout, torch.float16)[::2] for _ in range(3)]
-    for k, _ in caches:
-        k[:] = torch.randint(-8, 9, k.shape).to(DEVICE, torch.float16)  # means are exact
+    keys, _, marks = make_caches("HN2D", 3 * 70, 1, 16, 64, layout, torch.float16)
+    keys[:] = torch.randint(-8, 9, keys.shape).to(DEVICE, torch.float16)  # means are exact
+    caches = list(zip(keys.split(70), marks.split(70), strict=True))  # a layer each, in one allocation
     expected = [(k, marks.clone()) for k, marks in caches]
     slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(DEVICE)
     assert len(slots) > 1024
