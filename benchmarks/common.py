@@ -110,6 +110,12 @@ def rounded(x: Any) -> Any:
     return float(f"{x:.5g}") if isinstance(x, float) else x
 
 
+def interval(values: list[float], digits: int, unit: str = "f") -> str:
+    """An estimate and, where there is one, its interval."""
+    estimate, *ends = (f"{x:.{digits}{unit}}" for x in values)
+    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]

@@ -19,13 +19,13 @@ import tables_lossless as lossless
 import tables_runs as runs
 import tables_speed as speed
 import tables_text as text
+import tables_text_training as text_training
 from common import ROOT, render
 
-TABLES: dict[str, Callable[[], str]] = {
-    name: write
-    for module in (speed, runs, cost, calibration, calibration_cost, relative_tau, distill, lossless, text, fp8)
-    for name, write in module.TABLES.items()
-}
+MODULES = (
+    speed, runs, cost, calibration, calibration_cost, relative_tau, distill, lossless, text, text_training, fp8
+)  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {name: write for module in MODULES for name, write in module.TABLES.items()}
 NAMES = (
     "performance", "cost", "vllm", "scaling", "integrations", "calibration", "method", "distill", "lossless", "paper",
     "selectors", "stability-text",

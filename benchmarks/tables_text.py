@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from common import Row, load, table
+from common import Row, interval, load, table
 
 KINDS = ("rejection", "drafter invariant")  # how drafts are verified
 UNEVEN = ("even", "layers", "kv heads", "page scores", "two levels", "pairs of layers", "together")
@@ -34,18 +34,12 @@ def _rows(mode: str, reuse: int = 1) -> dict[tuple[int, str], Row]:
     return dict(sorted(rows.items(), key=lambda item: (item[1]["dense_layers"], item[0][0])))
 
 
-def _interval(interval: list[float], digits: int, unit: str = "f") -> str:
-    """An estimate and, where there is one, its interval."""
-    estimate, *ends = (f"{x:.{digits}{unit}}" for x in interval)
-    return f"{estimate} [{', '.join(ends)}]" if ends else estimate
-
-
 def text_acceptance() -> str:
     lossy = _rows("lossy")
     rows, counts = [], []
     for (budget, dense), row in _rows("lossless").items():
         other = lossy[budget, dense]
-        spans = [f"{_interval(r['mean'], 3)} | {_interval(r['p5'], 2)}" for r in (row, other)]
+        spans = [f"{interval(r['mean'], 3)} | {interval(r['p5'], 2)}" for r in (row, other)]
         counts = list(row["tokens_a_cycle"])
         rows.append(
             [f"{budget:,}", dense, *spans, *("{:.2f} ({:.2f})".format(*row["tokens_a_cycle"][k]) for k in counts)]
@@ -74,8 +68,8 @@ def text_tail() -> str:
         tail = row["beta_tail"]
         below = [tail["n"] / row["n"], *reversed(tail.get("fraction_interval", []))]
         distance = [tail["ks"], *tail.get("ks_interval", [])]
-        cells = [_interval([1 - x for x in below], 0, "%"), f"Beta({tail['a']:.2f}, {tail['b']:.2f})"]
-        rows.append([f"{budget:,}", dense, *cells, _interval(distance, 3)])
+        cells = [interval([1 - x for x in below], 0, "%"), f"Beta({tail['a']:.2f}, {tail['b']:.2f})"]
+        rows.append([f"{budget:,}", dense, *cells, interval(distance, 3)])
     return table(["tokens read", "dense layers", "above 0.999", "fit to the others", "KS distance"], rows)
 
 
@@ -97,9 +91,9 @@ def text_shared_noise() -> str:
     for row in load("text_shared_noise")["rows"]:
         kept, cycles = row["kept"], row["tokens_a_cycle"]
         counts = list(cycles)
-        cells = [_interval(kept["rejection"], 3), _interval(kept["shared noise"], 3), f"{kept['at least']:.3f}"]
+        cells = [interval(kept["rejection"], 3), interval(kept["shared noise"], 3), f"{kept['at least']:.3f}"]
         for k in counts:
-            pair = "; ".join(_interval(cycles[k][how], 2) for how in ("rejection", "shared noise"))
+            pair = "; ".join(interval(cycles[k][how], 2) for how in ("rejection", "shared noise"))
             cells.append(f"{pair}; {cycles[k]['ratio'][0] - 1:.1%}")
         rows.append([f"{row['budget']:,}", *cells])
     head = ["tokens read", "kept by rejection sampling", "with the same Gumbel noise", "at least, a / (2 - a)"]
@@ -112,7 +106,7 @@ def text_vllm(study: str) -> str:
     rows = []
     for row in [*result["bins"], {"start": "all", **{k: v for k, v in result.items() if k != "bins"}}]:
         where = "all" if row["start"] == "all" else f"{row['start']:,} to {row['end']:,}"
-        measured, predicted = _interval(row["tokens_a_cycle"], 2), f"{row['predicted']['sampled']:.2f}"
+        measured, predicted = interval(row["tokens_a_cycle"], 2), f"{row['predicted']['sampled']:.2f}"
         share = f"{row['measured_over_predicted']:.1%}"
         rows.append([where, row["cycles"], measured, predicted, share, f"{row['mean_acceptance']:.3f}"])
     head = ["position", "cycles", "tokens a cycle in vLLM", "predicted for the same cycles", "", "mean acceptance"]
@@ -123,7 +117,7 @@ def text_metered() -> str:
     """One line: another schedule as vLLM measured it during a run, and as the model has it at cycles of that run."""
     result = load("text_vllm_metered")["metered"]
     pairs = (
-        f"{name} {result['measured'][name]:.3f}, where the model itself has {_interval(result['predicted'][name], 3)}"
+        f"{name} {result['measured'][name]:.3f}, where the model itself has {interval(result['predicted'][name], 3)}"
         for name in ("mean", "p5")
     )
     return f"{result['budget']} tokens read, {result['drafts']:,} drafts measured: {'; '.join(pairs)}.\n"
@@ -133,7 +127,7 @@ def _bytes(study: str, cells: Callable[[Row], list[str]], head: list[str]) -> st
     rows = []
     for row in load("text_bytes")["rows"]:
         if row["study"] == study:
-            shown = [f"{row['mean'][0]:.3f}", _interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
+            shown = [f"{row['mean'][0]:.3f}", interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
             rows.append([*cells(row), f"{row['tokens_read']:,.0f}", *shown])
     return table([*head, "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"], rows)
 
@@ -157,7 +151,7 @@ def text_layers() -> str:
 
 def text_kept() -> str:
     rows = [
-        [row["sink_pages"], row["recent_pages"], f"{row['mean'][0]:.3f}", _interval(row["p5"], 2)]
+        [row["sink_pages"], row["recent_pages"], f"{row['mean'][0]:.3f}", interval(row["p5"], 2)]
         for row in load("text_bytes")["rows"]
         if row["study"] in ("sink pages", "recent pages")
     ]
@@ -171,7 +165,7 @@ def text_uneven(study: str) -> str:
         if row["study"] == study:
             cells = [] if study == "even" else [row["how"]]
             cells += [f"{row['budget']:,}", f"{row['tokens_read']:,.0f}", f"{row['mean'][0]:.3f}"]
-            cells += [_interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
+            cells += [interval(row["p5"], 2), f"{row['tokens_a_cycle']['8'][0]:.2f}"]
             rows.append(cells if study == "even" else [*cells, _difference(row["minus_even"]["p5"])])
     head = ["tokens read", "bytes read, in tokens of a layer", "mean", "p5", "tokens a cycle, k = 8"]
     return table(head if study == "even" else [study, *head, "p5 minus even, same bytes"], rows)
@@ -184,7 +178,7 @@ def text_uneven_target() -> str:
     for row in result["targets"]:
         reached = "" if row["reached"] is None else f"{row['reached']:,.0f} ({row['reached'] / whole:.0%})"
         name = "even" if row["study"] == "even" else f"{row['study']}: {row['how']}"
-        rows.append([name, _interval(row["p5_at_half"], 3), reached])
+        rows.append([name, interval(row["p5_at_half"], 3), reached])
     return table(
         ["", f"p5 at {whole / 2:,.0f} tokens' worth", f"tokens' worth at a p5 of {result['target']:.2f}"], rows
     )
@@ -193,128 +187,6 @@ def text_uneven_target() -> str:
 def _difference(interval: list[float]) -> str:
     estimate, low, high = interval
     return f"{estimate:+.3f} [{low:+.3f}, {high:+.3f}]"
-
-
-def text_control() -> str:
-    """GRPO on the text model by arm; mean and 95 % interval over seeds, differences to the dense run of the seed."""
-    rows = []
-    for row in load("text_control")["rows"]:
-        dense = row["arm"] == "dense"
-        p5, read, kl = f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}"
-        cells = [f"`{row['arm']}`", len(row["seeds"]), p5, read, kl]
-        cells += [_spread(row["reward_end"]), "" if dense else _spread(row["reward_minus_dense"], "+")]
-        cells += ["" if dense else _spread(row["whole_reward_minus_dense"], "+")]
-        cells += [f"{row['held_out_start'][0]:.3f}", _spread(row["held_out_end"])]
-        cells += ["" if dense else _spread(row["held_out_minus_dense"], "+")]
-        rows.append([*cells, f"{row['collapsed']} of {len(row['seeds'])}"])
-    head = ["arm", "seeds", "p5", "KV read", "KL", "actor's reward, last 5 steps", "minus dense", "all steps"]
-    return table([*head, "held-out reward, start", "end", "minus dense", "collapsed"], rows)
-
-
-def text_corrections() -> str:
-    """GRPO on the text model by correction, with an adapter and with the closed loop; differences by seed."""
-    rows = []
-    for row in load("text_corrections")["rows"]:
-        plain, steps = row["whole_reward_minus_plain"], sorted({row["steps"][0], row["steps"][-1]})
-        cells = [f"`{row['arm']}`", len(row["seeds"]), " to ".join(map(str, steps))]
-        cells += [f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}", f"{row['held_out_end'][0]:.3f}"]
-        cells += ["" if row["arm"] == "dense" else _spread(row["whole_reward_minus_dense"], "+")]
-        rows.append([*cells, _spread(plain, "+") if plain else ""])
-    head = ["arm", "seeds", "steps", "p5", "KV read", "KL", "held-out reward, end", "actor's reward minus dense's"]
-    return table([*head, "minus that of the same schedule with token TIS"], rows)
-
-
-def text_control_model(study: str) -> str:
-    """One line: the model that was trained, and how."""
-    result = load(study)
-    card, s = result["model"], result["settings"]
-    return (
-        f"{card['parameters'] / 1e6:.0f} M parameters, trained for {card['training_s']:.0f} s on one {card['device']}, "
-        f"held-out loss {card['held_out_loss']:.2f}. {s['steps']} steps of {s['prompts']} prompts x {s['samples']} "
-        f"responses of at most {s['max_new_tokens']} tokens, temperature {s['temperature']:g}, AdamW at "
-        f"{s['learning_rate']:g}, correction `{s['correction']}`. Held-out reward: the policy's, decoded densely, on "
-        f"{s['held_out']} problems.\n"
-    )
-
-
-def text_control_ranks() -> str:
-    """Spearman's correlation of each statistic at step 1 with what a run lost against dense, and 95 % intervals."""
-    ranking = load("text_control")["ranking"]
-    kinds = ("reward", "held_out")
-    rows = [[name, *(_interval(ranking[kind][name], 2) for kind in kinds)] for name in ranking["reward"]]
-    return table(["statistic", "actor's reward, all steps", "held-out reward at the end"], rows)
-
-
-def text_wall_clock() -> str:
-    """GRPO of the widened text model by arm: seconds of a step and where a decode step's time goes."""
-    result = load("text_wall_clock")
-    rows = []
-    for run, row in zip(result["arms"], result["rows"], strict=True):
-        profile, seconds = run["profile"], run["seconds"]
-        waiting = profile["clock_ms"] - profile["attention_ms"] - profile["other_ms"]
-        decode = [profile["clock_ms"], profile["attention_ms"], profile["other_ms"], waiting]
-        saved = row["saved_by_attention"]
-        cells = [f"`{run['arm']}`", run["model"] + 1]
-        cells += [f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync")]
-        cells += [f"{run['step_s']:.1f}", _interval(row["rollout_share"], 0, "%")]
-        cells += [f"{row['rollout_speedup']:.2f}x" if saved else ""]
-        cells += [f"{ms:.2f}" for ms in decode]
-        rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
-    head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout's part"]
-    head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
-    return table([*head, "saved by attention"], rows)
-
-
-def text_wall_clock_paired() -> str:
-    """Each arm against dense, step by step on the same problems."""
-    rows = []
-    for row in load("text_wall_clock")["paired"]:
-        cells = [f"`{row['arm']}`", len(row["seeds"]), row["pairs"], _interval(row["step_speedup"], 2)]
-        rows.append([*cells, ", ".join(f"{x:+.3f}" for x in row["reward_minus_dense"])])
-    return table(["rollouts", "models", "pairs of steps", "step over dense", "reward minus dense's, by model"], rows)
-
-
-def text_wall_clock_model() -> str:
-    """A line: what was trained; and one for each model."""
-    result = load("text_wall_clock")
-    dense = result["arms"][0]
-    o = dense["options"]
-    text = (
-        f"{dense['device']}; {o['copies']} copies of every head, "
-        f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
-        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}."
-        "\n\n"
-    )
-    for i, card in enumerate(result["models"]):
-        (lossy,) = (run for run in result["arms"] if run["arm"] == "p86" and run["model"] == i)
-        text += (
-            f"- Model {i + 1}: held-out loss {card['held_out_loss']:.2f}, problems of seed {lossy['seed']}; `p86` "
-            f"selects {', '.join(map(str, lossy['top_k']))} pages by 256 tokens of context, beside the first and the "
-            "latest.\n"
-        )
-    return text
-
-
-def text_wall_clock_rewards() -> str:
-    """What the arms earned, by steps and by minutes."""
-    rows = []
-    result = load("text_wall_clock")
-    for run, row in zip(result["arms"], result["rows"], strict=True):
-        cycle = "" if run["tokens_per_cycle"] is None else f"{run['tokens_per_cycle']:.1f}"
-        held = ", ".join(f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"])
-        cells = [f"`{run['arm']}`", run["model"] + 1, f"{run['tokens']:,.0f}", cycle, f"{row['reward']:.3f}"]
-        rows.append([*cells, f"{row['minutes']:.1f}", held])
-    first = f"reward, mean of the first {result['rows'][0]['first_steps']} steps"
-    head = ["rollouts", "model", "tokens a response", "tokens a cycle", first, "minutes they took"]
-    return table([*head, "policy's held-out reward (at minute)"], rows)
-
-
-def _spread(interval: list[float | None], sign: str = "") -> str:
-    """A mean over seeds and the half width of its interval, if there are several seeds."""
-    mean, _, high = interval
-    if mean is None:
-        return "no dense run"
-    return f"{mean:{sign}.3f}" if high is None else f"{mean:{sign}.3f} ± {high - mean:.3f}"
 
 
 def text_distill_setting() -> str:
@@ -342,9 +214,9 @@ def text_distill() -> str:
         gains = [_difference(row["gain"][name]) if "gain" in row else "" for name in ("mean", "p5")]
         rate = f"{row['learning_rate']:g}" if "learning_rate" in row else ""
         cells = [names[row["loss"]], rate, row["responses"]]
-        cells += [f"{held['mean'][0]:.3f}", gains[0], _interval(held["p5"], 3), gains[1]]
-        cells += [_interval(own[name], 3) if own else "" for name in ("mean", "p5")]
-        cells += [_interval(drafts["mean"], 3) if drafts else ""]
+        cells += [f"{held['mean'][0]:.3f}", gains[0], interval(held["p5"], 3), gains[1]]
+        cells += [interval(own[name], 3) if own else "" for name in ("mean", "p5")]
+        cells += [interval(drafts["mean"], 3) if drafts else ""]
         cells += ["{:.2f} ({:.2f})".format(*drafts["tokens_a_cycle"][k]) if drafts else "" for k in counts]
         rows.append(cells)
     head = ["loss", "learning rate", "responses seen", "held out: mean", "gain", "p5", "gain"]
@@ -358,7 +230,7 @@ def reasoner_acceptance() -> str:
     for model in load("reasoner_acceptance")["models"]:
         for row in model["rows"]:
             lossy, (few, many) = row["lossy"], (row["lossless"][k] for k in ("4", "8"))
-            spans = [_interval(lossy[name], 3) for name in ("mean", "p5")]
+            spans = [interval(lossy[name], 3) for name in ("mean", "p5")]
             drafts = [f"{few['acceptance']:.3f}", f"{few['p5']:.3f}"]
             cycles = [f"{metrics['tokens_per_cycle']:.2f}" for metrics in (few, many)]
             which = f"{model['layers']} layers, {model['lines']} lines"
@@ -396,15 +268,6 @@ TABLES = {
     "text uneven target": text_uneven_target,
     "text distill": text_distill,
     "text distill setting": text_distill_setting,
-    "text control": text_control,
-    "text corrections": text_corrections,
-    "text corrections model": partial(text_control_model, "text_corrections"),
-    "text control model": partial(text_control_model, "text_control"),
-    "text control ranks": text_control_ranks,
-    "text wall clock": text_wall_clock,
-    "text wall clock model": text_wall_clock_model,
-    "text wall clock paired": text_wall_clock_paired,
-    "text wall clock rewards": text_wall_clock_rewards,
     "text model": text_model,
     "text acceptance": text_acceptance,
     "text acceptance by length": text_lengths,

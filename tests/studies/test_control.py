@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("benchmarks", "studies/common", "studies/reasoner", "studies/text")
 MODULES = ("corpus", "task", "control", "control_summary", "control_figure", "train")
-MODULES += ("graph_engine", "many_runs", "tables_text")
+MODULES += ("graph_engine", "many_runs", "tables_text_training")
 PROMPT = '''# file shop/stock.py
 """Stock."""
 import math
@@ -349,9 +349,11 @@ def test_the_study_end_to_end(study, checkpoint, tmp_path, monkeypatch):
     (tmp_path / "p50-2.jsonl").write_text("".join(lines[:3]) + lines[3][:20])
     (tmp_path / "p50-3.jsonl").write_text("")
 
-    monkeypatch.setattr(study.tables_text, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text()))
+    monkeypatch.setattr(
+        study.tables_text_training, "load", lambda name: json.loads((tmp_path / f"{name}.json").read_text())
+    )
     study.control_summary.main(study.control_summary.Options((tmp_path,), folder, tmp_path / "text_control.json"))
-    lines = study.tables_text.text_control().splitlines()
+    lines = study.tables_text_training.text_control().splitlines()
     assert [line.split("|")[1].strip() for line in lines[2:]] == ["`dense`", "`p50`", "`p93`"]
     result = json.loads((tmp_path / "text_control.json").read_text())
     rows = result["rows"]

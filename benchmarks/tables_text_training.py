@@ -1,0 +1,142 @@
+"""Tables of what ``studies/text`` trains: the control study, its corrections, and reward against wall-clock."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from common import interval, load, table
+
+
+def text_control() -> str:
+    """GRPO on the text model by arm; mean and 95 % interval over seeds, differences to the dense run of the seed."""
+    rows = []
+    for row in load("text_control")["rows"]:
+        dense = row["arm"] == "dense"
+        p5, read, kl = f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}"
+        cells = [f"`{row['arm']}`", len(row["seeds"]), p5, read, kl]
+        cells += [_spread(row["reward_end"]), "" if dense else _spread(row["reward_minus_dense"], "+")]
+        cells += ["" if dense else _spread(row["whole_reward_minus_dense"], "+")]
+        cells += [f"{row['held_out_start'][0]:.3f}", _spread(row["held_out_end"])]
+        cells += ["" if dense else _spread(row["held_out_minus_dense"], "+")]
+        rows.append([*cells, f"{row['collapsed']} of {len(row['seeds'])}"])
+    head = ["arm", "seeds", "p5", "KV read", "KL", "actor's reward, last 5 steps", "minus dense", "all steps"]
+    return table([*head, "held-out reward, start", "end", "minus dense", "collapsed"], rows)
+
+
+def text_corrections() -> str:
+    """GRPO on the text model by correction, with an adapter and with the closed loop; differences by seed."""
+    rows = []
+    for row in load("text_corrections")["rows"]:
+        plain, steps = row["whole_reward_minus_plain"], sorted({row["steps"][0], row["steps"][-1]})
+        cells = [f"`{row['arm']}`", len(row["seeds"]), " to ".join(map(str, steps))]
+        cells += [f"{row['p5'][0]:.3f}", f"{row['read']:.2f}", f"{row['kl'][0]:.1e}", f"{row['held_out_end'][0]:.3f}"]
+        cells += ["" if row["arm"] == "dense" else _spread(row["whole_reward_minus_dense"], "+")]
+        rows.append([*cells, _spread(plain, "+") if plain else ""])
+    head = ["arm", "seeds", "steps", "p5", "KV read", "KL", "held-out reward, end", "actor's reward minus dense's"]
+    return table([*head, "minus that of the same schedule with token TIS"], rows)
+
+
+def text_control_model(study: str) -> str:
+    """One line: the model that was trained, and how."""
+    result = load(study)
+    card, s = result["model"], result["settings"]
+    return (
+        f"{card['parameters'] / 1e6:.0f} M parameters, trained for {card['training_s']:.0f} s on one {card['device']}, "
+        f"held-out loss {card['held_out_loss']:.2f}. {s['steps']} steps of {s['prompts']} prompts x {s['samples']} "
+        f"responses of at most {s['max_new_tokens']} tokens, temperature {s['temperature']:g}, AdamW at "
+        f"{s['learning_rate']:g}, correction `{s['correction']}`. Held-out reward: the policy's, decoded densely, on "
+        f"{s['held_out']} problems.\n"
+    )
+
+
+def text_control_ranks() -> str:
+    """Spearman's correlation of each statistic at step 1 with what a run lost against dense, and 95 % intervals."""
+    ranking = load("text_control")["ranking"]
+    kinds = ("reward", "held_out")
+    rows = [[name, *(interval(ranking[kind][name], 2) for kind in kinds)] for name in ranking["reward"]]
+    return table(["statistic", "actor's reward, all steps", "held-out reward at the end"], rows)
+
+
+def text_wall_clock() -> str:
+    """GRPO of the widened text model by arm: seconds of a step and where a decode step's time goes."""
+    result = load("text_wall_clock")
+    rows = []
+    for run, row in zip(result["arms"], result["rows"], strict=True):
+        profile, seconds = run["profile"], run["seconds"]
+        waiting = profile["clock_ms"] - profile["attention_ms"] - profile["other_ms"]
+        decode = [profile["clock_ms"], profile["attention_ms"], profile["other_ms"], waiting]
+        saved = row["saved_by_attention"]
+        cells = [f"`{run['arm']}`", run["model"] + 1]
+        cells += [f"{seconds[phase]:.1f}" for phase in ("rollout", "score", "update", "sync")]
+        cells += [f"{run['step_s']:.1f}", interval(row["rollout_share"], 0, "%")]
+        cells += [f"{row['rollout_speedup']:.2f}x" if saved else ""]
+        cells += [f"{ms:.2f}" for ms in decode]
+        rows.append([*cells, f"{100 * saved:.0f} %" if saved else ""])
+    head = ["rollouts", "model", "rollout, s", "scoring", "update", "new weights", "step, s", "rollout's part"]
+    head += ["rollout over dense", "decoding a token, ms", "attention", "other kernels", "neither"]
+    return table([*head, "saved by attention"], rows)
+
+
+def text_wall_clock_paired() -> str:
+    """Each arm against dense, step by step on the same problems."""
+    rows = []
+    for row in load("text_wall_clock")["paired"]:
+        cells = [f"`{row['arm']}`", len(row["seeds"]), row["pairs"], interval(row["step_speedup"], 2)]
+        rows.append([*cells, ", ".join(f"{x:+.3f}" for x in row["reward_minus_dense"])])
+    return table(["rollouts", "models", "pairs of steps", "step over dense", "reward minus dense's, by model"], rows)
+
+
+def text_wall_clock_model() -> str:
+    """A line: what was trained; and one for each model."""
+    result = load("text_wall_clock")
+    dense = result["arms"][0]
+    o = dense["options"]
+    text = (
+        f"{dense['device']}; {o['copies']} copies of every head, "
+        f"{dense['token_bytes'] / 1024:.0f} KiB of cache a token; {o['prompts']} prompts x {o['samples']} responses of "
+        f"at most {o['max_new_tokens']:,} tokens, temperature {o['temperature']:g}, AdamW at {o['learning_rate']:g}."
+        "\n\n"
+    )
+    for i, card in enumerate(result["models"]):
+        (lossy,) = (run for run in result["arms"] if run["arm"] == "p86" and run["model"] == i)
+        text += (
+            f"- Model {i + 1}: held-out loss {card['held_out_loss']:.2f}, problems of seed {lossy['seed']}; `p86` "
+            f"selects {', '.join(map(str, lossy['top_k']))} pages by 256 tokens of context, beside the first and the "
+            "latest.\n"
+        )
+    return text
+
+
+def text_wall_clock_rewards() -> str:
+    """What the arms earned, by steps and by minutes."""
+    rows = []
+    result = load("text_wall_clock")
+    for run, row in zip(result["arms"], result["rows"], strict=True):
+        cycle = "" if run["tokens_per_cycle"] is None else f"{run['tokens_per_cycle']:.1f}"
+        held = ", ".join(f"{reward:.2f} ({seconds / 60:.1f})" for seconds, reward in run["held_out"])
+        cells = [f"`{run['arm']}`", run["model"] + 1, f"{run['tokens']:,.0f}", cycle, f"{row['reward']:.3f}"]
+        rows.append([*cells, f"{row['minutes']:.1f}", held])
+    first = f"reward, mean of the first {result['rows'][0]['first_steps']} steps"
+    head = ["rollouts", "model", "tokens a response", "tokens a cycle", first, "minutes they took"]
+    return table([*head, "policy's held-out reward (at minute)"], rows)
+
+
+def _spread(interval: list[float | None], sign: str = "") -> str:
+    """A mean over seeds and the half width of its interval, if there are several seeds."""
+    mean, _, high = interval
+    if mean is None:
+        return "no dense run"
+    return f"{mean:{sign}.3f}" if high is None else f"{mean:{sign}.3f} ± {high - mean:.3f}"
+
+
+TABLES = {
+    "text control": text_control,
+    "text corrections": text_corrections,
+    "text corrections model": partial(text_control_model, "text_corrections"),
+    "text control model": partial(text_control_model, "text_control"),
+    "text control ranks": text_control_ranks,
+    "text wall clock": text_wall_clock,
+    "text wall clock model": text_wall_clock_model,
+    "text wall clock paired": text_wall_clock_paired,
+    "text wall clock rewards": text_wall_clock_rewards,
+}
