@@ -43,10 +43,10 @@ class Prefill:
     blocks: Tensor | None = None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
 
 
-class Group:
-    """The layers of one builder, whose tokens have the same slots: landmarks are brought up to date in all at once.
+class LayerGroup:
+    """The layers of one KV cache group, which keep a token in the same slot: their landmarks are updated together.
 
-    One launch for all layers takes the host, and the CUDA graph of a dense step, less time than one for each.
+    One launch for all layers costs the host, and the CUDA graph of a dense step, less than one for each.
     """
 
     def __init__(self, layers: Iterable[Any]) -> None:
@@ -80,7 +80,7 @@ class Step:
     top_k: Tensor
     block_table: Tensor  # int32 [B, M]
     prefills: tuple[Prefill, ...]  # the remaining rows
-    group: Group | None = None  # the layers that store the tokens of ``prefills`` in the same slots
+    layers: LayerGroup | None = None  # those that store the tokens of ``prefills``; None: a step without any
     # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in draft steps, and with
     # an fp8 cache
     everything: Tensor | None = None
@@ -96,7 +96,7 @@ class SparseBuilder(VLLMClass):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = find(vllm_config)
         layers = vllm_config.compilation_config.static_forward_context
-        self._group = Group(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
+        self._layers = LayerGroup(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
         if self.runtime is not None and not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
@@ -116,7 +116,7 @@ class SparseBuilder(VLLMClass):
             metadata.sparrow = Step(
                 rows=0, lengths=common.seq_lens[:0], top_k=self.runtime.begin_step(0, None),
                 block_table=common.block_table_tensor[:0], prefills=(Prefill(slice(None), metadata),),
-                group=self._group,
+                layers=self._layers,
             )  # fmt: skip
             return metadata
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
@@ -135,7 +135,7 @@ class SparseBuilder(VLLMClass):
             top_k=self.runtime.begin_step(rows, is_prefilling),
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
             prefills=tuple(prefills),
-            group=self._group,
+            layers=self._layers,
             everything=None if self.runtime.fp8_cache is None else self.runtime.everything(rows),
         )
         return metadata
@@ -262,9 +262,9 @@ class SparseImpl(VLLMClass):
         for part in step.prefills:
             cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
             super().forward(layer, query[at], key[at], value[at], cache, part.metadata, output[at])
-        if step.prefills and step.group is not None and step.group.ends_with(layer):
+        if step.layers is not None and step.layers.ends_with(layer):
             for part in step.prefills:
-                step.group.update_landmarks(part.metadata.slot_mapping)
+                step.layers.update_landmarks(part.metadata.slot_mapping)
         if B:
             top_k = step.top_k if self.is_sparse_layer or step.everything is None else step.everything
             attention.paged_decode(

@@ -54,7 +54,8 @@ class Runtime:
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
-        self._plain_rows = 0  # sequences of passes without drafts, and the tokens that they read
+        # The same of passes without drafts: sequences, and the tokens that each place of the batch has read.
+        self._plain_rows = 0
         self._plain_lengths = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
@@ -259,20 +260,18 @@ class Runtime:
         }
         self._prefill_rows = 0
         if self.is_lossless:  # the steps counted above are drafts
-            plain = int(self._plain_lengths.sum()), self._plain_rows
-            read, held, emitted, passes = (
-                a + b for a, b in zip(self._verified.tolist(), (plain[0], plain[0], plain[1], plain[1]), strict=True)
-            )
+            read, held, emitted, passes = self._verified.tolist()
+            plain_tokens = int(self._plain_lengths.sum())
+            settled |= {
+                "tokens_read": settled["tokens_read"] + (sparse + dense) * (read + plain_tokens),
+                "tokens_held": (sparse + dense) * (held + plain_tokens),
+                "drafted": rows.sum(),
+                "accepted": emitted - passes,
+                "emitted": emitted + self._plain_rows,
+            }
             self._verified.zero_()
             self._plain_lengths.zero_()
             self._plain_rows = 0
-            settled |= {
-                "tokens_read": settled["tokens_read"] + (sparse + dense) * read,
-                "tokens_held": (sparse + dense) * held,
-                "drafted": rows.sum(),
-                "accepted": emitted - passes,
-                "emitted": emitted,
-            }
         self._counts.update({name: int(count) for name, count in settled.items()})
 
 
