@@ -27,8 +27,13 @@ DENSE_NEAR = 0.7
 """Dense steps are timed again only if they had this share of the best speed; else they cannot win."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
+DENSE_LEAD = 0.05
+"""By how much drafting must be faster than dense decoding to be chosen: times scatter by as much where steps wait for
+the host, and a wrong choice there would make lossless decoding the slower one."""
 HOPELESS = 0.9
 """A number of drafts is not tried if its speed, predicted or at the nearest batch, is below this share of the best."""
+GIVE_UP = 0.8
+"""A number of drafts is not timed to the end if its speed at its fastest time so far is below this share of dense's."""
 PRIOR = (9.0, 10.0)
 """Drafts accepted and judged that are assumed before any was seen."""
 REACH, OPTIMISM = 2, 0.85
@@ -100,7 +105,7 @@ class DraftLength:
             near = [k for k in speed if k != current and speed[k] >= HOPELESS * max(speed.values())]
             if near:
                 timed.pop(near[self._cycles[key] // RETIME % len(near)])
-        choice = next((k for k in self._promising(key) if len(timed.get(k, ())) < PROBES), None)
+        choice = next((k for k in self._promising(key) if not self._is_timed(key, k)), None)
         if choice is not None:
             self._being_timed.add(key)
         else:
@@ -148,8 +153,17 @@ class DraftLength:
 
     def _known(self, key: Key) -> dict[int, float]:
         """Seconds of a cycle with each number of drafts: as timed here if often enough, else as taken over."""
-        timed = {k: _typical(of) for k, of in self._seconds[key].items() if len(of) >= PROBES}
+        timed = {k: _typical(of) for k, of in self._seconds[key].items() if self._is_timed(key, k)}
         return {**self._taken_over[key], **timed}
+
+    def _is_timed(self, key: Key, drafts: int) -> bool:
+        """Whether a number of drafts was timed often enough, or is too slow to be worth more."""
+        times, dense = self._seconds[key].get(drafts, ()), self._seconds[key].get(0, ())
+        if len(times) >= PROBES:
+            return True
+        if not drafts or len(times) < 2 or len(dense) < PROBES:  # one time may be slow by chance
+            return False
+        return self._speed(key, drafts, min(times)) < GIVE_UP * self._speed(key, 0, _typical(dense))
 
     def _judged(self, step: int) -> list[float]:
         """Drafts accepted and judged at this length, else at the nearest, but scaled to so few that they soon fade."""
@@ -161,13 +175,14 @@ class DraftLength:
         return [PRIOR[1] * accepted / judged, PRIOR[1]]
 
     def _speed(self, key: Key, drafts: int, seconds: float) -> float:
-        """Tokens per second of a sequence with so many drafts."""
-        return tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
+        """Tokens per second of a sequence with so many drafts; dense decoding has its lead in it."""
+        lead = 1.0 if drafts else 1 + DENSE_LEAD
+        return lead * tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
 
     def _speeds(self, key: Key) -> dict[int, float]:
-        """Tokens per second of a sequence with each number of drafts that was timed often enough in such batches."""
+        """Tokens per second of a sequence with each number of drafts that was timed in such batches."""
         timed = self._seconds[key]
-        return {k: self._speed(key, k, _typical(of)) for k, of in timed.items() if len(of) >= PROBES}
+        return {k: self._speed(key, k, _typical(of)) for k, of in timed.items() if self._is_timed(key, k)}
 
     def _dense_is_due(self, key: Key) -> bool:
         cycles = self._cycles[key]
