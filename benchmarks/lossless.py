@@ -8,9 +8,8 @@ model's drafts means nothing, so vLLM is told to accept each draft with a given 
 sampler); everything else runs as in real use, the meter included. Parts:
 
 - ``points``: plain states, with each number of drafts for ``FIXED_S``, then with Sparrow choosing it for ``SECONDS``,
-  the probing at the start included, and for ``SETTLED_S`` more, with sequences longer by the tokens generated before.
-- ``growth``: short contexts that grow by ``GROWTH`` tokens, with no drafts, and with Sparrow choosing from the start;
-  stock vLLM runs through the same ones.
+  the probing at the start included, and for ``SETTLED_S`` more. Sequences begin shorter by half of what they will grow,
+  as fast as the row before, so that their mean length is the state's.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
   there. The time of a token is a cycle's, divided by its tokens; the number of drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
@@ -43,9 +42,6 @@ from sparrow.vllm.adapt import DraftLength
 
 SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 2.0
-GROWTH, SHORT = 1024, [(64, 320), (64, 1024), (8, 1024), (1, 1024), (64, 4096)]
-GROWTH_RATES = (0.95, 0.9, 0.5)
-BLOCK = 16  # tokens in a block of vLLM's KV cache
 STATES = 16
 SETTLED = 256
 """Tokens that a request may grow by while the number of drafts is chosen."""
@@ -74,15 +70,11 @@ def abandon(bench: Bench, batch: int) -> None:
         engine.step()
 
 
-def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float, tokens: int = 0) -> dict[str, float]:
-    """Cycles of running requests: tokens per second, and the time of a cycle, in ms.
-
-    It ends once ``steps``, ``seconds`` and ``tokens`` per request have all been reached."""
+def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> dict[str, float]:
+    """Cycles of running requests, at least ``steps`` and ``seconds``: tokens per second, and ms of a cycle."""
     engine, times, before = bench.llm.llm_engine, list[float](), generated(bench)
     began = last = time.perf_counter()
-    while (
-        len(times) < steps or last - began < seconds or (tokens and generated(bench) - before < tokens * len(lengths))
-    ):
+    while len(times) < steps or last - began < seconds:
         engine.step()
         now = time.perf_counter()
         times.append(now - last)
@@ -107,20 +99,11 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
         bench.llm.llm_engine.step()
 
 
-def point(bench: Bench, batch: int, length: int, seconds: float, then: float = 0.0) -> dict[str, Any]:
-    lengths = [length - 64] * batch
+def point(bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0) -> dict[str, Any]:
+    """Time ``batch`` sequences that have ``length`` tokens on average meanwhile, if this is about their speed."""
+    lengths = [length - 32 - int(tokens_per_s * seconds / batch / 2)] * batch  # 32: about what it grows by before
     begin(bench, lengths)
-    metrics: dict[str, Any] = timed(bench, lengths, TIMED, seconds)
-    if then:
-        metrics["settled"] = timed(bench, lengths, TIMED, then)
-    abandon(bench, batch)
-    return metrics
-
-
-def growth(bench: Bench, batch: int, length: int) -> dict[str, Any]:
-    lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
-    begin(bench, lengths)
-    metrics: dict[str, Any] = timed(bench, lengths, TIMED, 0, GROWTH)
+    metrics = timed(bench, lengths, TIMED, seconds)
     abandon(bench, batch)
     return metrics
 
@@ -247,7 +230,7 @@ def measure(arguments: argparse.Namespace) -> None:
         if arguments.profile:
             if decoding is not None:
                 scheduler(bench).draft_length.choose = lambda *_: 0
-            profile_host(bench, *SHORT[0], out.with_suffix(".host.txt"))
+            profile_host(bench, 64, 320, out.with_suffix(".host.txt"))
         points = [tuple(map(int, p.split("x"))) for p in arguments.points]
         parts = arguments.parts.split(",")
         if decoding is not None:
@@ -257,6 +240,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 step = bench.step([length] * batch, None)
                 save("points", batch=batch, length=length, tokens_per_s=batch / step["mean"] * 1e3, **step)
                 continue
+            speed = 0.0
             for pages, rate in cases:
                 read = decoding.schedule.replace(top_k=(pages,))
                 bench.llm.collective_rpc("sparrow_set_schedule", args=(read.to_dict(),))
@@ -264,25 +248,16 @@ def measure(arguments: argparse.Namespace) -> None:
                 what = dict(batch=batch, length=length, pages=pages, rate=rate)
                 for drafts in choices if (pages, rate) == cases[0] else ():
                     scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
-                    save("points", **what, drafts=drafts, **point(bench, batch, length, FIXED_S))
+                    measured = point(bench, batch, length, FIXED_S, speed)
+                    save("points", **what, drafts=drafts, **measured)
+                    speed = measured["tokens_per_s"]
                 chooser = scheduler(bench).draft_length = DraftLength(choices)
-                measured = point(bench, batch, length, SECONDS, SETTLED_S)
+                measured = point(bench, batch, length, SECONDS, speed)
+                measured["settled"] = point(bench, batch, length, SETTLED_S, measured["tokens_per_s"])
+                speed = measured["settled"]["tokens_per_s"]
                 save("points", **what, drafts="adapt", in_use=chooser.in_use(), **measured)
         if decoding is not None:
             bench.llm.collective_rpc("sparrow_set_schedule", args=(decoding.schedule.to_dict(),))
-        for batch, length in SHORT if "growth" in parts else ():
-            for rate in (None, *(() if decoding is None else GROWTH_RATES)):
-                if decoding is not None:
-                    scheduler(bench).draft_length = DraftLength(choices)
-                    if rate is None:
-                        scheduler(bench).draft_length.choose = lambda *_: 0
-                    else:
-                        rates.fill_(rate)
-                row = growth(bench, batch, length)
-                if rate is not None:
-                    row["cycles_by_drafts"] = scheduler(bench).draft_length.chosen
-                save("growth", batch=batch, length=length, rate=rate, **row)
-        if decoding is not None:
             rates.fill_(cases[0][1])
             scheduler(bench).draft_length = DraftLength(choices)
         if "trace" in parts:
@@ -310,7 +285,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=POINTS, required=True)
     parser.add_argument("--variant", choices=["stock", "lossless"], required=True)
-    parser.add_argument("--parts", default="points", help="of points, growth, trace, whole")
+    parser.add_argument("--parts", default="points", help="of points, trace, whole")
     parser.add_argument("--requests", type=int, default=96, help="of the trace that is generated whole")
     parser.add_argument("--points", nargs="*", default=[], help="sequences x tokens, such as 64x15000")
     parser.add_argument(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from statistics import mean, stdev
 
-from common import SHAPES, Row, load, table
+from common import SHAPES, Row, interval, load, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
-POINTS, GROWTH = "lossless_qwen3-1.7b_points", "lossless_qwen3-1.7b_growth"
+POINTS = "lossless_qwen3-1.7b_points"
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -71,20 +71,17 @@ def lossless_whole() -> str:
     )
 
 
-def lossless_growth() -> str:
-    stock, again = ({at(row): row for row in load(f"{GROWTH}_{which}")["growth"]} for which in ("stock", "again"))
+def lossless_short() -> str:
     groups: dict[tuple[int, int], list[Row]] = {}
-    for row in load(GROWTH)["growth"]:
+    for row in load("lossless_short")["rows"]:
         groups.setdefault(at(row), []).append(row)
     rows = []
     for (batch, length), ours in groups.items():
-        base = stock[batch, length]
-        spread = f"{base['ms']:.2f} ({base['p10']:.2f} to {base['p90']:.2f})"
-        gains = [f"{row['tokens_per_s'] / base['tokens_per_s']:.2f}x" for row in ours]
-        second = f"{again[batch, length]['tokens_per_s'] / base['tokens_per_s']:.2f}x"
-        rows.append([batch, f"{length:,} to {base['length_reached']:,.0f}", spread, second, *gains])
+        step = 1e3 * batch / mean(row["stock_tokens_per_s"] for row in ours)
+        gains = [interval(row["ratio"], 3) for row in ours]
+        rows.append([batch, f"{length:,} to {length + load('lossless_short')['growth']:,}", f"{step:.2f}", *gains])
     rates = ["no drafts" if row["rate"] is None else f"{row['rate']}" for row in next(iter(groups.values()))]
-    return table(["sequences", "tokens", "stock step, ms: median (10 to 90 %)", "stock again", *rates], rows)
+    return table(["sequences", "tokens", "stock step, ms", *rates], rows)
 
 
 def lossless_memory() -> str:
@@ -152,7 +149,7 @@ TABLES = {
     "lossless speed": lossless_speed,
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
-    "lossless growth": lossless_growth,
+    "lossless short contexts": lossless_short,
     "lossless memory": lossless_memory,
     "lossless exact": lossless_exact,
     "lossless invariant": lossless_invariant,

@@ -1,0 +1,99 @@
+"""Short contexts, where drafting does not pay: is lossless mode in vLLM slower than stock vLLM there?
+
+    python benchmarks/lossless_short.py    # writes benchmarks/results/lossless_short.json
+
+Steps of short contexts wait for the host, whose speed changes from minute to minute and from process to process by more
+than what is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``, at whose end
+the GPU has done its work. Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by
+``GROWTH`` tokens; acceptance is synthetic (``benchmarks/lossless.py``). The number of drafts is held at none, or chosen
+from knowing nothing. A ratio is that of tokens per second over all turns; intervals resample pairs of turns.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import clock, parser, save
+from lossless import abandon, begin, generated, runner, scheduler
+from rollout import Bench
+
+from sparrow import SparsitySchedule
+from sparrow.mode import Decoding
+from sparrow.vllm.adapt import DraftLength
+
+SHAPE = "qwen3-1.7b"
+STATES = [(64, 320), (64, 1024), (8, 1024), (1, 1024)]
+"""The number of sequences, and the tokens in the cache of each at the start."""
+RATES = (None, 0.95, 0.9, 0.5)
+"""Probability with which vLLM accepts a draft; None: no drafts."""
+GROWTH, TURN_S = 1024, 0.4
+BLOCK = 16  # tokens in a block of vLLM's KV cache
+MEMORY = {"stock": 0.42, "lossless": 0.46}
+"""vLLM's ``gpu_memory_utilization`` of both engines."""
+
+
+def turn(bench: Bench, tokens: int) -> tuple[int, float]:
+    """Steps for ``TURN_S``, or until the requests have ``tokens`` together: new tokens, and seconds."""
+    scheduler(bench)._last = None  # the pause is no cycle's time
+    before, began = generated(bench), clock()
+    while time.perf_counter() - began < TURN_S and generated(bench) < tokens:
+        bench.llm.llm_engine.step()
+    return generated(bench) - before, clock() - began
+
+
+def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str, Any]:
+    """The ratio of speeds with its interval, tokens per second of both, and the turns that they come from."""
+    lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
+    for bench in (stock, ours):
+        begin(bench, lengths)
+    ends = [generated(bench) + GROWTH * batch for bench in (stock, ours)]
+    turns = []
+    while all(generated(bench) < end for bench, end in zip((stock, ours), ends, strict=True)):
+        turns.append([turn(bench, end) for bench, end in zip((stock, ours), ends, strict=True)])
+    for bench in (stock, ours):
+        abandon(bench, batch)
+    new = np.array(turns)  # [turns, engine, tokens or seconds]
+    draws = np.random.default_rng(0).integers(0, len(new), (2000, len(new)))
+    resampled = new[draws].sum(1)
+    ratios = resampled[:, 1, 0] / resampled[:, 1, 1] / (resampled[:, 0, 0] / resampled[:, 0, 1])
+    (stock_tokens, stock_s), (tokens, seconds) = new.sum(0)
+    return {
+        "ratio": [tokens / seconds / (stock_tokens / stock_s), *np.percentile(ratios, [2.5, 97.5])],
+        "stock_tokens_per_s": stock_tokens / stock_s, "tokens_per_s": tokens / seconds,
+        "grown": [float(x) / batch for x in (stock_tokens, tokens)], "turns": len(new),
+    }  # fmt: skip
+
+
+def main() -> None:
+    import vllm
+
+    out: Path = parser(__doc__ or "", "lossless_short").parse_args().out
+    decoding = Decoding.lossless(SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"))
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        stock = Bench(SHAPE, "stock", one, MEMORY["stock"])
+        ours = Bench(SHAPE, "lossless", other, MEMORY["lossless"], decoding)
+        choices = scheduler(ours).draft_length.choices
+        for batch, length in STATES:
+            for rate in RATES:
+                chooser = scheduler(ours).draft_length = DraftLength(choices)
+                if rate is None:
+                    chooser.choose = lambda *_: 0
+                else:
+                    runner(ours).rejection_sampler.synthetic_conditional_rates.fill_(rate)
+                row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
+                rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
+                print(json.dumps(rows[-1]), flush=True)
+                save(out, {
+                    "vllm": vllm.__version__, "shape": SHAPE, "decoding": decoding.to_dict(),
+                    "memory": MEMORY, "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
+                })  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
