@@ -1,9 +1,9 @@
-"""Short contexts, where drafting does not pay: is lossless mode in vLLM slower than stock vLLM there?
+"""Short contexts and few sequences, where drafting does not pay: is lossless mode in vLLM slower than stock vLLM there?
 
-    python benchmarks/lossless_short.py    # writes benchmarks/results/lossless_short.json
+    python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
 
-Steps of short contexts wait for the host, whose speed changes from minute to minute and from process to process by more
-than what is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``, at whose end
+Short steps wait for the host, whose speed changes from minute to minute and from process to process by more than what
+is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``, at whose end
 the GPU has done its work. Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by
 ``GROWTH`` tokens; acceptance is synthetic (``benchmarks/lossless.py``). The number of drafts is held at none, or chosen
 from knowing nothing. A ratio is that of tokens per second over all turns; intervals resample pairs of turns.
@@ -14,11 +14,10 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import clock, parser, save
+from common import RESULTS, clock, parser, save
 from lossless import abandon, begin, generated, runner, scheduler
 from rollout import Bench
 
@@ -26,8 +25,10 @@ from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
 from sparrow.vllm.adapt import DraftLength
 
-SHAPE = "qwen3-1.7b"
-STATES = [(64, 320), (64, 1024), (8, 1024), (1, 1024)]
+STATES = {
+    "qwen3-1.7b": [(64, 320), (64, 1024), (8, 1024), (1, 1024), (1, 30000)],
+    "qwen3-8b": [(64, 320), (8, 1024), (1, 1024), (2, 30000)],
+}
 """The number of sequences, and the tokens in the cache of each at the start."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
@@ -72,14 +73,16 @@ def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str
 def main() -> None:
     import vllm
 
-    out: Path = parser(__doc__ or "", "lossless_short").parse_args().out
+    options = parser(__doc__ or "")
+    options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
+    shape = options.parse_args().shape
     decoding = Decoding.lossless(SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        stock = Bench(SHAPE, "stock", one, MEMORY["stock"])
-        ours = Bench(SHAPE, "lossless", other, MEMORY["lossless"], decoding)
+        stock = Bench(shape, "stock", one, MEMORY["stock"])
+        ours = Bench(shape, "lossless", other, MEMORY["lossless"], decoding)
         choices = scheduler(ours).draft_length.choices
-        for batch, length in STATES:
+        for batch, length in STATES[shape]:
             for rate in RATES:
                 chooser = scheduler(ours).draft_length = DraftLength(choices)
                 if rate is None:
@@ -89,9 +92,9 @@ def main() -> None:
                 row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
-                save(out, {
-                    "vllm": vllm.__version__, "shape": SHAPE, "decoding": decoding.to_dict(),
-                    "memory": MEMORY, "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
+                save(RESULTS / f"lossless_short_{shape}.json", {
+                    "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
+                    "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
 
 
