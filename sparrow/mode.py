@@ -15,6 +15,9 @@ Mode = Literal["dense", "lossless", "lossy", "auto"]
 dense policy's. ``lossy``: decode steps read what a schedule says, samples are the sparse actor's. ``auto``: lossless up
 to a length, which training moves, and lossy beyond it (``sparrow.dial``)."""
 
+DraftWeights = Literal["auto", "fp8"]
+"""``auto``: drafts multiply with the model's weights. ``fp8``: with a copy of the linear layers' in 8 bits, in vLLM."""
+
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """What drafts read by default: 64 pages of 16 tokens in every layer, at any length."""
 DRAFT_TOKENS = 12
@@ -22,7 +25,8 @@ DRAFT_TOKENS = 12
 METER_EVERY = 16
 """One in this many cycles measures another schedule; one sparse step in that many cycles costs about half a percent."""
 LOSSLESS_SETTINGS = (
-    "draft_schedule", "draft_tokens", "adapt_draft_tokens", "drafter_invariant", "meter_schedule", "meter_every",
+    "draft_schedule", "draft_tokens", "adapt_draft_tokens", "drafter_invariant", "draft_weights", "meter_schedule",
+    "meter_every",
 )  # fmt: skip
 """What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
 
@@ -45,6 +49,8 @@ class Decoding:
     # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the tokens that dense
     # decoding gives, whatever was drafted; else with numbers of their own, so that more drafts are accepted
     drafter_invariant: bool = False
+    # lossless in vLLM: what drafts multiply with; verification and all that is in the cache is the model's own anyway
+    draft_weights: DraftWeights = "auto"
     # lossless in vLLM: also measure what decoding under this schedule would have in acceptance, at every so many cycles
     meter_schedule: SparsitySchedule | None = None
     meter_every: int = METER_EVERY
@@ -59,6 +65,8 @@ class Decoding:
         for name in ("adapt_draft_tokens", "drafter_invariant"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if self.draft_weights not in get_args(DraftWeights):
+            raise ConfigError(f"draft_weights must be one of {get_args(DraftWeights)}, got {self.draft_weights!r}")
 
     @classmethod
     def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, meter_schedule: Any = None, **options: Any) -> Decoding:
@@ -126,6 +134,7 @@ class Decoding:
                 "draft_tokens": self.draft_tokens,
                 "adapt_draft_tokens": self.adapt_draft_tokens,
                 **({"drafter_invariant": True} if self.drafter_invariant else {}),
+                **({} if self.draft_weights == "auto" else {"draft_weights": self.draft_weights}),
                 **metered,
             }
         return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()

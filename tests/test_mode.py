@@ -37,6 +37,8 @@ def test_one_word_is_enough():
         ),
         (' {"mode": "lossless", "draft_tokens": 2}', Decoding("lossless", DRAFT_SCHEDULE, 2)),
         ({"mode": "lossless", "drafter_invariant": True}, Decoding("lossless", DRAFT_SCHEDULE, drafter_invariant=True)),
+        ({"mode": "lossless", "draft_weights": "fp8"}, Decoding("lossless", DRAFT_SCHEDULE, draft_weights="fp8")),
+        ({"mode": "lossless", "draft_weights": "auto"}, Decoding("lossless", DRAFT_SCHEDULE)),
     ],
 )
 def test_settings_are_read_and_written_back(value, expected):
@@ -58,6 +60,9 @@ def test_settings_are_read_and_written_back(value, expected):
         ({"mode": "lossless", "meter_schedule": "loseless"}, "no schedule 'loseless'"),
         ({"mode": "lossless", "adapt_draft_tokens": 1}, "adapt_draft_tokens must be true or false, got 1"),
         ({"mode": "lossless", "drafter_invariant": "yes"}, "drafter_invariant must be true or false, got 'yes'"),
+        ({"mode": "lossless", "draft_weights": "int8"}, r"draft_weights must be one of \('auto', 'fp8'\), got 'int8'"),
+        ({"mode": "lossless", "draft_weights": True}, "draft_weights must be one of .* got True"),
+        ({"mode": "lossy", "schedule": "fixed:9", "draft_weights": "fp8"}, "'lossy' has no setting 'draft_weights'"),
         ({"mode": "lossy", "schedule": "fixed:9", "drafter_invariant": True}, "'lossy' has no setting 'drafter_inv"),
         ('{"mode": ', "is not JSON"),
         ('{"top_k": [9], "top_k": [1]}', "the key 'top_k' stands there twice"),

@@ -73,6 +73,8 @@ class Eval(DecodingOptions, Sampled):
                     source |= {"draft_tokens": decoding.draft_tokens, "adapt": decoding.adapt_draft_tokens}
                     if decoding.drafter_invariant:
                         source["drafter_invariant"] = True
+                    if decoding.draft_weights != "auto":
+                        source["draft_weights"] = decoding.draft_weights
                 results.append(
                     run_benchmark(engine, tokenizer, problems, sampling, self.k, folder, name, label, source)
                 )

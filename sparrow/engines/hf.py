@@ -55,7 +55,7 @@ class HFEngine(Engine, Scorer):
     greatest length allowed. ``token_budget`` padded tokens are scored together, under autocast to the dtype
     ``autocast`` if one is given.
 
-    Raises UnsupportedModel, ConfigError: see ``set_schedule``.
+    Raises UnsupportedModel, ConfigError: see ``set_schedule``; or drafts are to have weights of their own.
     """
 
     def __init__(
@@ -77,6 +77,11 @@ class HFEngine(Engine, Scorer):
             raise UnsupportedModel(
                 f"{type(model).__name__} has linear layers, whose state cannot forget a rejected draft; take mode "
                 "dense or lossy, or a model with attention in every layer"
+            )
+        if self.decoding.draft_weights != "auto":
+            raise ConfigError(
+                f"draft_weights is {self.decoding.draft_weights!r}, but transformers drafts with the model's own "
+                "weights; leave draft_weights out, or take the engine vllm"
             )
         self._eos = torch.tensor(list(eos_ids), device=model.device)
         self._autocast = autocast

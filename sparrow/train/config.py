@@ -13,7 +13,7 @@ import tyro
 from pydantic import Field
 
 from sparrow.errors import ConfigError
-from sparrow.mode import DRAFT_TOKENS, LOSSLESS_SETTINGS, METER_EVERY, Decoding, Mode
+from sparrow.mode import DRAFT_TOKENS, LOSSLESS_SETTINGS, METER_EVERY, Decoding, DraftWeights, Mode
 from sparrow.schedule import SparsitySchedule
 from sparrow.settings import (
     Count,
@@ -93,6 +93,9 @@ class DecodingOptions(Settings):
     # Lossless: draw drafts with the random numbers that draw the tokens. A seed then gives the tokens of dense
     # decoding, up to rounding, whatever was drafted; fewer drafts are accepted.
     drafter_invariant: bool = False
+    # Lossless in vLLM: what drafts multiply with. auto: the model's weights. fp8: a copy of the linear layers' weights
+    # in 8 bits, which takes half as much memory again; samples are those of the weights proper all the same.
+    draft_weights: DraftWeights = "auto"
     # Lossless in vLLM: a schedule whose acceptance is measured too, on the way, at the first draft of every so many
     # cycles; its samples are never used. It tells what a lossy run under it would begin with.
     meter_schedule: str | None = None
@@ -119,8 +122,8 @@ class DecodingOptions(Settings):
             draft = {} if self.draft_schedule is None else {"draft_schedule": self.draft_schedule}
             return Decoding.lossless(
                 **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens,
-                drafter_invariant=self.drafter_invariant, meter_schedule=self.meter_schedule,
-                meter_every=self.meter_every,
+                drafter_invariant=self.drafter_invariant, draft_weights=self.draft_weights,
+                meter_schedule=self.meter_schedule, meter_every=self.meter_every,
             )  # fmt: skip
         if self.mode == "auto":
             is_rollout = isinstance(self, RolloutConfig)
@@ -129,6 +132,7 @@ class DecodingOptions(Settings):
                 self, "draft_schedule", self.draft_schedule is None, "left out with auto, whose drafts read schedule"
             )
             require(self, "meter_schedule", self.meter_schedule is None, "left out unless mode is lossless")
+            require(self, "draft_weights", self.draft_weights == "auto", "left out unless mode is lossless")
             if not chosen or start:
                 raise ConfigError(
                     f"schedule is {schedule!r}, but mode auto needs one that drafts and unverified steps read, such as "

@@ -119,6 +119,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
     if decoding.mode == "lossless":
         lossless.check_supported(vllm_config)
+        if decoding.draft_weights == "fp8":
+            lossless.check_draft_weights(vllm_config, on_cpu)
     decoding.schedule.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
 
 

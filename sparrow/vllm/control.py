@@ -101,6 +101,20 @@ def sparrow_renew_kv_scales(self: Any) -> None:
     cache.renew()
 
 
+def sparrow_renew_draft_weights(self: Any) -> None:
+    """Have the next drafts copy the weights again; needed only after writing to the model's parameters directly.
+
+    Raises ConfigError: drafts have no copy of the weights.
+    """
+    runtime = _runtime(self)
+    if runtime.draft_weights is None:
+        raise ConfigError(
+            "the drafts of this vLLM engine have no copy of the weights; start it with mode 'lossless' and "
+            "draft_weights 'fp8'"
+        )
+    runtime.renew_draft_weights()
+
+
 METHODS = (
     sparrow_set_schedule,
     sparrow_counters,
@@ -108,6 +122,7 @@ METHODS = (
     sparrow_describe,
     sparrow_load_weights,
     sparrow_renew_kv_scales,
+    sparrow_renew_draft_weights,
 )
 
 
@@ -165,6 +180,12 @@ def check(vllm_config: Any) -> None:
                     "would have: layers read whole %s, top-k pages by %d tokens %s", decoding.meter_every,
                     list(metered.schedule.dense_layers) or "none", metered.schedule.bin_tokens,
                     metered.schedule.to_dict()["top_k"],
+                )  # fmt: skip
+            if (copies := runtime.draft_weights) is not None:
+                logger.info(
+                    "Drafts multiply with an fp8 copy of the weights of %d linear layers, which takes %.2f GiB; %d "
+                    "others (%.2f GiB) have none, nor have the embedding and the output layer",
+                    len(copies), copies.bytes / 2**30, copies.kept_layers, copies.kept_bytes / 2**30,
                 )  # fmt: skip
             logger.info(
                 "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "

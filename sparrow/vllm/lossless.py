@@ -122,6 +122,33 @@ def check_supported(vllm_config: Any) -> None:
             raise ConfigError(f"mode 'lossless': {problem}")
 
 
+def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
+    """Refuse an engine whose drafts cannot multiply with an fp8 copy of the weights.
+
+    Raises ConfigError: such an engine.
+    """
+    import torch
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    for is_wrong, problem in (
+        (vllm_config.quant_config is not None, f"vLLM quantises the weights already ({model.quantization})"),
+        (model.is_moe, "the weights of experts have no copy, and they are most of the model"),
+        (envs.VLLM_BATCH_INVARIANT, "vLLM's batch-invariant mode has kernels of its own; unset VLLM_BATCH_INVARIANT"),
+        (
+            not on_cpu and model.dtype not in (torch.bfloat16, torch.float16),
+            f"vLLM's fp8 kernels give 16 bits, and the model's dtype is {model.dtype}",
+        ),
+        (
+            not on_cpu and not (current_platform.is_cuda() and current_platform.has_device_capability(89)),
+            "the GPU has no fp8 products (compute capability 8.9 and later have)",
+        ),
+    ):
+        if is_wrong:
+            raise ConfigError(f"draft_weights 'fp8': {problem}; or leave draft_weights out")
+
+
 def check_request(sampling: Any) -> None:
     """Refuse a request (vLLM's ``SamplingParams``) that drafting and verifying cannot serve.
 

@@ -87,6 +87,8 @@ def _checked_init_device(stock: Any) -> Any:
         stock(self, *args, **kwargs)
         if decoding is not None:
             watch(self.worker, self.vllm_config)
+            if decoding.draft_weights != "auto":
+                follow_weights(self.worker, self.vllm_config)
 
     return init_device
 
@@ -113,6 +115,24 @@ def watch(worker: Any, vllm_config: Any) -> None:
         return result
 
     runner.execute_model, worker.compile_or_warm_up_model = execute_model, compile_or_warm_up_model
+
+
+def follow_weights(worker: Any, vllm_config: Any) -> None:
+    """Note when vLLM has written to a worker's parameters, which it can do without the model's ``load_weights``."""
+
+    def followed(stock: Any) -> Any:
+        @wraps(stock)
+        def change_weights(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                if (runtime := find(vllm_config)) is not None:
+                    runtime.renew_draft_weights()
+
+        return change_weights
+
+    for name in ("reload_weights", "update_weights", "finish_weight_update"):
+        setattr(worker, name, followed(getattr(worker, name)))
 
 
 def _checked_initialize_from_config(stock: Any) -> Any:
@@ -272,8 +292,8 @@ ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, what "
         "would be decoded densely or wrongly; a backend sees single layers only. And watch the worker: vLLM counts "
-        "preemptions among statistics that cost the host time for each token, and the prompts of its warm-up must not "
-        "set the scales of an fp8 KV cache", _checked_init_device,
+        "preemptions among statistics that cost the host time for each token, the prompts of its warm-up must not "
+        "set the scales of an fp8 KV cache, and an fp8 copy of the weights must follow them", _checked_init_device,
     ),
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.24", "check that every layer got "

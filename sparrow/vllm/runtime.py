@@ -47,6 +47,7 @@ class Runtime:
         self.workspace: DecodeWorkspace | None = None
         self.last_decoded: bool | None = None  # whether the layer attached last is sparse; None before the first
         self.draft_bytes = 0  # memory of the logits that drafts are drawn from
+        self.draft_weights: Any = None  # the fp8 copy of the weights, if drafts have one
         self.landmark_share = 0.0  # the landmarks' share of the KV cache
         self.landmark_dtype = torch.get_default_dtype()
         self.fp8_cache: Fp8Cache | None = None  # of an engine with an fp8 KV cache
@@ -143,6 +144,11 @@ class Runtime:
         if self.fp8_cache is not None:
             self.fp8_cache.is_serving = True
 
+    def renew_draft_weights(self) -> None:
+        """The weights have changed, or may have: have the next drafts copy them, if they use a copy at all."""
+        if self.draft_weights is not None:
+            self.draft_weights.is_stale = True
+
     def count_preempted(self, sequences: int) -> None:
         """Count sequences whose cache vLLM has dropped, to prefill them again."""
         self._counts["preemptions"] += sequences
@@ -237,6 +243,7 @@ class Runtime:
             "dense_layers": self.dense_layers,
             **({} if self.fp8_cache is None else self.fp8_cache.describe()),
             **({} if self.quantization is None else {"weights": self.quantization}),
+            **({} if self.draft_weights is None else self.draft_weights.describe()),
         }
 
     def _settle(self) -> None:

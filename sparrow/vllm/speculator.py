@@ -31,6 +31,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, versions
 from sparrow.vllm.backend import Step
+from sparrow.vllm.draft_weights import DraftWeights, drafting
 from sparrow.vllm.meter import Meter, Metered, Tally
 from sparrow.vllm.runtime import Runtime, find
 
@@ -92,6 +93,8 @@ class SparseSpeculator(DraftModelSpeculator):
         assert decoding is not None and self.draft_logits is not None
         self.num_drafts = self.num_speculative_steps
         self._invariant = decoding.drafter_invariant
+        self._copies_weights = decoding.draft_weights == "fp8"
+        self.draft_weights: DraftWeights | None = None
         self._vllm_separates_noise = versions.drafts_have_own_noise()
         self._logits_argument = versions.draft_logits_argument()
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -116,8 +119,13 @@ class SparseSpeculator(DraftModelSpeculator):
         return target_model
 
     def load_model(self, target_model: Any) -> None:
-        """Keep the target; if the speculator named layers of its own, vLLM would give drafts a second cache."""
+        """Keep the target; if the speculator named layers of its own, vLLM would give drafts a second cache.
+
+        Raises UnsupportedModel: a model that no fp8 copy can be made of, if one was asked for.
+        """
         self.model = target_model
+        # Made here, vLLM counts its memory with that of the model, and treats it in sleep as it does the weights.
+        self.draft_weights = DraftWeights(target_model) if self._copies_weights else None
         self.draft_attn_layer_names: set[str] = set()
 
     def set_attn(self, model_state: Any, kv_cache_config: Any, block_tables: Any, *_: Any) -> None:
@@ -137,6 +145,7 @@ class SparseSpeculator(DraftModelSpeculator):
         drafts = Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
         runtime.meter = Meter(drafts, self._logits_argument == "logits_cache", self._metered(runtime))
         runtime.draft_bytes = sum(x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None)
+        runtime.draft_weights = self.draft_weights
         self.draft_logits.sparrow = runtime  # where verification finds it
         # Where kernels may see smaller blocks than the scheduler, vLLM has both sizes; this is the kernels'.
         self._block_tokens = getattr(block_tables, "kernel_block_sizes", block_tables.block_sizes)[0]
@@ -229,6 +238,8 @@ class SparseSpeculator(DraftModelSpeculator):
             NOISE=0 if self._invariant or self._vllm_separates_noise else DRAFT_NOISE,
             ROWS=triton.next_power_of_2(S), num_warps=4,
         )  # fmt: skip
+        if drafts and self.draft_weights is not None:
+            self.draft_weights.renew()
         metered = self.runtime.meter.metered
         if drafts and metered is not None and metered.begin_cycle(self.idx_mapping):
             self._measure(metered, B)
@@ -283,7 +294,8 @@ class SparseSpeculator(DraftModelSpeculator):
         buffers, index_R, k = self.input_buffers, self.idx_mapping[:rows], self.num_speculative_steps
         ids_R, position_R, length_R = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
         step = self._step(rows)
-        logits_RV = self._logits(step, dict.fromkeys(self.layer_names, SimpleNamespace(sparrow=step)))
+        with drafting():
+            logits_RV = self._logits(step, dict.fromkeys(self.layer_names, SimpleNamespace(sparrow=step)))
         drawn_R = gumbel_sample(
             logits_RV, index_R, self.temperature, self.seeds, position_R, apply_temperature=True,
             use_fp64=self.use_fp64_gumbel, **self._sampler_arguments,

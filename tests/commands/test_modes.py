@@ -34,6 +34,7 @@ from tests.conftest import fails
             {"mode": "lossless", "meter_schedule": "fixed:9", "meter_every": 4}, None,
             Decoding("lossless", DRAFT_SCHEDULE, meter_schedule=SparsitySchedule.fixed(9), meter_every=4),
         ),
+        ({"mode": "lossless", "draft_weights": "fp8"}, None, Decoding.lossless(draft_weights="fp8")),
     ],
 )  # fmt: skip
 def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expected):
@@ -57,6 +58,7 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
         ),
         ({"meter_schedule": "fixed:1"}, "fixed:9", r"meter_schedule is 'fixed:1', but must be left out unless mode is"),
         ({"draft_tokens": 4}, "fixed:9", r"draft_tokens is 4, but must be left out unless mode is lossless"),
+        ({"draft_weights": "fp8"}, "fixed:9", r"draft_weights is 'fp8', but must be left out unless mode is lossless"),
         (
             {"mode": "lossy", "draft_schedule": "fixed:1"},
             "fixed:9",
@@ -67,6 +69,11 @@ def test_mode_and_schedule_say_together_how_to_decode(options, schedule, expecte
 def test_contradictions_are_refused_with_the_remedy(options, schedule, message):
     with pytest.raises(ConfigError, match=message):
         DecodingOptions(**options).decoding(schedule)
+
+
+def test_drafts_of_mode_auto_have_the_models_weights():
+    with pytest.raises(ConfigError, match="draft_weights is 'fp8', but must be left out unless mode is lossless"):
+        RolloutConfig(mode="auto", draft_weights="fp8").decoding("fixed:9")
 
 
 def test_a_schedule_that_training_moves_begins_where_it_says():

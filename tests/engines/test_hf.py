@@ -105,6 +105,11 @@ def test_budgets_of_another_model_are_refused():
         HFEngine(tiny_model("llama-mha"), UNEVEN, eos_ids=[])
 
 
+def test_drafts_with_weights_of_their_own_are_refused():
+    with pytest.raises(ConfigError, match=r"draft_weights is 'fp8', but .*; leave draft_weights out, or take"):
+        HFEngine(tiny_model(), Decoding.lossless("fixed:2", draft_weights="fp8"), eos_ids=[])
+
+
 @pytest.mark.slow
 def test_padding_and_static_cache_change_nothing():
     rows = prompts()

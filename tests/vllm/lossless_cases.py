@@ -37,9 +37,12 @@ RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350
 FEW = [300, 17, 150, 64, 33, 15]
 
 
-def lossless(k=4, adapt=False, pages=1, drafter_invariant=False, **layout):
+def lossless(k=4, adapt=False, pages=1, drafter_invariant=False, draft_weights="auto", **layout):
     schedule = DRAFTS.replace(top_k=(pages,), **layout)
-    return Decoding.lossless(schedule, draft_tokens=k, adapt_draft_tokens=adapt, drafter_invariant=drafter_invariant)
+    return Decoding.lossless(
+        schedule, draft_tokens=k, adapt_draft_tokens=adapt, drafter_invariant=drafter_invariant,
+        draft_weights=draft_weights,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -21,8 +21,7 @@ LENGTHS = (300, 17, 150, 64)
 BUDGETS = ((0, 2), (1.5, 0.5))  # means of 1, whichever layers are dense
 
 
-@pytest.fixture
-def cycles(monkeypatch):
+def recorded_cycles(monkeypatch):
     """Every verification of a sequence by vLLM: its place, tokens before it, drafts, logits of both, what came out."""
     found = []
     stock = rejection_sampler.rejection_sample
@@ -42,6 +41,11 @@ def cycles(monkeypatch):
 
     monkeypatch.setattr(rejection_sampler, "rejection_sample", recorded)
     return found
+
+
+@pytest.fixture
+def cycles(monkeypatch):
+    return recorded_cycles(monkeypatch)
 
 
 def by_sequence(cycles, written):

@@ -22,6 +22,7 @@ PARTS = {
     "cases": ("lossless_cases.py", "not (distribution or 64_ragged or greedy_tokens_are)"),
     "life": ("lossless_life_cases.py", ""),
     "reference": ("lossless_reference_cases.py", ""),
+    "draft_weights": ("draft_weights_cases.py", ""),
 }
 
 

@@ -4,6 +4,7 @@ import contextlib
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
@@ -162,6 +163,34 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
     )  # fmt: skip
     with pytest.raises(ConfigError, match=f"mode 'lossless': {message}"):
         lossless.check_supported(made)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "capability", "message"),
+    [
+        (dict(quant_config=object(), quantization="fp8"), 90, r"vLLM quantises the weights already \(fp8\)"),
+        (dict(is_moe=True), 90, "the weights of experts have no copy"),
+        (dict(dtype=torch.float32), 90, "vLLM's fp8 kernels give 16 bits, and the model's dtype is torch.float32"),
+        ({}, 80, r"the GPU has no fp8 products \(compute capability 8.9 and later have\)"),
+        ({}, 89, None),
+    ],
+)
+def test_engines_whose_weights_cannot_have_a_copy_are_refused(monkeypatch, wrong, capability, message):
+    from vllm import platforms
+
+    gpu = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda needed: capability >= needed)
+    monkeypatch.setattr(platforms, "_current_platform", gpu)
+    model = {"quantization": None, "is_moe": False, "dtype": torch.bfloat16, **wrong}
+    made = SimpleNamespace(quant_config=model.pop("quant_config", None), model_config=SimpleNamespace(**model))
+    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+        lossless.check_draft_weights(made, on_cpu=False)
+
+
+def test_a_batch_invariant_engine_has_no_draft_weights(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    model = SimpleNamespace(quantization=None, is_moe=False, dtype=torch.float32)
+    with pytest.raises(ConfigError, match="unset VLLM_BATCH_INVARIANT; or leave draft_weights out"):
+        lossless.check_draft_weights(SimpleNamespace(quant_config=None, model_config=model), on_cpu=True)
 
 
 @pytest.mark.parametrize("name", ["structured_outputs", "min_p", "logit_bias"])

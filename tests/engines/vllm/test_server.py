@@ -165,6 +165,7 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
         (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or leave draft_tokens out"),
         (dict(adapt_draft_tokens=False), "has adapt_draft_tokens True, not False"),
         (dict(drafter_invariant=True), "has drafter_invariant False, not True"),
+        (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
         (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
         (dict(draft_tokens=4), None),
         ({}, None),  # what is left out is as the server has it

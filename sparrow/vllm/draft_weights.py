@@ -1,0 +1,161 @@
+"""An fp8 copy of a model's weights for the drafts of lossless mode; all other steps multiply with the weights proper.
+
+A linear layer calls one operation that torch.compile does not look into. Whether it reads the copy is decided when it
+runs, or when a CUDA graph is captured: the graphs of draft steps hold products in fp8, vLLM's those in 16 bits.
+The arithmetic is that of vLLM's ``quantization="fp8_per_channel"``: a scale for each output and for each token.
+
+Shapes: T tokens, N outputs, K inputs of a linear layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from sparrow.errors import UnsupportedModel
+
+FP8 = torch.float8_e4m3fn
+LARGEST = torch.finfo(FP8).max
+SMALLEST_SCALE = 1 / (512 * LARGEST)  # that of vLLM's kernel, so that a row of zeros has a scale
+ALIGNED = 16  # the kernel's matrices have multiples of this many rows and columns
+
+_drafting = False
+
+
+@contextmanager
+def drafting() -> Iterator[None]:
+    """Linear layers that have a copy multiply with it inside the context; of a process, one model runs at a time."""
+    global _drafting
+    _drafting = True
+    try:
+        yield
+    finally:
+        _drafting = False
+
+
+def quantize(rows: Tensor, values: Tensor) -> Tensor:
+    """Round each of ``rows`` to fp8 under a scale of its own.
+
+    Args:
+        rows: ``[rows, columns]``, in memory one after the other.
+        values: where they are written, float8_e4m3fn of the same shape.
+
+    Returns:
+        The scales, float32 ``[rows, 1]``.
+    """
+    if rows.is_cuda:  # the kernel needs no further memory, of which none may be left once the KV cache is allocated
+        return ops.scaled_fp8_quant(rows, output=values, use_per_token_if_dynamic=True)[1]
+    scale = (rows.float().abs().amax(1, keepdim=True) / LARGEST).clamp_(min=SMALLEST_SCALE)
+    values.copy_((rows.float() / scale).clamp_(-LARGEST, LARGEST))
+    return scale
+
+
+def fp8_linear(x_TK: Tensor, bias: Tensor | None, values_NK: Tensor, scales_N1: Tensor) -> Tensor:
+    """The product ``[T, N]`` of tokens, rounded to fp8, and rounded weights, in the dtype of the tokens."""
+    x8 = torch.empty(x_TK.shape, dtype=FP8, device=x_TK.device)
+    scale_T1 = quantize(x_TK.contiguous(), x8)
+    if x_TK.is_cuda:
+        return ops.cutlass_scaled_mm(x8, values_NK.t(), scale_T1, scales_N1, x_TK.dtype, bias)
+    product = linear(x8.float(), values_NK.float()) * scale_T1 * scales_N1.t()
+    return (product if bias is None else product + bias).to(x_TK.dtype)
+
+
+def draft_linear(x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
+    """What a linear layer makes of ``x`` ``[..., K]``; ``values`` and ``scales`` copy ``weight`` ``[N, K]``."""
+    if not _drafting:
+        return linear(x, weight, bias)
+    return fp8_linear(x.reshape(-1, x.shape[-1]), bias, values, scales).view(*x.shape[:-1], -1)
+
+
+def _shape(x: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, scales: Tensor) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+_library = torch.library.Library("sparrow", "FRAGMENT")
+direct_register_custom_op("draft_linear", draft_linear, fake_impl=_shape, target_lib=_library)
+
+
+class DraftLinearMethod(UnquantizedLinearMethod):
+    """How one layer multiplies; holds the copy of its weight. Not as the layer's own buffers: vLLM would save these
+    before it sleeps, and take them apart when it loads weights."""
+
+    def __init__(self, layer: Any) -> None:
+        weight = layer.weight
+        self.values = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+        self.scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return torch.ops.sparrow.draft_linear(x, layer.weight, bias, self.values, self.scales)
+
+
+class DraftWeights:
+    """The copy for one worker's drafts, which follows the weights.
+
+    Made after the model is loaded and before it is compiled. The copy stays where it is: CUDA graphs hold its address.
+
+    Raises UnsupportedModel: no layer of the model can have a copy.
+    """
+
+    def __init__(self, model: Any) -> None:
+        linears: list[Any] = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
+        self._copies = [(layer, DraftLinearMethod(layer)) for layer in linears if _can_be_copied(layer)]
+        if not self._copies:
+            raise UnsupportedModel(
+                f"{type(model).__name__} has no linear layer of multiples of {ALIGNED} inputs and outputs in 16 bits, "
+                "which draft_weights 'fp8' needs; leave draft_weights out"
+            )
+        kept = [layer for layer in linears if not _can_be_copied(layer)]
+        self.kept_layers, self.kept_bytes = len(kept), sum(x.nbytes for layer in kept for x in layer.parameters())
+        self.bytes = sum(method.values.nbytes + method.scales.nbytes for _, method in self._copies)
+        for layer, method in self._copies:
+            layer.quant_method = method
+        self.is_stale = True
+        self.renew()
+        load_weights = model.load_weights
+
+        @wraps(load_weights)
+        def followed(*args: Any, **kwargs: Any) -> Any:
+            self.is_stale = True
+            return load_weights(*args, **kwargs)
+
+        # Every way to load weights ends here, save those that write to the parameters: ``patches.follow_weights``.
+        model.load_weights = followed
+
+    @torch.inference_mode()
+    def renew(self) -> None:
+        """Copy the weights again if they may have changed, in place; called before drafts."""
+        if self.is_stale:
+            for layer, method in self._copies:
+                method.scales.copy_(quantize(layer.weight, method.values))
+            self.is_stale = False
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def describe(self) -> dict[str, Any]:
+        """Memory of the copy, and the linear layers without one, in plain types."""
+        return {
+            "draft_weight_bytes": self.bytes,
+            "draft_layers": len(self),
+            "draft_layers_in_16_bits": self.kept_layers,
+        }
+
+
+def _can_be_copied(layer: Any) -> bool:
+    weight = getattr(layer, "weight", None)
+    return (
+        type(layer.quant_method) is UnquantizedLinearMethod
+        and weight is not None
+        and weight.ndim == 2
+        and weight.is_contiguous()
+        and not any(size % ALIGNED for size in weight.shape)
+    )

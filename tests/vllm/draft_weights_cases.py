@@ -1,0 +1,283 @@
+"""Drafts that multiply with an fp8 copy of the weights, in a real vLLM; see ``test_lossless.py``."""
+
+import contextlib
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import linear
+
+from tests.vllm.lossless_cases import (  # isort: skip  before vLLM is imported
+    assert_greedy_and_dense, counters, engine, generate, lossless, tokens_of,
+)  # fmt: skip
+from vllm import logger
+
+from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.vllm import draft_weights
+from sparrow.vllm.draft_weights import DraftLinearMethod
+from tests.vllm.lossless_life_cases import lose
+from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
+from tests.vllm.tiny_vllm import checkpoint, prompts
+
+ASKED = prompts(300, 17, 150, 64, seed=41)
+EVERYTHING = 40  # pages: then drafts differ from the policy by their weights alone
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A folder with a model, the model, and another's weights."""
+    folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
+    model = checkpoint(folder, num_hidden_layers=2)
+    new = checkpoint(other, num_hidden_layers=2, seed=1)
+    return folder, model, new, str(other / "model.safetensors")
+
+
+@pytest.fixture
+def cycles(monkeypatch):
+    return recorded_cycles(monkeypatch)
+
+
+def test_greedy_tokens_are_stock_vllms(made):
+    folder, model, *_ = made
+    with engine(folder) as llm:
+        expected = tokens_of(generate(llm, ASKED, 24))
+    for k, pages in ((1, 4), (4, EVERYTHING), (8, 1)):
+        with engine(folder, lossless(k, pages=pages, draft_weights="fp8")) as llm:
+            got = generate(llm, ASKED, 24)
+            counts = counters(llm)
+        assert tokens_of(got) == expected, (k, pages)
+        assert_greedy_and_dense(model, ASKED, got)
+        assert 0 < counts["accepted"] < counts["drafted"]
+
+
+# --- what drafts multiply with ---
+
+
+def rounded(x):
+    """``[rows, columns]``, each row to fp8 under a scale of its own."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return (x / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+@contextlib.contextmanager
+def rounding(model, rounds=True):
+    """A model of transformers whose linear layers multiply rounded tokens and weights, all but the output layer."""
+
+    def product(layer):
+        return lambda x: linear(rounded(x), rounded(layer.weight), layer.bias)
+
+    layers = [layer for layer in model.model.modules() if isinstance(layer, torch.nn.Linear) and rounds]
+    for layer in layers:
+        layer.forward = product(layer)
+    yield
+    for layer in layers:
+        del layer.forward
+
+
+@torch.no_grad()
+def gap(cached_by, model, found, written, rounds=True):
+    """How far vLLM's drafts are from those of a model with rounded weights, on average over drafts, in total variation.
+
+    The cache before each draft is that of ``cached_by``, and drafts add to it what they compute.
+    """
+    gaps = []
+    for i, own in by_sequence(found, written).items():
+        for cycle in own:
+            cache = cached_by(torch.tensor([written[i][: cycle["cached"]]]), use_cache=True).past_key_values
+            with rounding(model, rounds):
+                for token, logits in zip(cycle["ids"], cycle["q"], strict=False):
+                    expected = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].softmax(-1)
+                    gaps.append(float((logits.softmax(-1) - expected).abs().sum() / 2))
+    assert len(gaps) > 50
+    return np.mean(gaps)
+
+
+def answered(llm, found, seed=3):
+    """New cycles, of new responses; and the tokens of all sequences."""
+    llm.reset_prefix_cache()
+    found.clear()
+    completions = generate(llm, ASKED, 24, temperature=1.0, seed=seed)
+    return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
+
+
+def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(made, cycles):
+    folder, model, *_ = made
+    with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
+        llm.collective_rpc("sparrow_acceptance")
+        written = answered(llm, cycles)
+        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
+    assert gap(model, model, cycles, written) < 0.01 < 0.03 < gap(model, model, cycles, written, rounds=False)
+    alphas = []
+    for cycle in cycles:
+        p, q = (cycle[name].double().softmax(-1) for name in ("p", "q"))
+        alphas += torch.minimum(p[:K], q).sum(-1)[: cycle["count"]].tolist()
+    assert metered.mean == pytest.approx(np.mean(alphas), abs=1e-4) and 0.7 < metered.mean < 0.98
+    with engine(folder, lossless(K, pages=EVERYTHING)) as llm:  # by the model's own weights
+        llm.collective_rpc("sparrow_acceptance")
+        written = answered(llm, cycles)
+        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
+    assert gap(model, model, cycles, written, rounds=False) < 1e-4 and metered.mean > 0.9999
+
+
+def test_another_schedule_is_measured_with_the_weights_proper(made):
+    decoding = lossless(K, pages=EVERYTHING, draft_weights="fp8")
+    with engine(made[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)) as llm:
+        generate(llm, ASKED, 24, temperature=1.0, seed=3)
+        report = llm.collective_rpc("sparrow_acceptance")[0]
+    drafts, metered = (DraftAcceptance.from_dict(part["acceptance"]) for part in (report, report["metered"]))
+    assert metered.drafts > 20 and metered.mean > 0.9999 and drafts.mean < 0.98
+
+
+def test_a_compiled_model_drafts_with_the_copy_too(made, monkeypatch):
+    """Which weights are read is not fixed while torch.compile traces, which happens in a dense step."""
+    folder, model, *_ = made
+    monkeypatch.setattr(torch._dynamo.config, "disable", False)
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
+    monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's own way to compile without inductor
+    acceptance = []
+    for enforce_eager in (True, False):
+        before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with engine(folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), enforce_eager=enforce_eager) as llm:
+            llm.collective_rpc("sparrow_acceptance")
+            assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
+            generate(llm, ASKED, 24, temperature=1.0, seed=3)
+            report = llm.collective_rpc("sparrow_acceptance")[0]["acceptance"]
+        compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+        assert (compiled == 0) is enforce_eager
+        acceptance.append(DraftAcceptance.from_dict(report).mean)
+    assert acceptance[0] == pytest.approx(acceptance[1], abs=1e-4) and acceptance[0] < 0.98
+
+
+def test_a_layer_adds_its_bias():
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(*n, generator=generator) for n in ((2, 3, 32), (48, 32), (48,)))
+    x[0, 0] = 0  # its scale is not 0
+    method = DraftLinearMethod(SimpleNamespace(weight=weight))
+    method.scales.copy_(draft_weights.quantize(weight, method.values))
+    layer = SimpleNamespace(weight=weight)
+    assert torch.equal(method.apply(layer, x, bias), linear(x, weight, bias))
+    with draft_weights.drafting():
+        found = method.apply(layer, x, bias)
+    expected = linear(rounded(x).nan_to_num(), rounded(weight), bias)
+    torch.testing.assert_close(found, expected)
+    assert (found - linear(x, weight, bias)).abs().max() > 0.05
+    assert method.apply(layer, x[0].bfloat16()[:0].float()).shape == (0, 48)
+
+
+# --- what is said and refused ---
+
+
+def test_what_it_takes_is_said(tmp_path, monkeypatch):
+    said, init = [], logger.init_logger
+    ours = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name))
+    checkpoint(tmp_path, num_hidden_layers=2, intermediate_size=100)  # no multiple of 16
+    with engine(tmp_path, lossless(2, draft_weights="fp8")) as llm:
+        assert tokens_of(generate(llm, ASKED, 4))
+        [told] = llm.collective_rpc("sparrow_describe")
+    outputs = 2 * (2 * 4 * 32 + 64)  # of the projections to queries, keys, values and from the heads
+    size = 2 * (64 * (4 + 2 * 2) * 32 + 4 * 32 * 64) + 4 * outputs
+    assert told["draft_weights"] == "fp8" and told["draft_weight_bytes"] == size
+    assert (told["draft_layers"], told["draft_layers_in_16_bits"]) == (4, 4)
+    assert said[0] == (
+        "Drafts multiply with an fp8 copy of the weights of 4 linear layers, which takes 0.00 GiB; 4 others (0.00 GiB) "
+        "have none, nor have the embedding and the output layer"
+    )
+
+
+def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
+    odd = dict(hidden_size=60, head_dim=32, intermediate_size=100)
+    checkpoint(tmp_path, num_hidden_layers=2, **odd)
+    with (
+        pytest.raises(UnsupportedModel, match="Qwen3ForCausalLM has no linear layer of multiples of 16 inputs"),
+        engine(tmp_path, lossless(2, draft_weights="fp8")),
+    ):
+        pass
+
+
+def test_an_engine_whose_drafts_have_no_copy_says_so(made):
+    with engine(made[0], lossless(2)) as llm:
+        assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
+        with pytest.raises(ConfigError, match=r"have no copy of the weights; start it with .* draft_weights 'fp8'"):
+            llm.collective_rpc("sparrow_renew_draft_weights")
+
+
+# --- the copy follows the weights ---
+
+
+def negate(worker):
+    """Write to the parameters directly."""
+    for name, weight in worker.model_runner.model.named_parameters():
+        if "mlp" in name:
+            weight.data.neg_()
+
+
+@torch.no_grad()
+def negate_by_vllm(worker):
+    weights = [(name, -w if "mlp" in name else w) for name, w in worker.model_runner.model.named_parameters()]
+    worker.reload_weights(weights_iterator=weights, is_checkpoint_format=False)
+
+
+def negated(model):
+    other = copy.deepcopy(model)
+    for name, weight in other.named_parameters():
+        if "mlp" in name:
+            weight.data.neg_()
+    return other
+
+
+def test_the_copy_follows_the_weights_however_they_are_loaded(made, cycles):
+    folder, old, new, weights = made
+    with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
+        model, written = old, answered(llm, cycles)
+        assert gap(model, model, cycles, written) < 0.01
+
+        def follows(other):
+            nonlocal model
+            before, model, written = model, other, answered(llm, cycles)
+            assert gap(model, model, cycles, written) < 0.01 < 0.1 < gap(model, before, cycles, written)
+
+        addresses = llm.collective_rpc(where_copies_are)
+        llm.collective_rpc("sparrow_load_weights", args=(weights,))
+        follows(new)
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
+        follows(old)
+        llm.collective_rpc(negate_by_vllm)
+        follows(negated(old))
+        llm.collective_rpc(negate)
+        written = answered(llm, cycles)  # nothing told the copy
+        assert gap(old, model, cycles, written) < 0.01 < 0.1 < gap(old, old, cycles, written)
+        llm.collective_rpc("sparrow_renew_draft_weights")
+        follows(old)
+        assert llm.collective_rpc(where_copies_are) == addresses
+
+
+def copies(worker):
+    methods = [getattr(layer, "quant_method", None) for layer in worker.model_runner.model.modules()]
+    return [method for method in methods if isinstance(method, DraftLinearMethod)]
+
+
+def where_copies_are(worker):
+    return [x.data_ptr() for method in copies(worker) for x in (method.values, method.scales)]
+
+
+def test_the_copy_is_made_again_after_sleep(made, cycles):
+    """On a CPU vLLM itself does not sleep; here what its allocator would drop, the copy included, is overwritten."""
+    folder, _, new, weights = made
+    with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
+        answered(llm, cycles)
+        llm.collective_rpc(lose, args=(2,))
+        llm.collective_rpc(lose_copies)
+        llm.reset_prefix_cache()
+        llm.collective_rpc("sparrow_load_weights", args=(weights,))
+        assert gap(new, new, cycles, answered(llm, cycles)) < 0.01
+
+
+def lose_copies(worker):
+    for method in copies(worker):
+        method.values.view(torch.uint8).fill_(0x7F)  # not a number
+        method.scales.fill_(float("nan"))
