@@ -45,6 +45,7 @@ class ModelShape:
     weight_bytes: float = 2.0  # per parameter
     kv_bytes: float = 2.0  # per cached element
     context: int | None = None  # the most tokens in a sequence
+    output: int = 0  # parameters of the output layer, which are among ``weights``
 
     @property
     def kv_width(self) -> int:
@@ -91,14 +92,17 @@ class ModelShape:
         name, head = str(get("_name_or_path") or kind), vocab * hidden
         embedding = 0 if get("tie_word_embeddings") else head
         weights = layers * layer + hidden + head
-        return cls(name, layers, heads, kv_heads, head_dim, weights, embedding, context=get("max_position_embeddings"))
+        context = get("max_position_embeddings")
+        return cls(name, layers, heads, kv_heads, head_dim, weights, embedding, context=context, output=head)
 
 
 SHAPES = {
-    "qwen3-1.7b": ModelShape("Qwen3-1.7B", 28, 16, 8, 128, 1_720_574_976, context=40960),
-    "qwen3-4b": ModelShape("Qwen3-4B", 36, 32, 8, 128, 4_022_468_096, context=40960),
-    "qwen3-8b": ModelShape("Qwen3-8B", 36, 32, 8, 128, 7_568_405_504, 622_329_856, context=40960),
-    "qwen3-14b": ModelShape("Qwen3-14B", 40, 40, 8, 128, 13_990_394_880, 777_912_320, context=40960),
+    "qwen3-1.7b": ModelShape("Qwen3-1.7B", 28, 16, 8, 128, 1_720_574_976, context=40960, output=311_164_928),
+    "qwen3-4b": ModelShape("Qwen3-4B", 36, 32, 8, 128, 4_022_468_096, context=40960, output=388_956_160),
+    "qwen3-8b": ModelShape("Qwen3-8B", 36, 32, 8, 128, 7_568_405_504, 622_329_856, context=40960, output=622_329_856),
+    "qwen3-14b": ModelShape(
+        "Qwen3-14B", 40, 40, 8, 128, 13_990_394_880, 777_912_320, context=40960, output=777_912_320
+    ),
 }
 
 

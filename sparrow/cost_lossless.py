@@ -30,6 +30,7 @@ from sparrow.cost import (
     decode_step,
     simulate_rollout,
 )
+from sparrow.mode import DraftWeights
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
@@ -55,7 +56,8 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads:
 
     Args:
         cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``, ``length``,
-            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` where it is not ``auto``.
+            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and ``draft_weights`` where these
+            are not ``auto``.
         machine: the machine that they ran on.
         overheads: of that machine's dense steps.
     """
@@ -76,7 +78,7 @@ def cycle_seconds(
     """Predicted seconds of a measured cycle, which is given as in ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
-    drafting = Drafting(cycle["drafts"], schedule, 1.0)
+    drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
     lengths, plain = [cycle["length"]] * cycle["batch"], replace(overheads, lists_s=0.0, host_s=0.0)
     step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
     return step.seconds * drafting.tokens_per_cycle
@@ -94,6 +96,7 @@ class Drafting:
     tokens: int  # k; 0 is plain dense decoding
     schedule: SparsitySchedule  # what drafts read
     acceptance: float  # mean chance that a draft is accepted, in [0, 1]
+    weights: DraftWeights = "auto"  # what drafts multiply with
 
     @property
     def tokens_per_cycle(self) -> float:
@@ -113,7 +116,10 @@ def lossless_step(
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     graph = replace(plain, layer_s=cycle.draft_layer_s, sparse_layer_s=0.0, row_s=0.0)
-    parts = [decode_step(shape, machine, length, drafting.schedule, graph)] * drafting.tokens
+    # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are left out.
+    read = shape.weight_bytes - _copied(shape, drafting.weights) / shape.weights
+    drafts = replace(shape, weight_bytes=read)
+    parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
     parts.append(decode_step(shape, machine, length, None, plain))
     further = length.size * drafting.tokens
     given = drafting.tokens_per_cycle
@@ -130,7 +136,14 @@ def lossless_step(
     return StepCost(*costs.tolist())
 
 
-def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[Drafting]:
+def _copied(shape: ModelShape, draft_weights: DraftWeights) -> int:
+    """Bytes of the fp8 copy that drafts multiply with: one for each weight that is not in the output layer."""
+    return 0 if draft_weights == "auto" else shape.weights - shape.output
+
+
+def choices(
+    acceptance: float, landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto"
+) -> list[Drafting]:
     """Numbers of drafts and budgets to choose from, given the acceptance at ``REFERENCE_TOKENS``.
 
     Acceptance is assumed to be the same with landmarks in 8 bits (``docs/selectors.md``).
@@ -140,7 +153,7 @@ def choices(acceptance: float, landmark_dtype: LandmarkDtype = "auto") -> list[D
         schedule = SparsitySchedule.fixed(pages, dense_layers=(), landmark_dtype=landmark_dtype)
         budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
         rejected = min(1.0, (1 - acceptance) * (budget / REFERENCE_TOKENS) ** -BUDGET_POWER)
-        candidates += [Drafting(k, schedule, 1 - rejected) for k in DRAFT_TOKENS]
+        candidates += [Drafting(k, schedule, 1 - rejected, draft_weights) for k in DRAFT_TOKENS]
     return candidates
 
 
@@ -156,11 +169,12 @@ class LosslessPrediction:
 def predict_lossless(
     shape: ModelShape, machine: Machine, responses: ArrayLike, dense: RolloutEstimate, acceptance: float,
     prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
-    landmark_dtype: LandmarkDtype = "auto",
+    landmark_dtype: LandmarkDtype = "auto", draft_weights: DraftWeights = "auto",
 ) -> LosslessPrediction:  # fmt: skip
-    """The best of ``choices(acceptance, landmark_dtype)`` for a rollout of these responses, and the rollout under it.
+    """The best of ``choices`` for a rollout of these responses, and the rollout under it.
 
-    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS``. A choice is judged with the mean
+    ``acceptance`` is the mean acceptance of drafts that read ``REFERENCE_TOKENS`` and multiply with ``draft_weights``,
+    whose copy of the weights takes room from the cache. A choice is judged with the mean
     batch size, at 0.5, 1 and 1.5 times the mean length at which a token is sampled.
 
     Raises ValueError: acceptance outside [0, 1]; otherwise as ``simulate_rollout``.
@@ -174,15 +188,16 @@ def predict_lossless(
     def cost(lengths: NDArray[np.int64], drafting: Drafting) -> StepCost:
         return lossless_step(shape, machine, lengths, drafting, overheads, cycle)
 
-    best = min(
-        choices(acceptance, landmark_dtype), key=lambda drafting: sum(cost(n, drafting).seconds for n in typical)
-    )
+    candidates = choices(acceptance, landmark_dtype, draft_weights)
+    best = min(candidates, key=lambda drafting: sum(cost(n, drafting).seconds for n in typical))
     tunable = [replace(best, tokens=k) for k in sorted({0, (best.tokens + 1) // 2, best.tokens})]
 
     def fastest(lengths: NDArray[np.int64]) -> StepCost:
         return min((cost(lengths, drafting) for drafting in tunable), key=lambda step: step.seconds)
 
-    rollout = simulate_rollout(shape, machine, final, None, prompt, max_batch, overheads, price=fastest)
+    # Held, but not read by a dense step, as an embedding is.
+    held = replace(shape, embedding=shape.embedding + round(_copied(shape, draft_weights) / shape.weight_bytes))
+    rollout = simulate_rollout(held, machine, final, None, prompt, max_batch, overheads, price=fastest)
     return LosslessPrediction(best, rollout, dense.seconds / rollout.seconds)
 
 

@@ -139,6 +139,22 @@ def test_landmarks_in_8_bits_shorten_draft_steps_by_their_bytes():
     assert faster.speedup > predict_lossless(shape, H200, responses, dense, 0.94).speedup
 
 
+def test_drafts_with_weights_in_8_bits_read_half_of_their_bytes_and_take_room_from_the_cache():
+    shape = SHAPES["qwen3-14b"]
+    cycle = dict(shape="qwen3-14b", batch=32, length=15_000, pages=61, drafts=5)
+    whole, halved = (cycle_seconds({**cycle, "draft_weights": kind}, H200, CYCLE_H200) for kind in ("auto", "fp8"))
+    linear_layers = 40 * (5120 * 128 * (40 + 8 + 8) + 40 * 128 * 5120 + 3 * 5120 * 17408)
+    saved = 5 * linear_layers / (H200.read_bytes_s * VLLM_H200.read_fraction)
+    assert whole - halved == pytest.approx(saved, rel=1e-3)  # norms have no copy
+    responses = np.full(200, 30_000)
+    dense = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-8b")).dense
+    plain, copied = (
+        predict_lossless(shape, H200, responses, dense, 0.95, draft_weights=kind) for kind in ("auto", "fp8")
+    )
+    assert copied.drafting.weights == "fp8" and copied.speedup > plain.speedup
+    assert copied.rollout.mean_batch < plain.rollout.mean_batch
+
+
 def predicted(shape, responses, acceptance=0.94, **options):
     lossy = predict(SHAPES[shape], H200, responses, SparsitySchedule.preset(shape), **options)
     return lossy, predict_lossless(SHAPES[shape], H200, responses, lossy.dense, acceptance, **options)

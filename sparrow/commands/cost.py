@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from sparrow.commands.base import Command
+from sparrow.mode import DraftWeights
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 from sparrow.settings import Count, Positive, Probability, Share, require
 
@@ -35,6 +36,9 @@ class Cost(Command):
     acceptance: Probability = 0.94
     # How landmarks are stored, in every mode; unset: as the schedule says, which of the published ones is auto.
     landmark_dtype: LandmarkDtype | None = None
+    # Lossless, on one GPU: what drafts multiply with; fp8 halves the bytes of weights that they read, beside a copy in
+    # memory. Their acceptance is for you to give.
+    draft_weights: DraftWeights = "auto"
     # On one GPU: share of a dense step's time that is rollout, where it is known; unset: training is priced by its
     # FLOPs.
     rollout_share: Share | None = None
@@ -45,6 +49,8 @@ class Cost(Command):
         require(self, "tensor_parallel", several or self.tensor_parallel == 1, "1 on one GPU")
         require(self, "examples", several or self.examples is None, "left out on one GPU, as hours are of a cluster")
         require(self, "rollout_share", share is None or not several, "left out beside gpus: every phase is predicted")
+
+        require(self, "draft_weights", self.draft_weights == "auto" or not several, "auto on several GPUs")
 
     def run(self) -> None:
         from sparrow import cluster
@@ -69,8 +75,9 @@ class Cost(Command):
             lossy = one_gpu.predict(shape, machine, lengths, schedule, *batching, rollout_share=self.rollout_share)
             stored = schedule.landmark_dtype
             lossless = predict_lossless(
-                shape, machine, lengths, lossy.dense, self.acceptance, *batching, landmark_dtype=stored
-            )
+                shape, machine, lengths, lossy.dense, self.acceptance, *batching, landmark_dtype=stored,
+                draft_weights=self.draft_weights,
+            )  # fmt: skip
             rows = lossless_rows(lossy, lossless)
         machines = f"{self.gpus} {self.gpu.upper()}"
         responses = f"{self.responses} responses of {lengths.mean():,.0f} tokens"

@@ -54,6 +54,7 @@ TRAIN = ["train", *PROMPTS]
         (COST, "--rollout-share 3", "rollout_share is 3.0, but must be less than or equal to 1"),
         (COST, "--tensor-parallel 2", "tensor_parallel is 2, but must be 1 on one GPU"),
         (COST, "--examples 100", "examples is 100, but must be left out on one GPU"),
+        (COST, "--gpus 8 --draft-weights fp8", "draft_weights is 'fp8', but must be auto on several GPUs"),
         (COST, "--gpus 8 --rollout-share 0.5", "rollout_share is 0.5, but must be left out beside gpus"),
         (COST, "--median -5", "median is -5.0, but must be greater than 0"),
         (COST, "--median nan", "median is nan, but must be a finite number"),
