@@ -24,7 +24,10 @@ def measured() -> list[dict[str, Any]]:
     for path in sorted(RESULTS.glob("lossless_*.json")):
         result = load(path.stem)
         if result.get("variant") == "lossless" and "H200" in result.get("device", ""):
-            stored = result["decoding"]["draft_schedule"].get("landmark_dtype", "auto")
+            decoding = result["decoding"]
+            stored = decoding["draft_schedule"].get("landmark_dtype", "auto")
+            if decoding.get("draft_weights", "auto") != "auto":
+                continue  # the constants are those of drafts with the model's own weights
             for point in result.get("points", ()):
                 if isinstance(point["drafts"], int) and point["drafts"]:
                     points.append({"shape": result["shape"], "landmark_dtype": stored, **point})

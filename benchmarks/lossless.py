@@ -36,7 +36,7 @@ from rollout_trace import SLOTS, responses, simulate, states
 from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
-from sparrow.mode import Decoding
+from sparrow.mode import Decoding, DraftWeights
 from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.adapt import DraftLength
 
@@ -201,7 +201,7 @@ def measure(arguments: argparse.Namespace) -> None:
         schedule = SparsitySchedule.fixed(
             cases[0][0], dense_layers=tuple(arguments.dense_layers), landmark_dtype=arguments.landmarks
         )
-        decoding = Decoding.lossless(schedule, draft_tokens=k)
+        decoding = Decoding.lossless(schedule, draft_tokens=k, draft_weights=arguments.draft_weights)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding)
         config = bench.vllm_config
@@ -215,6 +215,7 @@ def measure(arguments: argparse.Namespace) -> None:
         )  # fmt: skip
         if decoding is not None:
             result["decoding"] = decoding.to_dict()
+            result["draft_weight_bytes"] = bench.llm.collective_rpc("sparrow_describe")[0].get("draft_weight_bytes", 0)
             choices = scheduler(bench).draft_length.choices
 
         def save(part: str, **row: Any) -> None:
@@ -297,6 +298,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")
     parser.add_argument("--landmarks", choices=get_args(LandmarkDtype), default="auto", help="dtype they are stored in")
+    parser.add_argument(
+        "--draft-weights", choices=get_args(DraftWeights), default="auto", help="what drafts multiply with"
+    )
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000, and the host at 64 x 320")
     parser.add_argument("--out", required=True)

@@ -9,7 +9,9 @@ first j drafts are accepted is the mean of the product of min(1, q/p) of the fir
 ``consecutive`` and ``geometric`` are the estimates that ``acceptance.py`` makes, for comparison. With
 ``--meter-budget`` one in four cycles also measures another schedule, whose mean acceptance is compared with the model's
 at the first drafts of the same cycles. With ``--drafter-invariant`` drafts are kept up to the first that is not the
-policy's own draw; the prediction remains that of rejection sampling.
+policy's own draw; the prediction remains that of rejection sampling. With ``--draft-weights fp8`` vLLM's drafts have
+rounded weights, and the prediction remains that of the model's own. ``meter`` has the mean acceptance that vLLM itself
+measured over all drafts that it looked at, by length.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from transformers import PreTrainedModel
 
 from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.mode import Decoding
+from sparrow.mode import Decoding, DraftWeights
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 Array = NDArray[Any]
@@ -118,6 +120,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--meter-budget", type=int, help="of another schedule, measured on the way")
     parser.add_argument("--drafter-invariant", action="store_true", help="decode the tokens that dense decoding would")
+    parser.add_argument("--draft-weights", choices=get_args(DraftWeights), default="auto", help="of drafts in vLLM")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=768, help="to generate after each prompt")
     parser.add_argument("--cycles", type=int, default=48, help="of each request that are compared with the prediction")
@@ -133,8 +136,9 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
     other = acceptance.schedule(args.meter_budget, args.dense_layers, 16, args.landmarks) if args.meter_budget else None
     metered = {} if other is None else {"meter_schedule": other, "meter_every": 4}
     decoding = Decoding.lossless(
-        kept, draft_tokens=args.drafts, adapt_draft_tokens=False, drafter_invariant=args.drafter_invariant, **metered
-    )
+        kept, draft_tokens=args.drafts, adapt_draft_tokens=False, drafter_invariant=args.drafter_invariant,
+        draft_weights=args.draft_weights, **metered,
+    )  # fmt: skip
     defaults = {"max_num_seqs": args.requests, "gpu_memory_utilization": args.memory, "enable_prefix_caching": False}
     llm = LLM(
         str(args.checkpoint), additional_config={"sparrow": decoding.to_dict()}, max_model_len=context,
@@ -164,7 +168,7 @@ def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
         return [torch.cat(of).double().cpu().numpy() for of in parts]
 
     told = compare(start, emitted, *predicted(args.drafts, kept), study.edges)
-    result = {"counters": counters, "seconds": seconds, **told}
+    result = {"counters": counters, "seconds": seconds, "meter": report["bins"], **told}
     if other is not None:
         measured = DraftAcceptance.from_dict(report["metered"]["acceptance"])
         result["metered"] = {
