@@ -13,7 +13,7 @@ from sparrow.vllm import fp8, lossless
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
 
-KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
+KEY = lossless.ENGINE_KEY
 KERNELS_KEY = "sparrow_kernels"  # the entry that says which kernels decode, if not the fastest that can
 MODE_ENVIRONMENT = "SPARROW_MODE"  # these variables say how to decode, for frameworks that pass nothing to vLLM
 ENVIRONMENT = "SPARROW_SCHEDULE"

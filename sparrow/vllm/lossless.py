@@ -12,6 +12,7 @@ from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.vllm import versions
 
+ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 SCHEDULER = "sparrow.vllm.scheduler.LosslessScheduler"
 DEFAULT_ROWS = 256
 """Sequences to make CUDA graphs for where vLLM will choose ``max_num_seqs`` itself."""
@@ -61,6 +62,9 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
             f"is {method!r}; leave one of them out"
         )
     arguments.speculative_config = {**(asked or {}), **wanted}
+    if decoding.draft_weights != "auto":
+        # vLLM keeps compiled models by its configuration, of which Sparrow's environment variables are no part.
+        arguments.additional_config = {**(arguments.additional_config or {}), ENGINE_KEY: decoding.to_dict()}
     if decoding.adapt_draft_tokens:
         if arguments.scheduler_cls not in (None, SCHEDULER):
             raise ConfigError(

@@ -8,7 +8,7 @@ import torch
 
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
-from sparrow.vllm import lossless, versions
+from sparrow.vllm import config, lossless, versions
 
 vllm = pytest.importorskip("vllm")
 
@@ -17,7 +17,7 @@ def arguments(**given):
     stock = dict(
         model="m", speculative_config=None, scheduler_cls=None, async_scheduling=None, attention_backend=None,
         attention_config=None, compilation_config=None, cudagraph_capture_sizes=None, max_cudagraph_capture_size=None,
-        enforce_eager=False, max_num_seqs=None,
+        enforce_eager=False, max_num_seqs=None, additional_config={},
     )  # fmt: skip
     return SimpleNamespace(**{**stock, **given})
 
@@ -111,6 +111,17 @@ def test_drafts_cannot_be_both_compared_and_rejected_by_given_rates():
     assert prepared(Decoding.lossless(drafter_invariant=True)).speculative_config["method"] == "draft_model"
 
 
+def test_a_compiled_model_whose_drafts_have_a_copy_is_kept_apart(monkeypatch):
+    """From one without, also where a variable asks for the copy: vLLM tells them apart by its configuration."""
+    monkeypatch.setenv("SPARROW_MODE", '{"mode": "lossless", "draft_weights": "fp8"}')
+    decoding = config.requested(arguments())
+    made = prepared(decoding, additional_config={"theirs": 1})
+    assert made.additional_config == {"theirs": 1, "sparrow": decoding.to_dict()}
+    lossless.prepare(made, config.requested(made), on_cpu=True)
+    assert config.requested(made) == decoding and "theirs" in made.additional_config
+    assert prepared(Decoding.lossless()).additional_config == {}
+
+
 def test_a_fixed_number_of_drafts_takes_other_schedulers():
     fixed = Decoding.lossless(adapt_draft_tokens=False)
     assert prepared(fixed, async_scheduling=False).async_scheduling is False
@@ -191,6 +202,30 @@ def test_a_batch_invariant_engine_has_no_draft_weights(monkeypatch):
     model = SimpleNamespace(quantization=None, is_moe=False, dtype=torch.float32)
     with pytest.raises(ConfigError, match="unset VLLM_BATCH_INVARIANT; or leave draft_weights out"):
         lossless.check_draft_weights(SimpleNamespace(quant_config=None, model_config=model), on_cpu=True)
+
+
+def test_a_copy_of_the_weights_is_made_again_whichever_way_vllm_changes_them(monkeypatch):
+    from sparrow.vllm import patches
+
+    stale, done = [], []
+
+    def update_weights(info):
+        raise ValueError(info)
+
+    worker = SimpleNamespace(
+        reload_weights=lambda **given: done.append(given), update_weights=update_weights,
+        finish_weight_update=lambda: "done",
+    )  # fmt: skip
+    runtime = SimpleNamespace(renew_draft_weights=lambda: stale.append(len(stale)))
+    monkeypatch.setattr(patches, "find", lambda vllm_config: runtime)
+    patches.follow_weights(worker, None)
+    worker.reload_weights(weights_path="somewhere")
+    with pytest.raises(ValueError, match="half"):  # some may have been written
+        worker.update_weights("half")
+    assert worker.finish_weight_update() == "done" and done == [{"weights_path": "somewhere"}] and len(stale) == 3
+    monkeypatch.setattr(patches, "find", lambda vllm_config: None)  # before layers have their backend
+    worker.reload_weights()
+    assert len(stale) == 3
 
 
 @pytest.mark.parametrize("name", ["structured_outputs", "min_p", "logit_bias"])
