@@ -93,7 +93,7 @@ def main() -> None:
         rollouts = generated(engine)
         note("engine", engine.describe())
         layers = find(engine.llm.llm_engine.vllm_config).fp8_cache.layers
-        scales = [(layer.values.k_K.clone(), layer.values.v_K.clone()) for layer in layers]
+        scales = [(layer.values.k.clone(), layer.values.v.clone()) for layer in layers]
         note("counters", engine.rpc("sparrow_counters")[0])
 
         def judge(label: str, rollouts: Sequence[Any], schedule: Any) -> None:

@@ -100,18 +100,20 @@ def paged_decode(
         q_BHD: queries of the newest tokens, whose keys and values the cache holds already; strided, D contiguous.
         k_cache, v_cache: strided views ``[blocks, K, block tokens, D]``; a block holds a whole number of pages.
         landmark_cache: mean keys of full pages, ``[blocks, block tokens / P, K, D]``, in the dtype of the queries, or
-            in float8_e4m3fn if the layout says so; updated in place. Those of keys in 8 bits leave their scale out.
+            in float8_e4m3fn if the layout says so; updated in place. Those of keys in float8_e4m3fn leave their scale
+            out.
         block_table_BM: blocks of each sequence in order, int32; entries beyond its length are not read.
         length_B: tokens in each sequence, the newest included, int32.
         top_k_B: pages kept by score, int32; ``ALL_PAGES`` keeps every page.
         layout: page size, always-kept pages, dtype of landmarks.
         implementation: ``reference`` (eager torch, any device) or ``triton`` (float16 or bfloat16 queries, the
-            cache in the same dtype or in float8_e4m3fn; needs ``workspace``, and for 8 bits compute capability 8.9)
+            cache in the same dtype, float8_e4m3fn or int8; needs ``workspace``, and for float8 compute capability 8.9)
             or ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, dtypes as Triton's; needs
             ``workspace``, and is compiled at its first call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
-        cache_scales: of a cache in float8_e4m3fn, which needs them; the kernels multiply 16-bit queries with what is
-            stored, and logits and results with the scales. They are read on the device: a graph follows changes.
+        cache_scales: of a cache in float8_e4m3fn or int8, which needs them; the CUDA kernel multiplies 16-bit queries
+            with what is stored, and logits and results, or weights, with the scales. They are read on the device: a
+            graph follows changes.
         head_budgets_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256, rounded half up (the
             pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all keep ``top_k_B``.
         out: where the result goes, ``[B, H, D]``; allocated if not given.

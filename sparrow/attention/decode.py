@@ -23,6 +23,7 @@ PAGE_SIZES = (8, 16, 32, 64)
 QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
 MAX_PAGES = 16384
+CACHES_IN_8_BITS = (FP8, torch.int8)
 FP8_CACHE = ("keys and values in fp8_e4m3", "kv_cache_dtype")  # what needs the capability, and the option to change
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
 PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
@@ -30,13 +31,15 @@ PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Scales of a cache in float8_e4m3fn: a key or value is what is stored, times the scale of its kv head.
+    """Scales of a cache in 8 bits, on its device: a key or value is what is stored, times its scale.
 
-    Scales that are powers of 2 lose nothing when a stored key or value is turned into 16 bits.
+    Of float8_e4m3fn, those of kv heads, float32 ``[K]``; powers of 2 lose nothing when a stored key or value is turned
+    into 16 bits. Of int8, those of tokens and kv heads, powers of 2 as exponent bytes (see ``attention/int8.py``):
+    uint8 ``[blocks, K, block tokens]``, views strided alike, the tokens contiguous.
     """
 
-    k_K: Tensor  # float32, on the device of the cache
-    v_K: Tensor  # float32
+    k: Tensor
+    v: Tensor
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class DecodeBatch:
     out_BHD: Tensor
     layout: PageLayout
     scale: float
-    cache_scales: CacheScales | None = None  # of a cache in float8_e4m3fn; None for any other
+    cache_scales: CacheScales | None = None  # of a cache in 8 bits; None for any other
     head_budgets_K: Tensor | None = None  # int32, in units of 1 / 256; None if all heads keep ``top_k_B``
 
     @property
@@ -173,15 +176,25 @@ def check_shapes(batch: DecodeBatch) -> None:
             f"k {tuple(k.shape)}, v {tuple(v.shape)}, out {tuple(out.shape)}"
         )
     scales = batch.cache_scales
-    if (scales is None) == (k.dtype == FP8) or k.dtype != v.dtype:
+    if (scales is None) == (k.dtype in CACHES_IN_8_BITS) or k.dtype != v.dtype:
         raise ValueError(
-            f"a cache in {FP8} needs scales, and no other has any; got keys in {k.dtype}, values in {v.dtype} and "
-            f"{'no scales' if scales is None else 'scales'}"
+            f"a cache in {FP8} or torch.int8 needs scales, and no other has any; got keys in {k.dtype}, values in "
+            f"{v.dtype} and {'no scales' if scales is None else 'scales'}"
         )
-    for x in () if scales is None else (scales.k_K, scales.v_K):
-        if x.shape != (k.shape[1],) or x.dtype != torch.float32 or x.stride(0) != 1:
-            raise ValueError(f"scales must be contiguous float32 [{k.shape[1]}], got {x.dtype} {tuple(x.shape)}")
+    for x in () if scales is None else (scales.k, scales.v):
+        check_scales(x, k)
+    if scales is not None and scales.k.stride() != scales.v.stride():
+        raise ValueError(
+            f"scales of keys and values must be strided alike, got {scales.k.stride()}, {scales.v.stride()}"
+        )
     check_head_budgets(batch.head_budgets_K, k)
+
+
+def check_scales(scales: Tensor, cache: Tensor) -> None:
+    """Raises ValueError: scales of other keys or values than those of ``cache``."""
+    shape, dtype = (cache.shape[1:2], torch.float32) if cache.dtype == FP8 else (cache.shape[:3], torch.uint8)
+    if scales.shape != shape or scales.dtype != dtype or scales.stride(-1) != 1:
+        raise ValueError(f"scales must be contiguous {dtype} {list(shape)}, got {scales.dtype} {tuple(scales.shape)}")
 
 
 def check_head_budgets(head_budgets_K: Tensor | None, k: Tensor) -> None:
@@ -199,7 +212,7 @@ def check_landmarks(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout)
     """
     blocks, K, block_tokens, D = k_cache.shape
     shape, dtype = (blocks, block_tokens // layout.page_size, K, D), layout.landmark_type(k_cache.dtype)
-    if k_cache.dtype == FP8 and layout.landmark_dtype == "auto":
+    if k_cache.dtype in CACHES_IN_8_BITS and layout.landmark_dtype == "auto":
         dtype = landmark_cache.dtype if landmark_cache.dtype in (*QUERY_DTYPES, torch.float32) else torch.bfloat16
     if landmark_cache.shape != shape or landmark_cache.dtype != dtype:
         raise ValueError(
@@ -211,26 +224,32 @@ class CachedLayers:
     """Layers whose caches hold the same tokens in the same slots.
 
     Args:
-        caches: keys, a strided view ``[blocks, K, block tokens, D]``, and landmarks, as in ``DecodeBatch``, of each
-            layer; shapes, strides and dtypes are the same in all layers.
+        caches: keys, a strided view ``[blocks, K, block tokens, D]``, landmarks, as in ``DecodeBatch``, and of keys in
+            int8 their scales, as in ``CacheScales``, of each layer; shapes, strides and dtypes are the same in all.
 
-    Raises ValueError: no layers, layers that differ, or caches at such distances that loads would not be aligned.
+    Raises ValueError: no layers, layers that differ, caches at such distances that loads would not be aligned, or keys
+    in int8 without scales.
     """
 
-    def __init__(self, caches: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, caches: Sequence[tuple[Tensor, ...]]) -> None:
         kinds = {tuple((x.shape, x.stride(), x.dtype, x.device) for x in layer) for layer in caches}
         if len(kinds) != 1:
             raise ValueError(f"{len(caches)} layers with {len(kinds)} kinds of caches, expected one kind")
         self.caches = tuple(caches)
-        self.keys, self.landmarks = caches[0]
-        # How far each layer's keys and landmarks lie from the first layer's, in elements.
+        self.keys, self.landmarks, *scales = caches[0]
+        if len(scales) != (self.keys.dtype == torch.int8):
+            raise ValueError(f"keys in int8 come with one tensor of scales, and no others; got {len(scales)}")
+        self.scales = scales[0] if scales else None
+        if self.scales is not None:
+            check_scales(self.scales, self.keys)
+        # How far each layer's keys, landmarks and scales lie from the first layer's, in elements.
         distances = [
             [(x.data_ptr() - first.data_ptr()) // x.itemsize for x, first in zip(layer, caches[0], strict=True)]
             for layer in caches
         ]
         if any(distance % 16 for layer in distances for distance in layer):
             raise ValueError(f"caches lie {distances} elements apart, expected multiples of 16")
-        self.distance_L2 = torch.tensor(distances, device=self.keys.device)
+        self.distance_L3 = torch.tensor([[*layer, 0][:3] for layer in distances], device=self.keys.device)
 
 
 def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> None:
@@ -241,8 +260,8 @@ def check_cache(k_cache: Tensor, landmark_cache: Tensor, layout: PageLayout) -> 
         raise ValueError(f"pages of {P} tokens in blocks of {block_tokens}: expected a divisor among {PAGE_SIZES}")
     if D not in HEAD_DIMS:
         raise ValueError(f"head dim {D} has no kernel, expected one of {HEAD_DIMS}; use implementation='reference'")
-    if k_cache.dtype not in (*QUERY_DTYPES, FP8):
-        raise ValueError(f"caches must be float16, bfloat16 or float8_e4m3fn, got {k_cache.dtype}")
+    if k_cache.dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS):
+        raise ValueError(f"caches must be float16, bfloat16, float8_e4m3fn or int8, got {k_cache.dtype}")
     check_landmarks(k_cache, landmark_cache, layout)
     if k_cache.stride(3) != 1 or landmark_cache.stride(3) != 1:
         raise ValueError("keys and landmarks must be contiguous along the head dim")
@@ -254,9 +273,9 @@ def check_for_kernels(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> 
     check_cache(batch.k_cache, batch.landmark_cache, batch.layout)
     B, K, G, D = len(batch.q_BHD), batch.kv_heads, batch.group, batch.head_dim
     q, k, v, out = batch.q_BHD, batch.k_cache, batch.v_cache, batch.out_BHD
-    if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, FP8):
+    if q.dtype not in QUERY_DTYPES or k.dtype not in (q.dtype, *CACHES_IN_8_BITS):
         raise ValueError(
-            "queries must be float16 or bfloat16, as is the cache unless it is float8_e4m3fn, got queries in "
+            "queries must be float16 or bfloat16, as is the cache unless it has 8 bits, got queries in "
             f"{q.dtype} and keys in {k.dtype}"
         )
     if batch.landmark_cache.dtype not in (q.dtype, FP8):

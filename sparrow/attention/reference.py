@@ -21,6 +21,7 @@ from sparrow.attention.decode import (
     check_landmarks,
     check_shapes,
 )
+from sparrow.attention.int8 import from_int8, to_int8
 from sparrow.attention.pages import (
     FP8,
     FP8_MAX,
@@ -88,7 +89,8 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         newest_B = (length_B - 1).clamp(min=0)
         block_B = table_BM.gather(1, newest_B[:, None] // block_tokens)[:, 0]
         slot_B = torch.where(length_B > 0, block_B * block_tokens + newest_B % block_tokens, -1)
-        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout)
+        scales = batch.cache_scales
+        _update_landmarks(k_cache, batch.landmark_cache, slot_B, layout, None if scales is None else scales.k)
         pages_B = page_count(length_B, P)
         n = torch.arange(max(1, int(pages_B.max())), device=q_BHD.device)
         block_BN = table_BM[:, n * P // block_tokens].where(n < pages_B[:, None], 0)
@@ -99,9 +101,11 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         block_BKT = block_BN[:, None].expand(-1, K, -1).gather(-1, token_BKT // P)
         at = (block_BKT, torch.arange(K, device=q_BHD.device)[:, None], token_BKT % block_tokens)
-        keys, values = _entries(k_cache, at).to(q_BHD.dtype), _entries(batch.v_cache, at).to(q_BHD.dtype)
-        if (scales := batch.cache_scales) is not None:
-            keys, values = keys * scales.k_K.to(keys)[:, None, None], values * scales.v_K.to(values)[:, None, None]
+        if scales is None:
+            keys, values = k_cache[at].to(q_BHD.dtype), batch.v_cache[at].to(q_BHD.dtype)
+        else:
+            own = ((k_cache, scales.k), (batch.v_cache, scales.v))
+            keys, values = (_dequantised(cache, scale, at, q_BHD.dtype) for cache, scale in own)
     out = F.scaled_dot_product_attention(
         q_BHD.view(B, K, H // K, D),
         keys.masked_fill(~seen_BKT[..., None], 0.0),
@@ -117,18 +121,28 @@ def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
     return cache.view(torch.uint8)[at].view(FP8) if cache.dtype == FP8 else cache[at]
 
 
+def _dequantised(cache: Tensor, scales: Tensor, at: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
+    """Keys or values ``[B, K, T, D]`` of a cache in 8 bits."""
+    if cache.dtype == torch.int8:
+        return from_int8(cache[at], scales[at], dtype)
+    return _entries(cache, at).to(dtype) * scales.to(dtype)[:, None, None]
+
+
 def store_tokens(
     key_TKD: Tensor, value_TKD: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping_T: Tensor, scales: CacheScales,
-    clipped: Tensor,
+    clipped: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Stores each token's keys and values in its slot (-1: none) of a cache in float8_e4m3fn.
-
-    ``clipped``, int64 [1], counts the tokens of which a key or value was beyond 448 times its scale, and clamped.
-    """
+    """Stores each token's keys and values in its slot (-1: none) of a cache in 8 bits; see ``triton.store_tokens``."""
     has_slot_T = slot_mapping_T >= 0
     slot, block_tokens = slot_mapping_T[has_slot_T].long(), k_cache.shape[2]
+    if k_cache.dtype == torch.int8:
+        for new_TKD, cache, scale in ((key_TKD, k_cache, scales.k), (value_TKD, v_cache, scales.v)):
+            at = (slot // block_tokens, slice(None), slot % block_tokens)
+            cache[at], scale[at] = to_int8(new_TKD[: len(slot_mapping_T)][has_slot_T])
+        return
+    assert clipped is not None
     beyond = torch.zeros_like(slot, dtype=torch.bool)
-    for new_TKD, cache, scale_K in ((key_TKD, k_cache, scales.k_K), (value_TKD, v_cache, scales.v_K)):
+    for new_TKD, cache, scale_K in ((key_TKD, k_cache, scales.k), (value_TKD, v_cache, scales.v)):
         scaled = new_TKD[: len(slot_mapping_T)][has_slot_T].float() / scale_K[:, None]
         beyond |= (scaled.abs() > FP8_MAX).flatten(1).any(1)
         cache.view(torch.uint8)[slot // block_tokens, :, slot % block_tokens] = to_fp8(scaled).view(torch.uint8)
@@ -137,20 +151,26 @@ def store_tokens(
 
 def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageLayout) -> None:
     """Recomputes, in place, the landmark of every page whose last slot is in ``slot_mapping_T``."""
-    for k_cache, landmark_cache in layers.caches:
-        _update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout)
+    for k_cache, landmark_cache, *scales in layers.caches:
+        _update_landmarks(k_cache, landmark_cache, slot_mapping_T, layout, scales[0] if scales else None)
 
 
-def _update_landmarks(k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout) -> None:
-    """One layer of ``update_landmarks``."""
+def _update_landmarks(
+    k_cache: Tensor, landmark_cache: Tensor, slot_mapping_T: Tensor, layout: PageLayout, scales: Tensor | None
+) -> None:
+    """One layer of ``update_landmarks``; ``scales`` are those of keys in int8, and others are not looked at."""
     check_landmarks(k_cache, landmark_cache, layout)
     block_tokens, P = k_cache.shape[2], layout.page_size
     last = slot_mapping_T[(slot_mapping_T >= 0) & (slot_mapping_T % P == P - 1)].long()
     block, token = last // block_tokens, last % block_tokens
     at = (block[:, None], slice(None), token[:, None] + torch.arange(1 - P, 1, device=last.device))
     keys_TPKD = _entries(k_cache, at)
-    if k_cache.dtype == FP8:  # of what is stored, scales left out: they do not change the order of a row's scores
-        keys_TPKD = keys_TPKD.to(torch.float32 if landmark_cache.dtype == FP8 else landmark_cache.dtype)
+    dtype = torch.float32 if landmark_cache.dtype == FP8 else landmark_cache.dtype
+    if k_cache.dtype == torch.int8:
+        assert scales is not None
+        keys_TPKD = from_int8(keys_TPKD, scales[at], dtype)
+    elif k_cache.dtype == FP8:  # of what is stored: a head's scale does not change the order of a row's scores
+        keys_TPKD = keys_TPKD.to(dtype)
     landmark_cache[block, token // P] = landmarks(keys_TPKD.transpose(1, 2), layout.landmark_dtype)
 
 

@@ -280,8 +280,8 @@ class SparseImpl(VLLMClass):
         copy = torch.empty((len(blocks), *kv_cache.shape[1:]), dtype=query.dtype, device=query.device)
         keys, values, _ = self.cache_views(layer, kv_cache)
         to_keys, to_values = self.key_value(layer, copy)
-        fp8.copy_blocks(keys, blocks, self.scales.values.k_K, to_keys)
-        fp8.copy_blocks(values, blocks, self.scales.values.v_K, to_values)
+        fp8.copy_blocks(keys, blocks, self.scales.values.k, to_keys)
+        fp8.copy_blocks(values, blocks, self.scales.values.v, to_values)
         return copy
 
 

@@ -57,7 +57,7 @@ class LayerScales:
                 "the scales of an fp8 KV cache can change only while nothing is cached; let all requests end and reset "
                 "the prefix cache before sparrow_renew_kv_scales"
             )
-        for new_TKD, scale_K in ((key_TKD, self.values.k_K), (value_TKD, self.values.v_K)):
+        for new_TKD, scale_K in ((key_TKD, self.values.k), (value_TKD, self.values.v)):
             largest_K = new_TKD[: len(slot_mapping_T)][has_slot_T].float().abs().amax((0, 2))
             scale_K.copy_(power_of_two(largest_K, new_TKD.dtype))
         self.is_set = True
@@ -112,7 +112,7 @@ class Fp8Cache:
 
     def describe(self) -> dict[str, Any]:
         """The dtype and the range of scales, None before they are set."""
-        scales = [x for layer in self.layers for x in (layer.values.k_K, layer.values.v_K)]
+        scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
         low_high = [float(f(torch.stack(scales))) for f in (torch.min, torch.max)] if self.is_set else None
         return {"kv_cache": "fp8_e4m3", "kv_scales": low_high}
 

@@ -63,6 +63,11 @@ def test_landmarks_in_8_bits_need_a_gpu_that_converts_them(hopper, monkeypatch):
         with pytest.raises(ConfigError, match=r"keys and values in fp8_e4m3 need a GPU of .* set kv_cache_dtype to"):
             choose(asked, **cache, device=GPU)
     assert choose(None, **MODEL, device=GPU) == Choice("triton")
+    assert choose(None, **MODEL | dict(dtype=torch.int8), device=GPU) == Choice("triton")  # which any GPU converts
+
+
+def test_a_cache_in_int8_is_the_cuda_kernels_too(hopper):
+    assert str(choose("cuda", **MODEL | dict(dtype=torch.int8), device=GPU)) == "cuda"
 
 
 def test_other_gpus_are_tritons_and_a_cpu_is_the_references(hopper, monkeypatch):

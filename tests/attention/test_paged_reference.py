@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparrow.attention import CachedLayers, PageLayout, paged_decode, reference, update_landmarks
+from sparrow.attention import CachedLayers, CacheScales, PageLayout, paged_decode, reference, update_landmarks
+from sparrow.attention.int8 import from_int8, to_int8
 from sparrow.attention.pages import landmarks
 from sparrow.schedule import ALL_PAGES
 
@@ -54,6 +55,46 @@ def test_paging_does_not_change_the_result(lengths, top_k, per_block, layout, bu
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_cache_in_int8_is_its_keys_and_values_in_16_bits(dtype, landmark_dtype):
+    """Tokens are stored, pages completed and rows decoded as with the cache that the codes and scales stand for."""
+    torch.manual_seed(0)
+    layout = PageLayout(4, landmark_dtype=landmark_dtype)
+    B, K, G, D, N, blocks, tokens = 2, 2, 2, 8, 8, 7, 24
+    length, top_k = torch.tensor([24, 13], dtype=torch.int32), torch.tensor([1, 1], dtype=torch.int32)
+    table = torch.tensor([[5, 0, 3], [1, 6, 2]], dtype=torch.int32)
+    keys, values = (
+        (torch.randn(B * tokens, K, D) * 2.0 ** torch.randint(-6, 6, (B * tokens, K, 1))).to(dtype) for _ in "kv"
+    )
+    at = torch.arange(tokens)
+    slots = table[:, at // N].long() * N + at % N
+    slots = torch.where(at < length[:, None], slots, -1).flatten()
+    k_cache, v_cache = torch.zeros(2, blocks, K, N, D, dtype=torch.int8)
+    scales = CacheScales(*torch.full((2, blocks, K, N), 255, dtype=torch.uint8))
+    reference.store_tokens(keys, values, k_cache, v_cache, slots, scales)
+    wide = [from_int8(cache, scale, dtype) for cache, scale in ((k_cache, scales.k), (v_cache, scales.v))]
+    stored = [from_int8(*to_int8(x), dtype) for x in (keys, values)]
+    for cache, x, new in zip(wide, stored, (keys, values), strict=True):
+        assert torch.equal(cache[slots[24:37] // N, :, slots[24:37] % N], x[24:37]) and not torch.equal(x, new)
+        assert cache.isnan().sum() == (blocks * N - 37) * K * D
+    marks = torch.zeros(blocks, N // 4, K, D, dtype=layout.landmark_type(dtype))
+    expected = marks.clone()
+    update_landmarks(CachedLayers([(k_cache, marks, scales.k)]), slots, layout=layout, implementation="reference")
+    update_landmarks(CachedLayers([(wide[0], expected)]), slots, layout=layout, implementation="reference")
+    assert torch.equal(marks.float(), expected.float()) and marks.float().any()
+    marks.view(torch.uint8)[3, 1] = 0  # of the page that the first row's newest token filled: decoding writes it
+    q = torch.randn(B, K * G, D, dtype=dtype)
+    rest = dict(layout=layout, implementation="reference", scale=0.3)
+    out = paged_decode(q, k_cache, v_cache, marks, table, length, top_k, cache_scales=scales, **rest)
+    assert torch.equal(out, paged_decode(q, *wide, expected, table, length, top_k, **rest))
+    assert torch.equal(marks.float(), expected.float())
+    exact = [x.double() for x in (q, *wide, expected)]
+    layout = PageLayout(4)
+    exact = paged_decode(*exact, table, length, top_k, **rest | dict(layout=layout))
+    assert (out.double() - exact).norm() <= 4 * torch.finfo(dtype).eps * exact.norm()
+
+
 def test_length_zero_and_out():
     layout = PageLayout(2)
     k = torch.ones(1, 1, 4, 8)
@@ -92,7 +133,7 @@ def test_layers_whose_caches_differ_are_refused():
         CachedLayers([layers[0], (layers[0][0], layers[0][1].double())])
     with pytest.raises(ValueError, match=r"\[8, 0\]\] elements apart, expected multiples of 16"):
         CachedLayers(layers[:2])
-    assert CachedLayers(layers[::2]).distance_L2.tolist() == [[0, 0], [16, 0]]
+    assert CachedLayers(layers[::2]).distance_L3.tolist() == [[0, 0, 0], [16, 0, 0]]
 
 
 def test_an_unknown_implementation_is_refused():

@@ -46,7 +46,7 @@ def fp8_engine(folder, schedule=SMALL, **options):
 def scales_of(sparrow):
     """The keys' and the values' scales of every layer, ``[K]`` each."""
     layers = find(sparrow.llm.llm_engine.vllm_config).fp8_cache.layers
-    return [(layer.values.k_K.clone(), layer.values.v_K.clone()) for layer in layers]
+    return [(layer.values.k.clone(), layer.values.v.clone()) for layer in layers]
 
 
 def flat(scales):

@@ -413,7 +413,7 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
     for layer in layers:
         assert not cache.is_set
         layer.is_set = True
-    layers[1].values.v_K[0], layers[0].values.k_K[1] = 0.25, 8
+    layers[1].values.v[0], layers[0].values.k[1] = 0.25, 8
     assert made.describe()["kv_scales"] == [0.25, 8.0]
     cache.clipped += 3
     assert [made.counters()["kv_clipped"] for _ in range(2)] == [3, 0]

@@ -13,9 +13,9 @@
 //
 // Defined by who compiles it: D head dim, G query heads per kv head, K kv heads, PER_BLOCK pages in a block of the
 // cache, SINK and RECENT pages always kept, BF16 (else float16), FP8_CACHE and FP8_LANDMARKS (in e4m3, else as the
-// queries), WARPS,
-// STAGES pages in flight per warp, RESIDENT programs that are to fit on a multiprocessor, BINS of scores, and
-// CANDIDATES: most scores of one bin that are ranked.
+// queries), INT8_CACHE (scales of tokens and heads, attention/int8.py), WARPS, STAGES pages in flight per warp,
+// RESIDENT programs that are to fit on a multiprocessor, BINS of scores, and CANDIDATES: most scores of one bin that
+// are ranked.
 
 #include "select.cuh"
 
@@ -26,7 +26,7 @@ struct Queries {
 };
 
 // For rows in 16 bits.
-template <bool FP8>
+template <bool IN_8_BITS>
 DEVICE Queries load_queries(const Program& p) {
   Queries queries;
   queries.factor = 1.f;
@@ -36,7 +36,7 @@ DEVICE Queries load_queries(const Program& p) {
   return queries;
 }
 
-// For rows in e4m3, in float16 and in the order of their ``times_queries``. Those in bfloat16 are scaled by a power of
+// For rows in 8 bits, in float16 and in the order of their ``times_queries``. Those in bfloat16 are scaled by a power of
 // 2, one for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter.
 template <>
 DEVICE Queries load_queries<true>(const Program& p) {
@@ -109,7 +109,7 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<FP8_LANDMARKS>(even, odd, tile, queries.q, p.lane);
+    times_queries<MARKS>(even, odd, tile, queries.q, p.lane);
     // The mean query's score, times G (and the queries' scale); columns beyond the group are no queries.
     float first = 0.f, second = 0.f;
     if (2 * p.column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
@@ -205,10 +205,17 @@ DEVICE Range wait_for_list(const Program& p) {
   return range;
 }
 
-// Which two of 16 dimensions a thread has: e4m3 comes in pairs of neighbours.
-constexpr int OWN = FP8_CACHE ? 2 : 1, OTHER = FP8_CACHE ? 1 : 8;
+constexpr bool NARROW = CACHE != BITS16;
+// Which two of 16 dimensions a thread has: 8 bits come in pairs of neighbours.
+constexpr int OWN = NARROW ? 2 : 1, OTHER = NARROW ? 1 : 8;
 
 // The running softmax of a warp, for the heads of a thread's two columns.
+//
+// Values in int8 are added as codes, so their scales, 2^e, belong to the weights. The exponent is added to the logit:
+// the maximum is that of logits plus exponents, by which all weights 2^(logit + e - max) are at most 1 and fit float16.
+// A sum takes 2^(logit - max), which is the weight times 2^-e. Exponents of a cache are at most 100 apart: a weight that
+// is flushed to 0 (below 2^-126) belongs to a token of less than 2^-26 of the sum. And a token at the maximum has 2^-e
+// there, so that sums are normal floats. Merging warps and parts, by the same maximum for both, stays as it is.
 struct Softmax {
   float acc[STEPS][4];  // of the value's dimensions j * 16 + OWN * row8 and + OTHER
   float max0, max1, sum0, sum1;
@@ -221,11 +228,25 @@ struct Softmax {
   // Adds the page in a slot; the row's newest page may be filled in part.
   DEVICE void add_page(const Program& p, const Queries& queries, u32 slot, bool is_newest) {
     float logit[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<FP8_CACHE>(logit, odd, slot, queries.q, p.lane);
+    times_queries<CACHE>(logit, odd, slot, queries.q, p.lane);
 #pragma unroll
     for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
+    float in_sum0 = 1.f, in_sum1 = 1.f;  // what a token's weight is multiplied by in the sum
+    if constexpr (CACHE == INT8) {
+      const u32 of_keys = slot + 2 * TILE + p.row8, of_values = of_keys + SCALES;
+      const float key0 = scale_of(load_byte(of_keys)), key1 = scale_of(load_byte(of_keys + 8));
+      const u32 value0 = load_byte(of_values), value1 = load_byte(of_values + 8);
+      const float exponent0 = exponent_of(value0), exponent1 = exponent_of(value1);
+      logit[0] = logit[0] * key0 + exponent0, logit[1] = logit[1] * key0 + exponent0;
+      logit[2] = logit[2] * key1 + exponent1, logit[3] = logit[3] * key1 + exponent1;
+      in_sum0 = reciprocal_of(value0), in_sum1 = reciprocal_of(value1);
+    }
     if (is_newest) {
       const int inside = p.tokens - P * (p.pages - 1);
+      if constexpr (CACHE == INT8) {  // 0 times what a byte that nobody wrote stands for may be NaN
+        if (p.row8 >= inside) in_sum0 = 0.f;
+        if (p.row8 + 8 >= inside) in_sum1 = 0.f;
+      }
       if (p.row8 >= inside) logit[0] = logit[1] = -infinity();
       if (p.row8 + 8 >= inside) logit[2] = logit[3] = -infinity();
     }
@@ -245,24 +266,26 @@ struct Softmax {
     }
     const float w0 = exp2_of(logit[0] - max0), w1 = exp2_of(logit[1] - max1);
     const float w2 = exp2_of(logit[2] - max0), w3 = exp2_of(logit[3] - max1);
-    sum0 += w0 + w2, sum1 += w1 + w3;
+    if constexpr (CACHE == INT8) sum0 += w0 * in_sum0 + w2 * in_sum1, sum1 += w1 * in_sum0 + w3 * in_sum1;
+    else sum0 += w0 + w2, sum1 += w1 + w3;
     add_values(slot + TILE, p.lane, w0, w1, w2, w3);
   }
 
   // Adds values times weights; tokens are columns of the left-hand side.
   DEVICE void add_values(u32 tile, int lane, float w0, float w1, float w2, float w3) {
     const int row = (lane & 7) + (lane >> 4) * 8, chunk = (lane >> 3) & 1;
-#if FP8_CACHE
+#if FP8_CACHE || INT8_CACHE
     const u32 right0 = transposed(pack_halves(w0, w1)), right1 = transposed(pack_halves(w2, w3));
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
       u32 x[4];  // two neighbouring dimensions of each of two tokens
       load_tiles_transposed(x, tile + swizzled<ROW>(row, j + chunk));
+      prepare<CACHE>(x);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const u32 first = x[i], second = x[i + 2];  // tokens 0 to 7 and 8 to 15
-        const u32 left[4] = {from_e4m3(__byte_perm(first, 0, 0x0020)), from_e4m3(__byte_perm(first, 0, 0x0031)),
-                             from_e4m3(__byte_perm(second, 0, 0x0020)), from_e4m3(__byte_perm(second, 0, 0x0031))};
+        const u32 left[4] = {pair_of<CACHE, 0, 2>(first), pair_of<CACHE, 1, 3>(first), pair_of<CACHE, 0, 2>(second),
+                             pair_of<CACHE, 1, 3>(second)};
         multiply<false>(acc[j + i], left, right0, right1);
       }
     }
@@ -325,7 +348,7 @@ DEVICE void attend_pages(
 }
 
 DEVICE void store(const Program& p, int i, float acc, float sum) {
-  const float scale = FP8_CACHE ? __ldg(p.a.v_scales + p.head) : 1.f;
+  const float scale = CACHE == E4M3 ? __ldg(p.a.v_scales + p.head) : 1.f;
   const float result = acc * __fdividef(scale, sum > 0.f ? sum : 1.f);  // a row without tokens returns zeros
   p.a.out[p.b * p.a.out_row + (p.head * G + i / D) * p.a.out_head + i % D] = (u16)pack(result, 0.f);
 }
@@ -400,7 +423,12 @@ DEVICE void write_landmark(const Program& p) {
     const Entry* const from = p.a.k + block * p.a.block + p.head * p.a.head + (i64)inside * P * p.a.token + d;
     float sum = 0.f;
 #pragma unroll
-    for (int i = 0; i < P; ++i) sum += widen(from[i * p.a.token]);
+    for (int i = 0; i < P; ++i) {
+      float key = widen(from[i * p.a.token]);
+      if constexpr (CACHE == INT8)
+        key *= scale_of(p.a.k_scales[block * p.a.scale_block + p.head * p.a.scale_head + inside * P + i]);
+      sum += key;
+    }
     Mark* const to = p.a.landmarks + block * p.a.landmark_block + inside * p.a.landmark_page + d;
 #if FP8_LANDMARKS
     to[p.head * p.a.landmark_head] = to_e4m3(sum / P);
@@ -415,8 +443,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
   if (!a.rank_before_wait) wait_for_launch_before();
   const Program p(a, memory);
   if (p.b >= a.count) return;
-  Queries queries = load_queries<FP8_CACHE>(p);
-  queries.factor *= a.scale_log2 * (FP8_CACHE ? __ldg(a.k_scales + p.head) : 1.f);
+  Queries queries = load_queries<NARROW>(p);
+  queries.factor *= a.scale_log2 * (CACHE == E4M3 ? __ldg(a.k_scales + p.head) : 1.f);
   int fetched = 0;
   u32 fetched_kept = 0;
   Range range = {0, p.pages};
@@ -424,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) attend(const __g
     stage_blocks(p);
     Seen seen = {infinity(), -infinity(), 0, 0};
     if (p.budget > 0) {
-      seen = score_pages(p, FP8_CACHE == FP8_LANDMARKS ? queries : load_queries<FP8_LANDMARKS>(p));
+      seen = score_pages(p, NARROW == FP8_LANDMARKS ? queries : load_queries<FP8_LANDMARKS>(p));
     } else {
       wait_for_all_but<0>();
       __syncthreads();

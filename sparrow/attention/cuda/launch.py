@@ -16,6 +16,7 @@ from torch import Tensor
 
 from sparrow.attention.cuda.compile import Kernel
 from sparrow.attention.decode import (
+    CACHES_IN_8_BITS,
     QUERY_DTYPES,
     DecodeBatch,
     DecodeWorkspace,
@@ -42,9 +43,10 @@ class CudaConfig:
     parts: int = 1  # parts that every row is cut into, roughly; if 1, only rows far longer than the mean are cut
     part_pages: int = 8  # kept pages worth a program of their own
 
-    def shared_bytes(self, head_bytes: int, capacity: int) -> int:
-        """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of ``head_bytes``."""
-        ring = self.warps * self.stages * 2 * PAGE_SIZE * head_bytes
+    def shared_bytes(self, key_bytes: int, capacity: int) -> int:
+        """Shared memory of a program whose rows have up to ``capacity`` pages, of keys of ``key_bytes``, their own
+        scale included."""
+        ring = self.warps * self.stages * 2 * PAGE_SIZE * key_bytes
         return ring + capacity * 4 + capacity // 4 + BINS * 4 + CANDIDATES * 8 + 4 * SHARED + 12 * self.warps
 
     def division(self, items: int, kv_heads: int, multiprocessors: int) -> Division:
@@ -58,18 +60,26 @@ class CudaConfig:
 
 
 @cache
-def choose_config(items: int, head_dim: int, capacity: int, limits: DeviceLimits, entry_bytes: int = 2) -> CudaConfig:
-    """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages."""
+def choose_config(
+    items: int, head_dim: int, capacity: int, limits: DeviceLimits, dtype: torch.dtype = torch.bfloat16
+) -> CudaConfig:
+    """The configuration for ``items`` (sequences x kv heads) of up to ``capacity`` pages and a cache in ``dtype``."""
     if items <= limits.multiprocessors:
         config = CudaConfig(warps=8, stages=3, resident=1)
     else:  # at 1 to 1.5 items per multiprocessor, whole rows would leave a third of the multiprocessors idle
         config = CudaConfig(warps=4, stages=3, resident=2, parts=4 if items <= 1.5 * limits.multiprocessors else 1)
-    config = replace(config, stages=config.stages * 2 // entry_bytes)  # as many bytes in flight
+    config = replace(config, stages=config.stages * 2 // dtype.itemsize)  # as many bytes in flight
     while (
-        config.shared_bytes(entry_bytes * head_dim, capacity) > (limits.shared_memory + 1024) // config.resident - 1024
+        config.shared_bytes(key_bytes(head_dim, dtype), capacity)
+        > (limits.shared_memory + 1024) // config.resident - 1024
     ):
         config = replace(config, stages=config.stages - 1) if config.stages > 1 else replace(config, resident=1)
     return config
+
+
+def key_bytes(head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of a token's key, or value, with the scale that it has to itself in int8."""
+    return head_dim * dtype.itemsize + (dtype == torch.int8)
 
 
 def few_rows(kv_heads: int, device: torch.device) -> int:
@@ -89,11 +99,7 @@ def unsupported_reason(
         page_size != PAGE_SIZE
         or head_dim not in HEAD_DIMS
         or group > MAX_GROUP
-        or dtype
-        not in (
-            *QUERY_DTYPES,
-            FP8,
-        )
+        or dtype not in (*QUERY_DTYPES, *CACHES_IN_8_BITS)
     ):
         return (
             f"the CUDA kernel takes pages of {PAGE_SIZE}, head dims {HEAD_DIMS}, groups up to {MAX_GROUP} and caches "
@@ -111,6 +117,8 @@ def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
     if reason:
         raise ValueError(reason)
     tensors = dict(keys=batch.k_cache, values=batch.v_cache, landmarks=batch.landmark_cache, queries=batch.q_BHD)
+    if batch.cache_scales is not None and batch.k_cache.dtype == torch.int8:
+        tensors |= {"scales of keys": batch.cache_scales.k, "scales of values": batch.cache_scales.v}
     for name, x in tensors.items():
         if x.data_ptr() % 16 or any(stride * x.element_size() % 16 for stride in x.stride()[:-1]):
             raise ValueError(f"the CUDA kernel copies 16 bytes at a time: {name} must be aligned to that")
@@ -149,6 +157,7 @@ class _Arguments(ctypes.Structure):
         )),
         ("scale_log2", ctypes.c_float),
         ("count", ctypes.c_int), ("rank_before_wait", ctypes.c_int), ("capacity", ctypes.c_int),
+        ("scale_block", ctypes.c_longlong), ("scale_head", ctypes.c_longlong),
     )  # fmt: skip
 
 
@@ -159,9 +168,7 @@ class Launches:
         limits = device_limits(batch.q_BHD.device)
         self.batch, self.workspace = batch, workspace
         self.capacity = -(-batch.max_pages // 32) * 32
-        self.config = config or choose_config(
-            batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.element_size()
-        )
+        self.config = config or choose_config(batch.items, batch.head_dim, self.capacity, limits, batch.k_cache.dtype)
         self.division = self.config.division(batch.items, batch.kv_heads, limits.multiprocessors)
 
     def plan(self) -> None:
@@ -170,20 +177,19 @@ class Launches:
 
     def attend(self, rank_before_wait: bool = False) -> None:
         """Ranks, selects and attends, in one launch."""
-        b, w, c = self.batch, self.workspace, self.config
+        b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
         defines = dict(
             D=b.head_dim, G=b.group, K=b.kv_heads, PER_BLOCK=b.pages_per_block, SINK=b.layout.sink_pages,
             RECENT=b.layout.recent_pages, BF16=int(b.q_BHD.dtype == torch.bfloat16),
-            FP8_CACHE=int(b.k_cache.dtype == FP8), FP8_LANDMARKS=int(b.landmark_cache.dtype == FP8),
-            WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
+            FP8_CACHE=int(b.k_cache.dtype == FP8), INT8_CACHE=int(b.k_cache.dtype == torch.int8),
+            FP8_LANDMARKS=int(b.landmark_cache.dtype == FP8), WARPS=c.warps, STAGES=c.stages, RESIDENT=c.resident,
             BINS=BINS, CANDIDATES=CANDIDATES,
         )  # fmt: skip
-        shared_bytes = c.shared_bytes(b.k_cache.element_size() * b.head_dim, self.capacity)
+        shared_bytes = c.shared_bytes(key_bytes(b.head_dim, b.k_cache.dtype), self.capacity)
         kernel = _kernel(tuple(defines.items()), shared_bytes, b.q_BHD.device)
         tensors = (
             b.q_BHD, b.k_cache, b.v_cache, b.landmark_cache, b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats,
-            *w.counters, w.plan, b.cache_scales and b.cache_scales.k_K, b.cache_scales and b.cache_scales.v_K,
-            b.head_budgets_K,
+            *w.counters, w.plan, scales and scales.k, scales and scales.v, b.head_budgets_K,
         )  # fmt: skip
         strides = (
             *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0),
@@ -192,6 +198,7 @@ class Launches:
         arguments = _Arguments(
             *(None if x is None else x.data_ptr() for x in tensors), *strides,
             b.scale * math.log2(math.e), len(b.q_BHD), int(rank_before_wait), self.capacity,
+            *((0, 0) if scales is None or scales.k.ndim == 1 else scales.k.stride()[:2]),
         )  # fmt: skip
         kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)
 

@@ -4,7 +4,8 @@
 #include "tiles.cuh"
 
 constexpr int THREADS = 32 * WARPS;
-constexpr int SLOT = 2 * TILE;                // keys and values of a page
+constexpr int SCALES = CACHE == INT8 ? P : 0;  // bytes of the exponents of a page's keys, or of its values
+constexpr int SLOT = 2 * (TILE + SCALES);     // keys and values of a page, then exponents of both
 constexpr int COPY_ROWS = 32 / CHUNKS;        // that a warp copies at once
 constexpr int MARK_COPY_ROWS = 32 / MARK_CHUNKS;
 constexpr int TILES_IN_FLIGHT = STAGES * SLOT / MARK_TILE;  // of landmarks, per warp
@@ -12,10 +13,14 @@ constexpr int AT_ONCE = 8;                    // scores that a thread looks at b
 constexpr int ALL_PAGES = 1 << 30;            // a top_k that no budget makes smaller
 constexpr int ALWAYS = SINK + RECENT;         // pages always kept; a row with ranked pages has them all
 
-template <bool FP8> struct Stored { typedef u16 Type; };
-template <> struct Stored<true> { typedef unsigned char Type; };
-typedef Stored<FP8_CACHE>::Type Entry;     // of a key or value
-typedef Stored<FP8_LANDMARKS>::Type Mark;  // of a landmark
+template <Format FORMAT> struct Stored { typedef u16 Type; };
+template <> struct Stored<E4M3> { typedef unsigned char Type; };
+template <> struct Stored<INT8> { typedef signed char Type; };
+typedef Stored<CACHE>::Type Entry;  // of a key or value
+typedef Stored<MARKS>::Type Mark;   // of a landmark
+template <Format FORMAT> struct Scales { typedef float Type; };                 // of heads
+template <> struct Scales<INT8> { typedef unsigned char Type; };                // of tokens and heads
+typedef Scales<CACHE>::Type Scale;
 
 // head_budgets: of top_k, in units of 1 / 256; null if all heads keep top_k.
 struct Args {
@@ -28,12 +33,13 @@ struct Args {
   float *partial, *stats;
   int *ready, *counters;
   const int4 *plan;
-  const float *k_scales, *v_scales;
+  const Scale *k_scales, *v_scales;
   const int *head_budgets;
   i64 q_row, q_head, block, head, token, landmark_block, landmark_page, landmark_head, table_row, out_row, out_head;
   i64 rows_row;
   float scale_log2;
   int count, rank_before_wait, capacity;
+  i64 scale_block, scale_head;
 };
 
 struct Shared {  // what a program's warps tell each other, besides scores and lists
@@ -107,6 +113,10 @@ struct Program {
       copy16(to + at, keys + from, bytes);
       copy16(to + TILE + at, values + from, bytes);
     }
+    if constexpr (CACHE == INT8)  // beyond a sequence they may be anything, and are not looked at
+      if (lane < 2)
+        copy_scales(to + 2 * TILE + lane * SCALES, (lane ? a.v_scales : a.k_scales) + head * a.scale_head +
+                    (i64)(page / PER_BLOCK) * a.scale_block + page % PER_BLOCK * P);
   }
 
   // Copies the landmarks of 16 pages, from the first of the warp's i-th tile on; `list` holds their blocks.

@@ -9,7 +9,9 @@ typedef long long i64;
 
 constexpr u32 ALL = 0xffffffffu;
 constexpr int P = 16;              // tokens of a page
-constexpr int ROW = FP8_CACHE ? D : 2 * D;           // bytes of a key or value
+enum Format { BITS16, E4M3, INT8 };
+constexpr Format CACHE = INT8_CACHE ? INT8 : FP8_CACHE ? E4M3 : BITS16, MARKS = FP8_LANDMARKS ? E4M3 : BITS16;
+constexpr int ROW = CACHE == BITS16 ? 2 * D : D;     // bytes of a key or value
 constexpr int TILE = P * ROW;                        // keys of a page, or its values
 constexpr int CHUNKS = ROW / 16;                     // copied 16 bytes at a time
 constexpr int STEPS = D / 16;                        // of a product of tiles
@@ -30,6 +32,10 @@ DEVICE void copy16(u32 to, const void* from, int bytes = 16) {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;"
                ::"r"(to), "l"(from), "r"(bytes), "l"(policy) : "memory");
+}
+// Of scales, whose neighbours in memory belong to other heads: no more than these 16 bytes are of use.
+DEVICE void copy_scales(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 DEVICE void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
@@ -87,8 +93,33 @@ DEVICE u32 from_e4m3(u32 pair) {  // two in the lower half, as float16, which ho
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"((u16)pair));
   return y;
 }
+// Two codes in int8, bytes `low` and `high` of a word that `biased` returned, as float16. A byte b after 0x64 is the
+// float16 1024 + b; codes are biased by 128, which leaves 1024 + 128 to subtract: all of it is exact.
+DEVICE u32 biased(u32 codes) { return codes ^ 0x80808080u; }
+template <int LOW, int HIGH>
+DEVICE u32 from_int8(u32 word) {
+  u32 y;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(__byte_perm(word, 0x64646464u, 0x4040 | HIGH << 8 | LOW)),
+      "r"(0x64806480u));
+  return y;
+}
+// Bytes `LOW` and `HIGH` of a word of a tile in 8 bits, as float16.
+template <Format FORMAT, int LOW, int HIGH>
+DEVICE u32 pair_of(u32 word) {
+  if constexpr (FORMAT == INT8) return from_int8<LOW, HIGH>(word);
+  else if constexpr (LOW == 0 && HIGH == 1) return from_e4m3(word);
+  else if constexpr (LOW == 2 && HIGH == 3) return from_e4m3(word >> 16);
+  else return from_e4m3(__byte_perm(word, 0, HIGH << 4 | LOW));
+}
+// The words of a tile in 8 bits, as ``pair_of`` takes them.
+template <Format FORMAT>
+DEVICE void prepare(u32* words) {
+  if constexpr (FORMAT == INT8)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) words[i] = biased(words[i]);
+}
 // A tile's 16 rows in 16 bits times the queries, even and odd steps added apart, which do not wait for each other.
-template <bool FP8>
+template <Format FORMAT>
 DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
   const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
@@ -98,21 +129,42 @@ DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int l
     multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
   }
 }
-// 16 rows in e4m3 times queries in float16. A thread gets 4 dimensions in a row, 4 * column2 on, of each 16: these
+// 16 rows in 8 bits times queries in float16. A thread gets 4 dimensions in a row, 4 * column2 on, of each 16: these
 // stand for a step's 2 * column2 and 2 * column2 + 8, in the queries too.
-template <>
-DEVICE void times_queries<true>(float* even, float* odd, u32 tile, const u32* q, int lane) {
+template <Format FORMAT>
+DEVICE void times_queries_in_halves(float* even, float* odd, u32 tile, const u32* q, int lane) {
   const int row = lane % 16, chunk = lane / 16;
 #pragma unroll
   for (int j = 0; j < STEPS; j += 2) {
     u32 x[4];
     load_tiles(x, tile + swizzled<D>(row, j + chunk));
-    const u32 left[4] = {from_e4m3(x[0]), from_e4m3(x[1]), from_e4m3(x[0] >> 16), from_e4m3(x[1] >> 16)};
-    const u32 next[4] = {from_e4m3(x[2]), from_e4m3(x[3]), from_e4m3(x[2] >> 16), from_e4m3(x[3] >> 16)};
+    prepare<FORMAT>(x);
+    const u32 left[4] = {pair_of<FORMAT, 0, 1>(x[0]), pair_of<FORMAT, 0, 1>(x[1]), pair_of<FORMAT, 2, 3>(x[0]),
+                         pair_of<FORMAT, 2, 3>(x[1])};
+    const u32 next[4] = {pair_of<FORMAT, 0, 1>(x[2]), pair_of<FORMAT, 0, 1>(x[3]), pair_of<FORMAT, 2, 3>(x[2]),
+                         pair_of<FORMAT, 2, 3>(x[3])};
     multiply<false>(even, left, q[2 * j], q[2 * j + 1]);
     multiply<false>(odd, next, q[2 * j + 2], q[2 * j + 3]);
   }
 }
+template <>
+DEVICE void times_queries<E4M3>(float* even, float* odd, u32 tile, const u32* q, int lane) {
+  times_queries_in_halves<E4M3>(even, odd, tile, q, lane);
+}
+template <>
+DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, int lane) {
+  times_queries_in_halves<INT8>(even, odd, tile, q, lane);
+}
+// Of exponent bytes (attention/int8.py): the scale, its reciprocal, and the exponent.
+DEVICE float scale_of(u32 byte) { return __int_as_float(byte << 23); }
+DEVICE float reciprocal_of(u32 byte) { return __int_as_float((254 - byte) << 23); }
+DEVICE float exponent_of(u32 byte) { return __int_as_float(0x4b000000 | byte) - (8388608.f + 127.f); }  // 2^23 + byte
+DEVICE u32 load_byte(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+DEVICE float widen(signed char x) { return x; }  // of int8
 DEVICE float widen(unsigned char x) {  // of e4m3
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((u16)from_e4m3(x)));

@@ -9,14 +9,20 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["slots"])
 def landmark_kernel(
-    k_cache, landmarks, distances, slots, count,
+    k_cache, landmarks, scales, distances, slots, count,
     stride_block, stride_head, stride_token, stride_mark_block, stride_mark_page, stride_mark_head,
+    stride_scale_block, stride_scale_head,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots, in one layer."""
+    """Recomputes the mean key of every page whose last slot is among this program's ``SLOTS`` slots, in one layer.
+
+    ``scales`` are those of keys in int8, else None.
+    """
     head, layer = tl.program_id(1).to(tl.int64), tl.program_id(2)
-    k_cache += tl.multiple_of(tl.load(distances + 2 * layer), 16)
-    landmarks += tl.multiple_of(tl.load(distances + 2 * layer + 1), 16)
+    k_cache += tl.multiple_of(tl.load(distances + 3 * layer), 16)
+    landmarks += tl.multiple_of(tl.load(distances + 3 * layer + 1), 16)
+    if scales is not None:
+        scales += tl.multiple_of(tl.load(distances + 3 * layer + 2), 16)
     i = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     slot = tl.load(slots + i, mask=i < count, other=-1).to(tl.int64)
     pending = tl.where((slot >= 0) & (slot % P == P - 1), slot // P, -1)
@@ -26,7 +32,7 @@ def landmark_kernel(
         _write_mean(
             k_cache + block * stride_block + head * stride_head,
             landmarks + block * stride_mark_block + page % PER_BLOCK * stride_mark_page + head * stride_mark_head,
-            page % PER_BLOCK, stride_token, D, DP, P,
+            scales, block * stride_scale_block + head * stride_scale_head, page % PER_BLOCK, stride_token, D, DP, P,
         )  # fmt: skip
         pending = tl.where(pending == page, -1, pending)
         page = tl.max(pending, 0)
@@ -36,11 +42,13 @@ def landmark_kernel(
 def store_kernel(
     key, value, k_cache, v_cache, k_scales, v_scales, clipped, slots,
     stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
+    stride_scale_block, stride_scale_head,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Stores the keys and values of one token in the block and place that its slot gives, if it has a slot.
 
-    In a cache in 8 bits they are divided by their scales; ``clipped`` counts the tokens that e4m3 cannot hold then.
+    For a cache in e4m3 they are divided by their scales; ``clipped`` counts the tokens that it cannot hold then. For a
+    cache in int8 they get scales, which are stored too.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -62,13 +70,21 @@ def store_kernel(
                 tl.atomic_add(clipped, 1, sem="relaxed")
             key_KD = round_to_e4m3(key_KD).to(tl.float8e4nv)
             value_KD = round_to_e4m3(value_KD).to(tl.float8e4nv)
+        if k_cache.dtype.element_ty == tl.int8:
+            LEAST: tl.constexpr = 103 if key.dtype.element_ty == tl.float16 else 77
+            MOST: tl.constexpr = 136 if key.dtype.element_ty == tl.float16 else 177
+            at = slot // TOKENS * stride_scale_block + slot % TOKENS + tl.arange(0, KP) * stride_scale_head
+            key_KD, exponent_K = _to_int8(tl.where(mask, key_KD.to(tl.float32), 0.0), LEAST, MOST)
+            tl.store(k_scales + at, exponent_K, mask=tl.arange(0, KP) < K)
+            value_KD, exponent_K = _to_int8(tl.where(mask, value_KD.to(tl.float32), 0.0), LEAST, MOST)
+            tl.store(v_scales + at, exponent_K, mask=tl.arange(0, KP) < K)
         tl.store(k_cache + place, key_KD, mask=mask)
         tl.store(v_cache + place, value_KD, mask=mask)
 
 
 @triton.jit
 def complete_page(
-    k, mark, table, length, stride_block, stride_token, stride_mark_block, stride_mark_page,
+    k, mark, scales, table, length, stride_block, stride_token, stride_mark_block, stride_mark_page, stride_scale_block,
     D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes the landmark of a row's last page if the newest token filled it; nobody ranks that page in this step."""
@@ -77,17 +93,20 @@ def complete_page(
         block = tl.load(table + page // PER_BLOCK).to(tl.int64)
         _write_mean(
             k + block * stride_block, mark + block * stride_mark_block + page % PER_BLOCK * stride_mark_page,
-            page % PER_BLOCK, stride_token, D, DP, P,
+            scales, block * stride_scale_block, page % PER_BLOCK, stride_token, D, DP, P,
         )  # fmt: skip
 
 
 @triton.jit
-def _write_mean(k, mark, page, stride_token, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
-    """Stores the mean key of one page of a block."""
+def _write_mean(k, mark, scales, first_scale, page, stride_token, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr):
+    """Stores the mean key of one page of a block; the scales of its keys, if any, begin at ``first_scale``."""
     token = page * P + tl.arange(0, P)
     d = tl.arange(0, DP)
     k_PD = tl.load(k + token[:, None] * stride_token + d[None, :], mask=(d < D)[None, :], other=0.0)
-    mean = tl.sum(k_PD.to(tl.float32), 0) / P
+    k_PD = k_PD.to(tl.float32)
+    if scales is not None:
+        k_PD *= scale_of(tl.load(scales + first_scale + token))[:, None]
+    mean = tl.sum(k_PD, 0) / P
     if mark.dtype.element_ty == tl.float8e4nv:
         mean = round_to_e4m3(mean)
     tl.store(mark + d, mean.to(mark.dtype.element_ty), mask=d < D)
@@ -101,3 +120,21 @@ def round_to_e4m3(x):
     # Adding a float32 that is 20 binary places larger, so that its last place is e4m3's, rounds to that place.
     large = ((exponent + (20 << 23)) | 0x400000).to(tl.float32, bitcast=True)
     return (x + large) - large
+
+
+@triton.jit
+def scale_of(exponent):
+    """The scales that exponent bytes stand for, see ``attention/int8.py``."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
+    """``to_int8`` of ``attention/int8.py``: codes, and exponent bytes between ``LEAST`` and ``MOST``."""
+    bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # ordered like the floats, and NaN above them
+    exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
+    x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+    x_KD = tl.where(x_KD == x_KD, tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
+    # Adding 1.5 * 2^23 leaves no binary places: the sum is rounded to nearest even.
+    codes = ((x_KD + 12582912.0) - 12582912.0).to(tl.int8)
+    return codes, tl.where(bits >= 0x7F800000, 255, exponent).to(tl.uint8)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from sparrow.attention.division import ENTRY, of_head, page_counts
-from sparrow.attention.triton.cache import complete_page
+from sparrow.attention.triton.cache import complete_page, scale_of
 
 LOWEST = tl.constexpr(-(2**31))
 HIGHEST = tl.constexpr(2**31 - 1)
@@ -178,13 +178,14 @@ def _group_queries(q, stride_head, G: tl.constexpr, GP: tl.constexpr, D: tl.cons
 
 @triton.jit
 def _attend(
-    q_GD, ids, k, v, begin, end, listed, stride_block, stride_token, scale_log2,
+    q_GD, ids, k, v, k_scales, v_scales, begin, end, listed, stride_block, stride_token, stride_scale_block, scale_log2,
     GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr, PER_BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Softmax over kept tokens ``begin .. end - 1``: unnormalised output, sum and maximum (base-2 logits) per head.
 
     ``ids`` are the pages of a list, or the blocks of the block table where all are kept; a page starts at ``begin``.
-    Keys and values in 8 bits are multiplied as they are stored, in the queries' dtype.
+    Keys and values in e4m3 are multiplied as they are stored, in the queries' dtype; those in int8 with their scales,
+    which that dtype holds exactly.
     """
     maximum = tl.full((GP,), -1e30, tl.float32)
     total = tl.zeros((GP,), tl.float32)
@@ -206,12 +207,17 @@ def _attend(
             block = page // PER_BLOCK
             token += (page % PER_BLOCK) * P
         k_TD = _load_block_rows(k + token[:, None] * stride_token, block, inside, stride_block, D, DP)
+        if k.dtype.element_ty == tl.int8:
+            at = block.to(tl.int64) * stride_scale_block + token
+            k_TD = k_TD.to(tl.float32) * scale_of(tl.load(k_scales + at, mask=inside, other=127))[:, None]
         logit = tl.dot(q_GD, tl.trans(k_TD.to(q_GD.dtype))) * scale_log2
         logit = tl.where(inside[None, :], logit, float("-inf"))
         highest = tl.maximum(maximum, tl.max(logit, 1))
         weight = tl.exp2(logit - highest[:, None])
         shrink = tl.exp2(maximum - highest)
         v_TD = _load_block_rows(v + token[:, None] * stride_token, block, inside, stride_block, D, DP)
+        if k.dtype.element_ty == tl.int8:
+            v_TD = v_TD.to(tl.float32) * scale_of(tl.load(v_scales + at, mask=inside, other=127))[:, None]
         acc = acc * shrink[:, None] + tl.dot(weight.to(q_GD.dtype), v_TD.to(q_GD.dtype))
         total = total * shrink + tl.sum(weight, 1)
         maximum = highest
@@ -232,9 +238,10 @@ def _store_output(
 
 @triton.jit(do_not_specialize=["splits", "rank_before_wait"], do_not_specialize_on_alignment=["head_budgets"])
 def rank_kernel(
-    q, k_cache, landmarks, table, length, top_k, head_budgets, rows, counters, splits, rank_before_wait,
+    q, k_cache, landmarks, key_scales, table, length, top_k, head_budgets, rows, counters, splits, rank_before_wait,
     stride_q_row, stride_q_head, stride_block, stride_head, stride_token,
-    stride_mark_block, stride_mark_page, stride_mark_head, stride_table, stride_rows,
+    stride_mark_block, stride_mark_page, stride_mark_head, stride_scale_block, stride_scale_head, stride_table,
+    stride_rows,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, BLOCK: tl.constexpr,
     SCORE_TILE: tl.constexpr, SCORE_STAGES: tl.constexpr, PDL: tl.constexpr,
@@ -242,6 +249,7 @@ def rank_kernel(
     """Several programs score the pages of an item; the last to finish selects.
 
     With ``rank_before_wait``, the preceding launch only stores the newest tokens, and ranking does not wait for it.
+    ``key_scales`` are those of keys in int8, else None.
     """
     if PDL:
         if rank_before_wait == 0:
@@ -275,17 +283,19 @@ def rank_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if split == 0:
+        if key_scales is not None:
+            key_scales += head * stride_scale_head
         complete_page(
-            k_cache + head * stride_head, landmarks, table, tokens_in_row,
-            stride_block, stride_token, stride_mark_block, stride_mark_page, D, DP, P, PER_BLOCK,
+            k_cache + head * stride_head, landmarks, key_scales, table, tokens_in_row,
+            stride_block, stride_token, stride_mark_block, stride_mark_page, stride_scale_block, D, DP, P, PER_BLOCK,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["head_budgets"])
 def attend_kernel(
     q, k_cache, v_cache, k_scales, v_scales, head_budgets, table, out, rows, partial, stats, counters, plan, count,
-    stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_table, stride_out_row,
-    stride_out_head, stride_rows, scale_log2,
+    stride_q_row, stride_q_head, stride_block, stride_head, stride_token, stride_scale_block, stride_scale_head,
+    stride_table, stride_out_row, stride_out_head, stride_rows, scale_log2,
     K: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, P: tl.constexpr,
     PER_BLOCK: tl.constexpr, SINK: tl.constexpr, RECENT: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -317,11 +327,14 @@ def attend_kernel(
         if k_cache.dtype.element_ty == tl.float8e4nv:
             scale_log2 *= tl.load(k_scales + head)
             v_scale = tl.load(v_scales + head)
+        if k_cache.dtype.element_ty == tl.int8:
+            k_scales += head * stride_scale_head
+            v_scales += head * stride_scale_head
         if PDL:
             tl.extra.cuda.gdc_wait()
         acc, total, maximum = _attend(
-            q_GD, tl.where(listed, ids, table), k_cache, v_cache + head * stride_head,
-            begin, tl.minimum(begin + size, tokens), listed, stride_block, stride_token, scale_log2,
+            q_GD, tl.where(listed, ids, table), k_cache, v_cache + head * stride_head, k_scales, v_scales,
+            begin, tl.minimum(begin + size, tokens), listed, stride_block, stride_token, stride_scale_block, scale_log2,
             GP, D, DP, P, PER_BLOCK, TILE,
         )  # fmt: skip
         out += at * stride_out_row + head * G * stride_out_head

@@ -80,10 +80,12 @@ class Launches:
     def rank(self, rank_before_wait: bool = False) -> None:
         """Fills the workspace's lists of kept pages."""
         b, w, c = self.batch, self.workspace, self.config
+        scales = b.cache_scales if b.k_cache.dtype == torch.int8 else None
         kernels.rank_kernel[(b.items, c.rank_splits)](
-            b.q_BHD, b.k_cache, b.landmark_cache, b.block_table_BM, b.length_B, b.top_k_B, b.head_budgets_K, w.rows,
-            w.counters[0], c.rank_splits, int(rank_before_wait), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3],
-            *b.landmark_cache.stride()[:3], b.block_table_BM.stride(0), w.rows.stride(0),
+            b.q_BHD, b.k_cache, b.landmark_cache, scales and scales.k, b.block_table_BM, b.length_B, b.top_k_B,
+            b.head_budgets_K, w.rows, w.counters[0], c.rank_splits, int(rank_before_wait), *b.q_BHD.stride()[:2],
+            *b.k_cache.stride()[:3], *b.landmark_cache.stride()[:3], *_strides(scales), b.block_table_BM.stride(0),
+            w.rows.stride(0),
             BLOCK=max(16, triton.next_power_of_2(b.max_pages)), SCORE_TILE=c.score_pages,
             SCORE_STAGES=c.score_stages + 1, **self.constants, **self.options, num_warps=c.rank_warps,
         )  # fmt: skip
@@ -92,10 +94,10 @@ class Launches:
         """Attention over the kept pages."""
         b, w, c, scales = self.batch, self.workspace, self.config, self.batch.cache_scales
         kernels.attend_kernel[(b.items + c.extra_programs,)](
-            b.q_BHD, b.k_cache, b.v_cache, scales and scales.k_K, scales and scales.v_K, b.head_budgets_K,
+            b.q_BHD, b.k_cache, b.v_cache, scales and scales.k, scales and scales.v, b.head_budgets_K,
             b.block_table_BM, b.out_BHD, w.rows, w.partial, w.stats, w.counters[1],
-            w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], b.block_table_BM.stride(0),
-            *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * math.log2(math.e),
+            w.plan, len(b.q_BHD), *b.q_BHD.stride()[:2], *b.k_cache.stride()[:3], *_strides(scales),
+            b.block_table_BM.stride(0), *b.out_BHD.stride()[:2], w.rows.stride(0), b.scale * math.log2(math.e),
             TILE=c.attend_tokens, **self.constants, **self.options,
             num_warps=c.attend_warps, num_stages=2 * c.attend_stages + 1,  # a tile waits for its page ids first
             maxnreg=c.registers,
@@ -112,8 +114,9 @@ def update_landmarks(layers: CachedLayers, slot_mapping_T: Tensor, layout: PageL
         return
     slots = layout.page_size  # in prefill, about one page is completed in so many slots
     cache.landmark_kernel[(triton.cdiv(T, slots), K, len(layers.caches))](
-        k_cache, landmark_cache, layers.distance_L2, slot_mapping_T, T,
+        k_cache, landmark_cache, layers.scales, layers.distance_L3, slot_mapping_T, T,
         *k_cache.stride()[:3], *landmark_cache.stride()[:3],
+        *((0, 0) if layers.scales is None else layers.scales.stride()[:2]),
         D=D, DP=triton.next_power_of_2(D), P=layout.page_size, PER_BLOCK=landmark_cache.shape[1], SLOTS=slots,
         num_warps=1,
     )  # fmt: skip
@@ -125,19 +128,24 @@ def store_tokens(
 ) -> None:  # fmt: skip
     """Stores each token's keys and values in its slot (-1: none); the caches are as in ``DecodeBatch``.
 
-    A cache in 8 bits needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of which a key or value was
-    beyond 448 times its scale, and clamped to that. If the next launch on the stream is a decode step that reuses its
-    plan, it ranks pages meanwhile.
+    A cache in float8_e4m3fn needs ``scales`` and ``clipped``, int64 [1], which counts the tokens of which a key or
+    value was beyond 448 times its scale, and clamped to that. Of a cache in int8, ``scales`` are stored too. If the
+    next launch on the stream is a decode step that reuses its plan, it ranks pages meanwhile.
     """
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:
         return
     cache.store_kernel[(T,)](
-        key_TKD, value_TKD, k_cache, v_cache, scales and scales.k_K, scales and scales.v_K, clipped, slot_mapping_T,
+        key_TKD, value_TKD, k_cache, v_cache, scales and scales.k, scales and scales.v, clipped, slot_mapping_T,
         *key_TKD.stride()[:2], *value_TKD.stride()[:2],
-        *k_cache.stride()[:3], K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
+        *k_cache.stride()[:3], *_strides(scales), K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
         TOKENS=k_cache.shape[2], PDL=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
+
+
+def _strides(scales: CacheScales | None) -> tuple[int, ...]:
+    """From block to block, and from head to head, of scales of tokens; none of other scales is used."""
+    return (0, 0) if scales is None or scales.k.ndim == 1 else scales.k.stride()[:2]
 
 
 def _can_overlap(x: Tensor) -> bool:

@@ -40,12 +40,14 @@ from sparrow.attention import (  # noqa: E402
 from sparrow.attention import triton as sparrow_triton  # noqa: E402
 from sparrow.attention.decode import H200, DecodeBatch  # noqa: E402
 from sparrow.attention.division import plan_kernel  # noqa: E402
+from sparrow.attention.int8 import from_int8, to_int8  # noqa: E402
 from sparrow.attention.pages import select_pages  # noqa: E402
 from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
 ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
-FP8, E4M3 = PageLayout(landmark_dtype="fp8_e4m3"), torch.float8_e4m3fn
+FP8, E4M3, INT8 = PageLayout(landmark_dtype="fp8_e4m3"), torch.float8_e4m3fn, torch.int8
+CACHES = pytest.mark.parametrize("cache_dtype", [None, E4M3, INT8], ids=["16-bit cache", "fp8 cache", "int8 cache"])
 THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
 CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
@@ -84,7 +86,7 @@ class Case:
         """The reference with queries in ``dtype``, on the CPU."""
         q, *rest = (x.cpu() for x in self.inputs())
         names = ("k_cache", "v_cache", "landmark_cache", "table", "length", "top_k")
-        scales = self.scales and CacheScales(self.scales.k_K.cpu(), self.scales.v_K.cpu())
+        scales = self.scales and CacheScales(*(x.cpu() for x in (self.scales.k, self.scales.v)))
         own = dict(zip(names, rest, strict=True), budgets=None if self.budgets is None else self.budgets.cpu())
         return reference.run(replace(self, q=q.to(dtype), scales=scales, **own).batch())
 
@@ -93,12 +95,19 @@ def make_caches(
     kind: str, blocks: int, K: int, block_tokens: int, D: int, layout: PageLayout, dtype: torch.dtype,
     cache_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each block's padded tail."""
+    """Keys, values and landmarks as views of one NaN-filled allocation; the landmarks in each block's padded tail.
+
+    ``make_scales`` has the room for scales of keys and values in int8 before them.
+    """
     tail, pages, mark = 64, block_tokens // layout.page_size, layout.landmark_type(dtype)
     dtype = cache_dtype or dtype
     size = 2 * block_tokens * K * D
-    stride = size + pages * K * D * max(1, mark.itemsize // dtype.itemsize) + tail
-    memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
+    before_marks = size + 2 * block_tokens * K * (dtype == INT8)
+    stride = before_marks + pages * K * D * max(1, mark.itemsize // dtype.itemsize) + tail
+    if dtype == torch.int8:
+        memory = torch.full((blocks * stride,), -128, dtype=dtype, device=DEVICE)  # which no token has
+    else:
+        memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
     if kind == "2NHD":  # vLLM 0.24: (blocks, 2, N, H, D)
         kv = memory.as_strided((blocks, 2, block_tokens, K, D), (stride, block_tokens * K * D, K * D, D, 1))
         k, v = kv[:, 0].transpose(1, 2), kv[:, 1].transpose(1, 2)
@@ -108,10 +117,20 @@ def make_caches(
     else:  # NH2D: tokens before heads
         kv = memory.as_strided((blocks, block_tokens, K, 2 * D), (stride, K * 2 * D, 2 * D, 1)).transpose(1, 2)
         k, v = kv.split(D, dim=-1)
-    in_marks = [n * dtype.itemsize // mark.itemsize for n in (stride, size)]
+    in_marks = [n * dtype.itemsize // mark.itemsize for n in (stride, before_marks)]
     marks = memory.view(mark).as_strided((blocks, pages, K, D), (in_marks[0], K * D, D, 1), in_marks[1])
     marks.view(torch.uint8 if mark.itemsize == 1 else torch.int16).fill_(0x7F if mark.itemsize == 1 else 0x7FFF)  # NaN
     return k, v, marks
+
+
+def make_scales(k: torch.Tensor) -> CacheScales:
+    """Room for the scales of a cache in int8 from ``make_caches``; 255, which reads as NaN, where no token is."""
+    blocks, K, N, D = k.shape
+    memory = torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(
+        k.untyped_storage(), 2 * K * N * D, (blocks, K, 2, N), (k.stride(0), 2 * N, N, 1)
+    )
+    memory.fill_(255)
+    return CacheScales(memory[:, :, 0], memory[:, :, 1])
 
 
 def make_case(
@@ -127,16 +146,21 @@ def make_case(
     kind: str = "HN2D",
     extra_blocks: int = 3,
     seed: int = 0,
-    fp8_cache: bool = False,
+    cache_dtype: torch.dtype | None = None,
+    spread: int = 3,
     budgets: tuple[float, ...] = (),
 ) -> Case:
+    """Random keys and values; those in int8 differ by up to 2^``spread`` between tokens, a few values are all zero."""
     rng = torch.Generator().manual_seed(seed)
     P, B = layout.page_size, len(lengths)
     block_tokens = P * pages_per_block
     needed = [-(-length // block_tokens) for length in lengths]
     blocks = sum(needed) + extra_blocks
-    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, layout, dtype, E4M3 if fp8_cache else None)
-    scales = [2.0 ** (torch.arange(K) % 3 - i).to(DEVICE) for i in (4, 1)] if fp8_cache else []
+    k, v, marks = make_caches(kind, blocks, K, block_tokens, D, layout, dtype, cache_dtype)
+    scales = (
+        CacheScales(*(2.0 ** (torch.arange(K) % 3 - i).to(DEVICE) for i in (4, 1))) if cache_dtype == E4M3 else None
+    )
+    scales = make_scales(k) if cache_dtype == INT8 else scales
     order = torch.randperm(blocks, generator=rng)
     table = torch.full((B, max(1, *needed) + 1), 2**30, dtype=torch.int32)
     used = 0
@@ -148,7 +172,14 @@ def make_case(
             tokens = min(block_tokens, length - i * block_tokens)
             for i, cache in enumerate((k, v)):
                 entries = torch.randn(K, tokens, D, generator=rng).to(DEVICE)
-                cache[block, :, :tokens] = (entries / scales[i][:, None, None] if scales else entries).to(cache.dtype)
+                if cache_dtype == INT8:
+                    loud = torch.randint(0, spread if i else 2, (K, tokens, 1), generator=rng)
+                    entries = entries * ((loud < 1) | (torch.rand(K, tokens, 1, generator=rng) > 0.1)).to(DEVICE)
+                    entries = (entries * 2.0 ** loud.to(DEVICE)).to(dtype)
+                    cache[block, :, :tokens], (scales.k, scales.v)[i][block, :, :tokens] = to_int8(entries)
+                else:
+                    by_head = 1 if scales is None else (scales.k, scales.v)[i][:, None, None]
+                    cache[block, :, :tokens] = (entries / by_head).to(cache.dtype)
             full = tokens // P
             marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
     q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
@@ -157,7 +188,7 @@ def make_case(
     qkv[:, : K * G] = q_BKGD.flatten(1, 2).to(DEVICE, dtype)
     return Case(
         qkv[:, : K * G], k, v, marks, table.to(DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, CacheScales(*scales) if scales else None,
+        torch.tensor(top_k, dtype=torch.int32, device=DEVICE), layout, scales,
         torch.tensor(budgets, device=DEVICE).mul(256).int() if budgets else None,
     )  # fmt: skip
 
@@ -293,13 +324,13 @@ SHAPES = [
 
 
 @pytest.mark.parametrize("landmark_dtype", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize("fp8_cache", [False, True], ids=["16-bit cache", "fp8 cache"])
+@CACHES
 @pytest.mark.parametrize("G, D, P, per_block, dtype, kind, config", SHAPES)
-def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config, fp8_cache, landmark_dtype):
+def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config, cache_dtype, landmark_dtype):
     layout = PageLayout(P, landmark_dtype=landmark_dtype)
     case = make_case(
         [0, 37, 19 * P + 3], [2, 2, 5], K=2, G=G, D=D, layout=layout, pages_per_block=per_block, dtype=dtype,
-        kind=kind, fp8_cache=fp8_cache,
+        kind=kind, cache_dtype=cache_dtype,
     )  # fmt: skip
     check(case, config)
     if not INTERPRETED:
@@ -309,31 +340,70 @@ def test_shapes_dtypes_and_cache_layouts(G, D, P, per_block, dtype, kind, config
 @pytest.mark.parametrize("config", PATHS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_cache_in_8_bits(config, dtype):
-    case = make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, fp8_cache=True)
+    case = make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], dtype=dtype, cache_dtype=E4M3)
     check(case, config)
     before, scales = run(case, config).clone(), case.scales
     # Powers of 2 in the scales are powers of 2 in queries and results, so this holds to the bit.
-    assert torch.equal(run(replace(case, scales=CacheScales(scales.k_K, scales.v_K * 4)), config), before * 4)
+    assert torch.equal(run(replace(case, scales=CacheScales(scales.k, scales.v * 4)), config), before * 4)
     case.q.mul_(0.5)
-    assert torch.equal(run(replace(case, scales=CacheScales(scales.k_K * 2, scales.v_K)), config), before)
+    assert torch.equal(run(replace(case, scales=CacheScales(scales.k * 2, scales.v)), config), before)
     # Queries beyond float16's range, and a group whose queries are all zero.
     if dtype == torch.bfloat16:
         case.q.mul_(2.0**41)
         case.q[2] = 0
-        check(replace(case, scales=CacheScales(scales.k_K * 2.0**-40, scales.v_K)), config)
+        check(replace(case, scales=CacheScales(scales.k * 2.0**-40, scales.v)), config)
 
 
 @pytest.mark.parametrize("config", PATHS)
-def test_every_key_and_value_in_8_bits_is_read_exactly(config):
-    every = torch.arange(256, dtype=torch.uint8).view(E4M3).float()
-    every = every[~every.isnan()].to(DEVICE)
-    case = make_case([len(every)], [ALL_PAGES], K=1, G=1, dtype=torch.float16, fp8_cache=True)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spread", [8, 21])
+def test_a_cache_in_int8(config, dtype, spread):
+    """Values whose scales differ by 2^20, among them some that are all zero; keys and values tiny and huge."""
+    shape = dict(dtype=dtype, cache_dtype=INT8, spread=min(spread, 13) if dtype == torch.float16 else spread)
+    case = make_case([517, 0, 333, 333, 48, 200], [3, 5, ALL_PAGES, 0, 1, 9], pages_per_block=2, **shape)
+    assert set(case.scales.v.flatten().tolist()) > {255, 77 if dtype == torch.bfloat16 else 103}
+    check(case, config)
+    check(case, small_parts(config))
+    case.scales.v[case.scales.v < 130] -= 20 if dtype == torch.bfloat16 else 0
+    check(case, config)
+    # Keys that the queries make up for; queries beyond float16's range, and a group whose queries are all zero.
+    if dtype == torch.bfloat16:
+        case.q.mul_(2.0**41)
+        case.q[2] = 0
+        case.scales.k[case.scales.k < 255] -= 41
+        check(case, config)
+
+
+@pytest.mark.parametrize("config", PATHS)
+def test_a_row_of_zeros_in_int8_is_zero(config):
+    case = make_case([333, 40], [4, 1], cache_dtype=INT8)
+    for cache, scales in ((case.k_cache, case.scales.k), (case.v_cache, case.scales.v)):
+        cache.zero_()
+        scales[:] = to_int8(torch.zeros(1, dtype=torch.float16))[1].item()
+    assert torch.equal(run(case, config), torch.zeros_like(case.q))
+
+
+@pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("cache_dtype", [E4M3, INT8], ids=["fp8", "int8"])
+def test_every_key_and_value_in_8_bits_is_read_exactly(config, cache_dtype):
+    every = torch.arange(256, dtype=torch.uint8).view(cache_dtype).float()
+    every = every[~every.isnan() & (every > -128 if cache_dtype == INT8 else True)].to(DEVICE)
+    case = make_case([len(every)], [ALL_PAGES], K=1, G=1, dtype=torch.float16, cache_dtype=cache_dtype)
+
+    def scaled(k_scale: float, v_scale: float) -> Case:
+        if cache_dtype == E4M3:
+            scales = CacheScales(*(torch.tensor([x], device=DEVICE) for x in (k_scale, v_scale)))
+            return replace(case, scales=scales)
+        for scales, x in ((case.scales.k, k_scale), (case.scales.v, v_scale)):
+            scales[:] = torch.tensor(x).log2() + 127
+        return case
+
     blocks = case.table[0, : -(-len(every) // 16)].long()
 
     def fill(cache: torch.Tensor, x_TD: torch.Tensor) -> None:
         rows = torch.zeros(16 * len(blocks), 64, device=DEVICE)
         rows[: len(every)] = x_TD
-        cache[blocks, 0] = rows.view(-1, 16, 64).to(E4M3)
+        cache[blocks, 0] = rows.view(-1, 16, 64).to(cache_dtype)
 
     case.q.zero_()  # all tokens weigh the same: each dimension holds one of them, times what is left of the mean
     for first in range(0, len(every), 64):
@@ -342,18 +412,17 @@ def test_every_key_and_value_in_8_bits_is_read_exactly(config):
         inside = own < len(every)
         held[own[inside], torch.arange(64, device=DEVICE)[inside]] = every[own[inside]]
         fill(case.v_cache, held)
-        scales = CacheScales(case.scales.k_K, torch.full_like(case.scales.v_K, 256.0))
-        out = run(replace(case, scales=scales), config)[0, 0][inside].float() * len(every) / 256
+        out = run(scaled(1.0, 256.0), config)[0, 0][inside].float() * len(every) / 256
         assert torch.allclose(out, every[own[inside]], rtol=2**-10, atol=0)
     # The weight of a token says what its key was.
     fill(case.k_cache, every[:, None] * (torch.arange(64, device=DEVICE) == 7))
     fill(case.v_cache, torch.zeros(len(every), 64, device=DEVICE))
     case.q[..., 7] = 1.0
-    expected = (every.double() * 2**-6).softmax(0)
+    k_scale = 2**-3 if cache_dtype == E4M3 else 2**-2
+    expected = (every.double() * k_scale / 8).softmax(0)
     for t in range(0, len(every), 5):
         fill(case.v_cache, (torch.arange(len(every), device=DEVICE) == t)[:, None] * torch.ones(64, device=DEVICE))
-        scales = CacheScales(torch.full_like(case.scales.k_K, 2**-3), torch.ones_like(case.scales.v_K))
-        weight = run(replace(case, scales=scales), config)[0, 0]
+        weight = run(scaled(k_scale, 1.0), config)[0, 0]
         assert torch.allclose(weight.double(), expected[t].expand(64), rtol=2e-3, atol=1e-7)
 
 
@@ -536,20 +605,24 @@ def test_parts_cover_every_row_and_are_nearly_as_small_as_can_be(lengths, target
     [(config, dtype) for config in (ONE, THREE, *CUDA_CONFIGS) for dtype in (torch.float16, torch.bfloat16)],
 )
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
-@pytest.mark.parametrize("fp8_cache", [False, True], ids=["16-bit cache", "fp8 cache"])
-def test_decoding_completes_landmarks(config, dtype, layout, fp8_cache):
+@CACHES
+def test_decoding_completes_landmarks(config, dtype, layout, cache_dtype):
     case = make_case(
         [48, 47, 0, 64, 5], [0, 9, 1, ALL_PAGES, 2], D=64 if config in CUDA_CONFIGS else 80, pages_per_block=2,
-        dtype=dtype, layout=layout, fp8_cache=fp8_cache,
+        dtype=dtype, layout=layout, cache_dtype=cache_dtype,
     )  # fmt: skip
-    if fp8_cache:
-        case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape).float().to(E4M3))
-    elif layout is FP8:  # sums are exact, so that landmarks are the reference's to the bit; some are beyond 448
+    if cache_dtype is not None:
+        case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape).float().to(cache_dtype))
+    if cache_dtype == INT8:
+        case.scales.k[:] = torch.randint(125, 131, case.scales.k.shape)
+    if cache_dtype is None and layout is FP8:
+        # Sums are exact, so that landmarks are the reference's to the bit; some are beyond 448.
         case.k_cache.copy_(torch.randint(-8, 9, case.k_cache.shape))
         case.k_cache[..., :5] *= 128
     expected = case.landmark_cache.clone()
     slots = torch.tensor([case.table[b, 1] * 32 + at for b, at in ((0, 15), (3, 31))], device=DEVICE)
-    update_landmarks(CachedLayers([(case.k_cache, expected)]), slots, layout=case.layout, implementation="triton")
+    layer = (case.k_cache, expected, *([case.scales.k] if cache_dtype == INT8 else []))
+    update_landmarks(CachedLayers([layer]), slots, layout=case.layout, implementation="triton")
     assert not torch.equal(expected.float().nan_to_num(7.0), case.landmark_cache.float().nan_to_num(7.0))
     by_reference = case.landmark_cache.cpu().clone()
     run(case, config)
@@ -598,17 +671,22 @@ def test_landmarks_are_recomputed_when_a_page_is_completed(kind, dtype):
 
 
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
-def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout):
-    keys, _, marks = make_caches("HN2D", 3 * 70, 1, 16, 64, layout, torch.float16)
-    keys[:] = torch.randint(-8, 9, keys.shape).to(DEVICE, torch.float16)  # means are exact
-    caches = list(zip(keys.split(70), marks.split(70), strict=True))  # a layer each, in one allocation
-    expected = [(k, marks.clone()) for k, marks in caches]
+@pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
+def test_landmarks_of_a_long_prefill_equal_the_references_in_all_layers(layout, cache_dtype):
+    keys, _, marks = make_caches("HN2D", 3 * 70, 1, 16, 64, layout, torch.float16, cache_dtype)
+    scales = [make_scales(keys).k] if cache_dtype else []
+    for scale in scales:
+        scale[:] = torch.randint(125, 131, scale.shape)
+    keys[:] = torch.randint(-8, 9, keys.shape).to(DEVICE, keys.dtype)  # means are exact
+    parts = (x.split(70) for x in (keys, marks, *scales))
+    caches = list(zip(*parts, strict=True))  # a layer each, in one allocation
+    expected = [(k, marks.clone(), *scale) for k, marks, *scale in caches]
     slots = torch.cat([torch.arange(5, 600), torch.tensor([-1] * 7), torch.arange(640, 1119)]).to(DEVICE)
     assert len(slots) > 1024
     for layer in expected:
         reference.update_landmarks(CachedLayers([layer]), slots, layout)
     update_landmarks(CachedLayers(caches), slots, layout=layout, implementation="triton")
-    for (_, marks), (_, theirs) in zip(caches, expected, strict=True):
+    for (_, marks, *_), (_, theirs, *_) in zip(caches, expected, strict=True):
         assert torch.equal(marks.float().nan_to_num(7.0), theirs.float().nan_to_num(7.0))
         assert int((~marks.float().isnan().any(-1)).sum()) == 37 + 29
 
@@ -646,20 +724,56 @@ def test_tokens_are_stored_in_8_bits_as_the_reference_stores_them(kind):
     assert stored[0][0][2, 1, 5, 7] == 448 and stored[0][1][4, 2, 0, 5] == -448
 
 
+@pytest.mark.parametrize("kind", ["2NHD", "HN2D", "NH2D"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_are_stored_in_int8_as_the_reference_stores_them(kind, dtype):
+    K, D, slots = 3, 80, torch.tensor([37, -1, 64, 3, 5], device=DEVICE)
+    low = 8 if dtype == torch.float16 else 40
+    magnitude = 2.0 ** torch.randint(-low, low, (5, 9, 1)).to(DEVICE)
+    qkv = (torch.randn(5, 9, D).to(DEVICE) * magnitude).to(dtype)
+    key, value = qkv[:, 3:6], qkv[:, 6:]
+    key[0, 1], value[2, 2, 1:], value[2, 2, 0], value[3, 0, 4] = 0.0, 0.0, 127.0, float("nan")
+    key[3, 1] = torch.arange(80, device=DEVICE) / 2  # halves of a code, which are rounded to even
+    key[3, 1, 79] = 126.5
+    stored = []
+    for store in (sparrow_triton.store_tokens, reference.store_tokens):
+        k, v, _ = make_caches(kind, 5, K, 16, D, PageLayout(), dtype, INT8)
+        scales = make_scales(k)
+        store(key, value, k, v, slots, scales)
+        stored.append([k.clone(), v.clone(), scales.k.clone(), scales.v.clone()])
+    for a, b in zip(*stored, strict=True):
+        assert torch.equal(a, b)
+    (k, v, k_scales, v_scales), _ = stored
+    assert int((k != -128).sum()) == int((v != -128).sum()) == 4 * K * D and int((k_scales < 255).sum()) == 4 * K
+    assert v_scales[4, 2, 0] == 127 and v_scales[0, 0, 3] == 255  # 127 is the largest code of the scale 1; NaN
+    assert k[0, 1, 3, [1, 3, 5, 79]].tolist() == [0, 2, 2, 126]
+    for t, block, place in ((0, 2, 5), (2, 4, 0), (4, 0, 5)):
+        for cache, scale, x in ((k, k_scales, key), (v, v_scales, value)):
+            back = from_int8(cache[block, :, place], scale[block, :, place], dtype).double()
+            half_a_step = 2.0 ** (scale[block, :, place, None].double() - 128)
+            assert ((back - x[t].double()).abs() <= half_a_step).all()
+
+
 @pytest.mark.parametrize("config", PATHS)
-def test_decoding_reads_what_was_stored_just_before(config):
-    case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0])
+@pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
+def test_decoding_reads_what_was_stored_just_before(config, cache_dtype):
+    case = make_case([700, 333, 48, 160, 97], [5, 4, 1, 2, 0], cache_dtype=cache_dtype)
     expected, workspace, out = run(case, config), make_workspace(case), torch.empty_like(case.q)
     last = case.length.long() - 1
     blocks, places = case.table[torch.arange(5, device=DEVICE), last // 16].long(), last % 16
     newest = [cache[blocks, :, places].clone() for cache in (case.k_cache, case.v_cache)]
+    if cache_dtype == INT8:
+        newest = [
+            from_int8(new, scale[blocks, :, places], case.q.dtype)
+            for new, scale in zip(newest, (case.scales.k, case.scales.v), strict=True)
+        ]
     batch = case.batch(out)
     decode(config, batch, workspace)
     for _ in range(3):
         out.fill_(float("nan"))
-        case.k_cache[blocks, :, places] = float("nan")
-        case.v_cache[blocks, :, places] = float("nan")
-        sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places)
+        for cache in (case.k_cache, case.v_cache) if cache_dtype is None else (case.scales.k, case.scales.v):
+            cache[blocks, :, places] = float("nan") if cache_dtype is None else 255
+        sparrow_triton.store_tokens(*newest, case.k_cache, case.v_cache, blocks * 16 + places, case.scales)
         decode(config, batch, workspace, reuse_plan=True)
         assert torch.equal(out, expected)
 
@@ -718,8 +832,8 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
     (defines, shared_bytes, programs, threads, fields), (*_, again) = launched
     config = cuda.launch.choose_config(80, 64, 32, H200)
     assert defines == dict(
-        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, FP8_CACHE=0, FP8_LANDMARKS=0, WARPS=config.warps,
-        STAGES=config.stages, RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
+        D=64, G=2, K=4, PER_BLOCK=2, SINK=1, RECENT=2, BF16=0, FP8_CACHE=0, INT8_CACHE=0, FP8_LANDMARKS=0,
+        WARPS=config.warps, STAGES=config.stages, RESIDENT=config.resident, BINS=1024, CANDIDATES=256,
     )  # fmt: skip
     assert (shared_bytes, threads) == (config.shared_bytes(128, 32), 32 * config.warps)
     assert programs == 80 + config.division(80, 4, 132).extra_programs
@@ -736,15 +850,26 @@ def test_the_cuda_kernel_is_handed_the_whole_step(monkeypatch):
         table_row=case.table.stride(0), out_row=8 * 64, out_head=64, rows_row=workspace.rows.stride(0),
     )  # fmt: skip
     scalars = dict(scale_log2=pytest.approx(0.125 * 1.442695), count=20, rank_before_wait=0, capacity=32)
+    scalars |= dict(scale_block=0, scale_head=0)
     assert fields == {**{name: x.data_ptr() for name, x in tensors.items()}, **strides, **scalars}
     assert again == fields | {"rank_before_wait": 1, "k_scales": None, "v_scales": None, "head_budgets": None}
-    case = make_case([333] * 20, [4] * 20, K=4, fp8_cache=True, budgets=(0.5, 1.5, 1, 1))
+    case = make_case([333] * 20, [4] * 20, K=4, cache_dtype=E4M3, budgets=(0.5, 1.5, 1, 1))
     decode(config, case.batch(), workspace)
     *_, (defines, shared_bytes, *_, fields) = launched
     assert (defines["FP8_CACHE"], defines["FP8_LANDMARKS"], shared_bytes) == (1, 0, config.shared_bytes(64, 32))
     assert [fields[name] for name in ("k_scales", "v_scales", "head_budgets")] == [
-        x.data_ptr() for x in (case.scales.k_K, case.scales.v_K, case.budgets)
+        x.data_ptr() for x in (case.scales.k, case.scales.v, case.budgets)
     ]
+    case = make_case([333] * 20, [4] * 20, K=4, pages_per_block=2, cache_dtype=INT8)
+    decode(config, case.batch(), workspace)
+    *_, (defines, shared_bytes, *_, fields) = launched
+    assert (defines["FP8_CACHE"], defines["INT8_CACHE"], shared_bytes) == (0, 1, config.shared_bytes(64 + 1, 32))
+    assert [fields[name] for name in ("k_scales", "v_scales", "scale_block", "scale_head")] == [
+        case.scales.k.data_ptr(), case.scales.v.data_ptr(), case.k_cache.stride(0), 64
+    ]  # fmt: skip
+    unaligned = CacheScales(*(torch.zeros(*x.shape[:2], 40, dtype=x.dtype)[..., :32] for x in (case.scales.k,) * 2))
+    with pytest.raises(ValueError, match="copies 16 bytes at a time: scales of keys must be aligned to that"):
+        decode(config, replace(case, scales=unaligned).batch(), workspace)
 
 
 def refuse(match: str, case: Case, workspace: DecodeWorkspace | None = None, **changes) -> None:
@@ -765,16 +890,27 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
     refuse("caches must be", case, k_cache=case.k_cache.float(), v_cache=case.v_cache.float())
     refuse("landmarks must be", case, landmark_cache=case.landmark_cache[:, :, :1])
     refuse(r"landmarks must be .* in torch.float8_e4m3fn, got .* in torch.float16", case, layout=FP8)
-    fp8 = make_case([100], [2], fp8_cache=True)
+    fp8, int8 = make_case([100], [2], cache_dtype=E4M3), make_case([100], [2], cache_dtype=INT8)
     refuse("needs scales, and no other has any; got .* no scales", fp8, scales=None)
     refuse("needs scales, and no other has any; got .* and scales", case, scales=fp8.scales)
-    refuse("scales must be contiguous float32", fp8, scales=CacheScales(fp8.scales.k_K, fp8.scales.v_K[:1]))
+    refuse(
+        r"scales must be contiguous torch.float32 \[2\], got .* \(1,\)",
+        fp8,
+        scales=CacheScales(fp8.scales.k, fp8.scales.v[:1]),
+    )
+    refuse(r"scales must be contiguous torch.uint8 \[\d+, 2, 16\], got torch.float32", int8, scales=fp8.scales)
+    refuse(
+        "scales of keys and values must be strided alike", int8, scales=replace(int8.scales, v=int8.scales.v.clone())
+    )
     refuse("landmarks must be in torch.float16", fp8, landmark_cache=fp8.landmark_cache.bfloat16())
     budgets = torch.full((2,), 256, dtype=torch.int32, device=DEVICE)
     refuse(r"head_budgets_K must be contiguous int32 \[2\] on", case, budgets=budgets[:1])
     refuse(r"head_budgets_K must be contiguous int32 \[2\] on .*, got torch.int64", case, budgets=budgets.long())
     refuse("make a larger one", case, DecodeWorkspace(1, 2, 2, 64, 3, DEVICE))
     refuse("the workspace is for 2, 4, 64", case, DecodeWorkspace(1, 2, 4, 64, 100, DEVICE))
+    for layer in ((int8.k_cache, int8.landmark_cache), (case.k_cache, case.landmark_cache, int8.scales.k)):
+        with pytest.raises(ValueError, match="keys in int8 come with one tensor of scales, and no others"):
+            CachedLayers([layer])
     with pytest.raises(ValueError, match="cannot be ranked"):
         DecodeWorkspace(1, 1, 1, 64, 16385, DEVICE)
 
@@ -782,8 +918,9 @@ def test_what_the_kernels_cannot_serve_is_refused_by_name():
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", [PageLayout(), FP8], ids=["auto", "fp8"])
 @pytest.mark.parametrize("config", [*PATHS, pytest.param(None, id="shipped")])
-def test_long_sequences(config, layout):
-    shape = dict(D=128, dtype=torch.bfloat16, layout=layout)
+@pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
+def test_long_sequences(config, layout, cache_dtype):
+    shape = dict(D=128, dtype=torch.bfloat16, layout=layout, cache_dtype=cache_dtype)
     check(make_case([3001, 40000, 7919, 1], [61, 1000, 221, 7], **shape), config)
     check(make_case([131072, 5001, 100000], [253, 61, ALL_PAGES], K=1, **shape), config)
     check(make_case([40000, 7919, 131072, 300], [381, 61, 253, 29], K=4, budgets=(2.5, 0.0, 0.5, 1.0), **shape), config)
