@@ -2,7 +2,8 @@
 
 Prefill, and the layers a schedule keeps dense, stay vLLM's own. Decode steps of the other layers read the
 pages that ``sparrow.attention`` selects. A page's landmark lies in the padded tail of the KV block the page
-is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with their block.
+is in, so vLLM accounts for it, and the landmarks are shared, reused or freed with their block. So do the scales of
+keys and values in int8, before the landmarks.
 
 Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M blocks of the longest sequence.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from sparrow import attention
 from sparrow.attention.pages import FP8
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, fp8
+from sparrow.vllm.kv_cache import STORED, copied_blocks, copy_blocks, groups
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
@@ -82,9 +84,18 @@ class Step:
     prefills: tuple[Prefill, ...]  # the remaining rows
     layers: LayerGroup | None = None  # those that store the tokens of ``prefills``; None: a step without any
     # int32 [B], ``ALL_PAGES`` in every row; only where dense layers run Sparrow's kernels too: in draft steps, and with
-    # an fp8 cache
+    # a cache in 8 bits
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
+
+
+class CacheViews(NamedTuple):
+    """What one layer's part of the KV cache holds, as views of it."""
+
+    keys: Tensor  # [blocks, K, N, D]
+    values: Tensor  # [blocks, K, N, D]
+    landmarks: Tensor  # [blocks, N / P, K, D]
+    scales: attention.CacheScales | None  # of a cache in 8 bits; only those of int8 lie in the cache
 
 
 class SparseBuilder(VLLMClass):
@@ -120,8 +131,8 @@ class SparseBuilder(VLLMClass):
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         is_prefilling = self.is_prefilling if common.is_prefilling is None else common.is_prefilling
         prefills: list[Prefill] = []
-        if self.runtime.fp8_cache is not None:
-            if prefill_rows or not self.runtime.fp8_cache.is_set:
+        if self.runtime.cache_in_8_bits is not None:
+            if prefill_rows or not (self.runtime.fp8_cache is None or self.runtime.fp8_cache.is_set):
                 prefills = self._copied_prefills(common, rows, is_prefilling)
         elif prefill_rows:
             # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
@@ -134,23 +145,25 @@ class SparseBuilder(VLLMClass):
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
             prefills=tuple(prefills),
             layers=self._layers,
-            everything=None if self.runtime.fp8_cache is None else self.runtime.everything(rows),
+            everything=None if self.runtime.cache_in_8_bits is None else self.runtime.everything(rows),
         )
         return metadata
 
     def _copied_prefills(self, common: Any, rows: int, is_prefilling: Tensor | None) -> list[Prefill]:
         """The rows after the first ``rows``, in groups that read a copy of their blocks."""
-        assert self.runtime is not None and self.runtime.fp8_cache is not None
+        assert self.runtime is not None
         upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.numpy()
         lengths = (common.seq_lens.cpu() if upper_bound is None else upper_bound).numpy()[: common.num_reqs]
-        in_prefill = 0 if is_prefilling is None else int(np.count_nonzero(is_prefilling.numpy()[:rows]))
-        table, block_tokens = common.block_table_tensor[: common.num_reqs], self.kv_cache_spec.block_size
-        self.runtime.fp8_cache.begin_step(in_prefill, table, lengths - np.diff(start)[: common.num_reqs], block_tokens)
+        block_tokens = self.kv_cache_spec.block_size
+        if self.runtime.fp8_cache is not None:
+            in_prefill = 0 if is_prefilling is None else int(np.count_nonzero(is_prefilling.numpy()[:rows]))
+            table, computed = common.block_table_tensor[: common.num_reqs], lengths - np.diff(start)[: common.num_reqs]
+            self.runtime.fp8_cache.begin_step(in_prefill, table, computed, block_tokens)
         lengths = lengths[rows:]
         prefills = []
-        for first, last in fp8.groups(lengths) if len(lengths) else ():
+        for first, last in groups(lengths) if len(lengths) else ():
             part = _rows(common, rows + first, rows + last)
-            copied = fp8.copied_blocks(part.block_table_tensor, lengths[first:last], block_tokens)
+            copied = copied_blocks(part.block_table_tensor, lengths[first:last], block_tokens)
             metadata = super().build(0, part.replace(block_table_tensor=copied.table), fast_build=True)
             tokens = slice(int(start[rows + first]), int(start[rows + last]))
             prefills.append(Prefill(tokens, metadata, copied.blocks))
@@ -181,9 +194,9 @@ class SparseImpl(VLLMClass):
     kernels: attention.Choice  # what decodes, chosen when the layer is attached
     runtime: Runtime | None = None
     is_sparse_layer = False
-    # true for sparse layers, and for all in lossless mode or with an fp8 cache
+    # true for sparse layers, and for all in lossless mode or with a cache in 8 bits
     has_landmarks = False
-    scales: fp8.LayerScales | None = None  # the scales of an fp8 cache
+    fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
     head_budgets: Tensor | None = None  # of a sparse layer whose heads have budgets of their own
     begins_step = False
     begins_decode = False
@@ -192,7 +205,7 @@ class SparseImpl(VLLMClass):
         asked = signature(super().__init__).bind(*args, **kwargs)
         asked.apply_defaults()
         config.check_layer(asked.arguments)
-        if asked.arguments["kv_cache_dtype"] in fp8.CACHE_DTYPES:
+        if asked.arguments["kv_cache_dtype"] in STORED:
             asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's own attention reads a 16-bit copy
         super().__init__(*asked.args, **asked.kwargs)
         self.supports_quant_query_input = False
@@ -205,33 +218,50 @@ class SparseImpl(VLLMClass):
     def make_workspace(self, max_rows: int, max_pages: int, device: torch.device) -> Any:
         """Scratch memory for the decode steps of all layers, if the implementation needs any."""
 
-    def cache_views(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values ``[blocks, K, N, D]`` and landmarks ``[blocks, N / P, K, D]``."""
+    @property
+    def is_in_8_bits(self) -> bool:
+        """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a copy."""
+        return self.runtime is not None and self.runtime.cache_in_8_bits is not None
+
+    def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
+        """Keys, values, landmarks and scales of the layer's cache."""
         if self._viewed is not kv_cache:
             assert self.runtime is not None
             keys, values = self.key_value(layer, kv_cache)
-            if self.scales is not None:
-                keys, values = keys.view(FP8), values.view(FP8)
+            if (stored := self.runtime.cache_in_8_bits) is not None:
+                keys, values = keys.view(stored), values.view(stored)
             blocks, K, N, D = keys.shape
             pages, interior = N // self.runtime.layout.page_size, 2 * K * N * D * kv_cache.itemsize
+            scales_end = interior + (2 * K * N if keys.dtype == torch.int8 else 0)
             dtype, block = self.runtime.landmark_dtype, kv_cache.stride(0) * kv_cache.itemsize
-            if block < interior + pages * K * D * dtype.itemsize:
+            if block < scales_end + pages * K * D * dtype.itemsize:
                 raise ConfigError(
-                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {interior}; "
+                    f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {scales_end}; "
                     "another plugin or option rearranges vLLM's KV cache: start without it"
                 )
-            tail = kv_cache.storage_offset() * kv_cache.itemsize + interior
-            marks = torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
-                kv_cache.untyped_storage(), tail // dtype.itemsize, (blocks, pages, K, D),
-                (block // dtype.itemsize, K * D, D, 1),
-            )  # fmt: skip
-            self._viewed, self._cached_views = kv_cache, (keys, values, marks)
+            marks = _tail(kv_cache, scales_end, dtype, (blocks, pages, K, D))
+            scales = None if self.fp8_scales is None else self.fp8_scales.values
+            if keys.dtype == torch.int8:  # those of a head's keys, then of its values, are each one aligned piece
+                exponents = _tail(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
+                scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
+            self._viewed, self._cached_views = kv_cache, CacheViews(keys, values, marks, scales)
         return self._cached_views
 
-    def cached_keys(self) -> tuple[Tensor, Tensor]:
-        """Keys and landmarks of the cache that the layer ran with last, as in ``cache_views``."""
-        keys, _, marks = self._cached_views
-        return keys, marks
+    def cached_keys(self) -> tuple[Tensor, ...]:
+        """Keys, landmarks and, of int8, the keys' scales of the cache that the layer ran with last."""
+        keys, _, marks, scales = self._cached_views
+        return (keys, marks) if scales is None or keys.dtype != torch.int8 else (keys, marks, scales.k)
+
+    def store(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, store_tokens: Any
+    ) -> None:
+        """Write new keys and values with one of the functions ``store_tokens`` of ``sparrow.attention``."""
+        clipped = None
+        if self.fp8_scales is not None:
+            self.fp8_scales.settle(key, value, slot_mapping)
+            clipped = self.fp8_scales.cache.clipped
+        keys, values, _, scales = self.cache_views(layer, kv_cache)
+        store_tokens(key, value, keys, values, slot_mapping, scales, clipped)
 
     def forward(
         self,
@@ -256,7 +286,7 @@ class SparseImpl(VLLMClass):
             )
         assert self.runtime is not None
         B = step.rows
-        keys, values, marks = self.cache_views(layer, kv_cache)
+        keys, values, marks, scales = self.cache_views(layer, kv_cache)
         for part in step.prefills:
             cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
             super().forward(layer, query[at], key[at], value[at], cache, part.metadata, output[at])
@@ -268,25 +298,35 @@ class SparseImpl(VLLMClass):
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
                 layout=self.runtime.layout, scale=self.scale, out=output[:B], implementation=self.kernels.of(B),
-                cache_scales=None if self.scales is None else self.scales.values, workspace=self.runtime.workspace,
-                head_budgets_K=self.head_budgets, reuse_plan=step.may_reuse_plan and not self.begins_decode,
+                cache_scales=scales, workspace=self.runtime.workspace, head_budgets_K=self.head_budgets,
+                reuse_plan=step.may_reuse_plan and not self.begins_decode,
             )  # fmt: skip
         return output
 
     def _copy(self, layer: Any, query: Tensor, kv_cache: Tensor, blocks: Tensor | None) -> Tensor:
-        """What vLLM's own attention reads: the cache or, of an fp8 cache, these blocks in the query's dtype."""
-        if blocks is None or self.scales is None:
+        """What vLLM's own attention reads: the cache or, of one in 8 bits, these blocks in the query's dtype."""
+        keys, values, _, scales = self.cache_views(layer, kv_cache)
+        if blocks is None or scales is None:
             return kv_cache
         copy = torch.empty((len(blocks), *kv_cache.shape[1:]), dtype=query.dtype, device=query.device)
-        keys, values, _ = self.cache_views(layer, kv_cache)
         to_keys, to_values = self.key_value(layer, copy)
-        fp8.copy_blocks(keys, blocks, self.scales.values.k, to_keys)
-        fp8.copy_blocks(values, blocks, self.scales.values.v, to_values)
+        copy_blocks(keys, blocks, scales.k, to_keys)
+        copy_blocks(values, blocks, scales.v, to_values)
         return copy
 
 
+def _tail(kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A view of what lies in every block of a layer's cache from the byte ``first`` on, contiguous in each block."""
+    of_block = torch.empty(shape[1:], device="meta").stride()
+    begin, block = (n * kv_cache.itemsize // dtype.itemsize for n in (kv_cache.storage_offset(), kv_cache.stride(0)))
+    return torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
+        kv_cache.untyped_storage(), begin + first // dtype.itemsize, shape, (block, *of_block)
+    )
+
+
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
-    """Tie a layer to its worker's runtime and make room for its landmarks; returns the padded KV cache spec.
+    """Tie a layer to its worker's runtime and make room for its landmarks and, of int8, scales; returns the padded
+    KV cache spec.
 
     Raises ConfigError: blocks that do not hold whole pages, or that vLLM pads for another purpose.
     """
@@ -310,21 +350,23 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         runtime.backend = f"{type(layer.impl).__module__}.{type(layer.impl).__qualname__}"
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
-        is_fp8 = vllm_config.cache_config.cache_dtype in fp8.CACHE_DTYPES
-        runtime.fp8_cache = fp8.Fp8Cache(device) if is_fp8 else None
+        stored = runtime.cache_in_8_bits = STORED.get(vllm_config.cache_config.cache_dtype)
+        runtime.fp8_cache = fp8.Fp8Cache(device) if stored == FP8 else None
         runtime.quantization = vllm_config.model_config.quantization
-        runtime.landmark_dtype = runtime.layout.landmark_type(vllm_config.model_config.dtype if is_fp8 else spec.dtype)
+        model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
+        runtime.landmark_dtype = runtime.layout.landmark_type(model_dtype)
         runtime.kernels = attention.choose(
             config.kernels(vllm_config), page_size=schedule.page_size, head_dim=spec.head_size,
-            kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=FP8 if is_fp8 else spec.dtype,
+            kv_heads=spec.num_kv_heads, group=layer.impl.num_queries_per_kv, dtype=stored or spec.dtype,
             device=device, landmark_dtype=schedule.landmark_dtype,
         )  # fmt: skip
         layer.impl.begins_step = True  # vLLM asks in the order of the model, so this layer is the first
     index = extract_layer_index(layer.layer_name)
     layer.impl.is_sparse_layer = index not in schedule.dense_layers
-    layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless or runtime.fp8_cache is not None
-    if runtime.fp8_cache is not None and layer.impl.scales is None:
-        layer.impl.scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache)
+    stored = runtime.cache_in_8_bits
+    layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless or stored is not None
+    if runtime.fp8_cache is not None and layer.impl.fp8_scales is None:
+        layer.impl.fp8_scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache)
     layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
@@ -336,11 +378,17 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
             runtime.last_decoded = layer.impl.is_sparse_layer
+    scales = 0
+    if stored == torch.int8:
+        # vLLM would leave room for scales in float32 among the keys and values of some of its backends.
+        spec = replace(spec, kv_quant_mode=type(spec.kv_quant_mode).NONE)
+        scales = 2 * spec.block_size * spec.num_kv_heads
     elements = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size
     marks = elements * runtime.landmark_dtype.itemsize
     marks = -(-marks // spec.dtype.itemsize) * spec.dtype.itemsize
-    runtime.landmark_share = marks / (spec.page_size_bytes + marks)
-    return replace(spec, page_size_padded=spec.page_size_bytes + marks)
+    block = spec.page_size_bytes + scales + marks
+    runtime.landmark_share = marks / block
+    return replace(spec, page_size_padded=block)
 
 
 def is_requested() -> bool:

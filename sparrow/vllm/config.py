@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
-from sparrow.vllm import fp8, lossless
+from sparrow.vllm import kv_cache, lossless
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
@@ -19,7 +19,7 @@ MODE_ENVIRONMENT = "SPARROW_MODE"  # these variables say how to decode, for fram
 ENVIRONMENT = "SPARROW_SCHEDULE"
 KERNELS_ENVIRONMENT = "SPARROW_KERNELS"  # the variable that says which kernels decode
 KERNELS = ("cuda", "triton")
-KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *fp8.CACHE_DTYPES)
+KV_CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32", *kv_cache.STORED)
 
 
 def from_environment() -> Decoding | None:
@@ -92,11 +92,12 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (
             cache.cache_dtype not in KV_CACHE_DTYPES,
             f"kv_cache_dtype={cache.cache_dtype!r}",
-            "set kv_cache_dtype='auto' or 'fp8'",
+            f"set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
         ),
         (
-            cache.cache_dtype in fp8.CACHE_DTYPES and decoding.mode == "lossless",
-            f"kv_cache_dtype={cache.cache_dtype!r} in lossless mode, where vLLM would verify with 8-bit queries",
+            cache.cache_dtype in kv_cache.STORED and decoding.mode == "lossless",
+            f"kv_cache_dtype={cache.cache_dtype!r} in lossless mode, where vLLM would "
+            + ("have to read int8 itself" if cache.cache_dtype == kv_cache.INT8 else "verify with 8-bit queries"),
             "set kv_cache_dtype='auto' or mode 'lossy'",
         ),
         (
@@ -107,7 +108,7 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (
             bool(getattr(cache, "calculate_kv_scales", False)),
             "vLLM's own KV scales",
-            "drop calculate_kv_scales: Sparrow sets scales from the first prefill",
+            "drop calculate_kv_scales: Sparrow sets scales itself",
         ),
     ):
         if is_used:

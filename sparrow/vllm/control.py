@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.schedule import SparsitySchedule
-from sparrow.vllm import config
+from sparrow.vllm import config, kv_cache
 from sparrow.vllm.runtime import Runtime, find
 
 
@@ -93,7 +94,13 @@ def sparrow_renew_kv_scales(self: Any) -> None:
 
     Raises ConfigError: the engine has no fp8 KV cache.
     """
-    cache = _runtime(self).fp8_cache
+    runtime = _runtime(self)
+    cache = runtime.fp8_cache
+    if runtime.cache_in_8_bits == torch.int8:
+        raise ConfigError(
+            f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are none to renew; drop "
+            "the call"
+        )
     if cache is None:
         raise ConfigError(
             "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
@@ -166,7 +173,7 @@ def check(vllm_config: Any) -> None:
             )
     runtime = find(vllm_config)
     if runtime is not None:
-        schedule, decoding = runtime.schedule, runtime.decoding
+        schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache_in_8_bits
         # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
         logger = init_logger("vllm.sparrow")
         if runtime.is_lossless:
@@ -205,7 +212,7 @@ def check(vllm_config: Any) -> None:
             runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,
             schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"], schedule.landmark_dtype,
             100 * runtime.landmark_share,
-            "" if runtime.fp8_cache is None else ", which is fp8_e4m3 (scales by layer and kv head)",
+            "" if stored is None else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})",
         )  # fmt: skip
         below, above = between_graphs(vllm_config)
         if below < above:

@@ -35,12 +35,10 @@ class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """vLLM's own, except for an fp8 cache."""
-        if self.scales is None:
+        """vLLM's own, except for a cache in 8 bits."""
+        if not self.is_in_8_bits:
             return super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
-        self.scales.settle(key, value, slot_mapping)
-        keys, values, _ = self.cache_views(layer, kv_cache)
-        reference.store_tokens(key, value, keys, values, slot_mapping, self.scales.values, self.scales.cache.clipped)
+        self.store(layer, key, value, kv_cache, slot_mapping, reference.store_tokens)
 
 
 class CpuBackend(CPUAttentionBackend):

@@ -19,6 +19,7 @@ from sparrow.errors import ConfigError
 from sparrow.vllm import patches
 from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 from sparrow.vllm.config import requested
+from sparrow.vllm.kv_cache import INT8
 from sparrow.vllm.versions import installed
 
 _adapter = installed()
@@ -43,14 +44,9 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Like vLLM's own, but in a sparse layer decoding may begin during the update; and for an fp8 cache."""
-        if self.scales is not None:
-            self.scales.settle(key, value, slot_mapping)
-            keys, values, _ = self.cache_views(layer, kv_cache)
-            store_tokens(key, value, keys, values, slot_mapping, self.scales.values, self.scales.cache.clipped)
-        elif self.is_sparse_layer:
-            keys, values, _ = self.cache_views(layer, kv_cache)
-            store_tokens(key, value, keys, values, slot_mapping)
+        """Like vLLM's own, but in a sparse layer decoding may begin during the update; and for a cache in 8 bits."""
+        if self.is_sparse_layer or self.is_in_8_bits:
+            self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)
         else:
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
 
@@ -64,6 +60,19 @@ class CudaBackend(FlashAttentionBackend):
     @staticmethod
     def get_name() -> str:
         return "CUSTOM"
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        """What FlashAttention takes, and int8, of which it reads a copy in 16 bits."""
+        return kv_cache_dtype == INT8 or super().supports_kv_cache_dtype(kv_cache_dtype)
+
+    @classmethod
+    def supports_combination(
+        cls, head_size: int, dtype: torch.dtype, kv_cache_dtype: Any, *args: Any, **kwargs: Any
+    ) -> str | None:
+        """Why FlashAttention cannot serve a model; a cache in int8 it does not see."""
+        seen: Any = "auto" if kv_cache_dtype == INT8 else kv_cache_dtype
+        return super().supports_combination(head_size, dtype, seen, *args, **kwargs)
 
     @staticmethod
     def get_impl_cls() -> type:

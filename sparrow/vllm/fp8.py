@@ -1,16 +1,12 @@
-"""An fp8 KV cache: the scales of its layers, and the 16-bit copy of it that prefill reads.
+"""The scales of an fp8 KV cache, one for each layer and kv head, set by the first prompts.
 
-Queries stay in 16 bits. Decode steps of all layers run the kernels of ``sparrow.attention``, which take the cache as it
-is. vLLM's own attention would round the queries to fp8 as well; in prefill it is given a 16-bit copy of the blocks that
-it reads instead, so that prefill and decoding see the same keys and values. Scales are powers of 2: the copy is exact.
+Scales are powers of 2: the 16-bit copy that prefill reads (``sparrow.vllm.kv_cache``) is exact.
 
 Shapes: T tokens, K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,12 +17,8 @@ from sparrow.attention import CacheScales
 from sparrow.attention.pages import FP8, FP8_MAX
 from sparrow.errors import ConfigError
 
-CACHE_DTYPES = ("fp8", "fp8_e4m3")
-"""What vLLM calls such a cache."""
 MARGIN = 4.0
 """Scales leave room for keys and values this many times as large as any of the prefill that sets them."""
-COPIED_TOKENS = 65_536
-"""Tokens of the cache that are copied at once for prefill, or one sequence if it is longer."""
 
 
 class LayerScales:
@@ -111,10 +103,10 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """The dtype and the range of scales, None before they are set."""
+        """The range of scales, None before they are set."""
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
         low_high = [float(f(torch.stack(scales))) for f in (torch.min, torch.max)] if self.is_set else None
-        return {"kv_cache": "fp8_e4m3", "kv_scales": low_high}
+        return {"kv_scales": low_high}
 
 
 def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -124,40 +116,3 @@ def power_of_two(largest: Tensor, dtype: torch.dtype) -> Tensor:
     fewest = np.ceil(np.log2(limits.smallest_normal * limits.eps / least))
     exponent = (largest.clamp(min=2.0**-60) * (MARGIN / FP8_MAX)).log2().ceil().clamp(max(-60, fewest), most)
     return torch.where(largest > 0, exponent.exp2(), torch.ones_like(exponent))
-
-
-@dataclass(frozen=True)
-class CopiedBlocks:
-    """Blocks of some rows in prefill, and where they lie in the copy."""
-
-    blocks: Tensor  # int64, by place in the copy
-    table: Tensor  # int32 [R, M], a block table of the copy
-
-
-def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -> CopiedBlocks:
-    """The blocks that rows of these lengths (tokens, at least what is cached) have in ``block_table``, int32 [R, M]."""
-    counts = -(-lengths // block_tokens)
-    row, first = np.repeat(np.arange(len(lengths)), counts), np.cumsum(counts) - counts
-    place = np.arange(len(row)) - first[row]
-    at = torch.from_numpy(row * block_table.stride(0) + place).to(block_table.device)
-    most = int(counts.max())
-    table = torch.from_numpy(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)).int()
-    flat = block_table.as_strided((block_table.stride(0) * len(lengths),), (1,))
-    return CopiedBlocks(flat[at].long(), table.to(block_table.device))
-
-
-def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Consecutive rows, first and last plus one, that have up to ``COPIED_TOKENS`` tokens together."""
-    first = total = 0
-    for row, length in enumerate(lengths.tolist()):
-        if row > first and total + length > COPIED_TOKENS:
-            yield first, row
-            first, total = row, 0
-        total += length
-    yield first, len(lengths)
-
-
-def copy_blocks(cache: Tensor, blocks: Tensor, scale_K: Tensor, out: Tensor) -> None:
-    """Writes keys or values ``[blocks, K, N, D]`` of some blocks, times their scales, to ``out`` in 16 or 32 bits."""
-    codes = cache.view(torch.uint8).index_select(0, blocks).view(FP8)
-    torch.mul(codes.to(out.dtype), scale_K.to(out.dtype)[:, None, None], out=out)

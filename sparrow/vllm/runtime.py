@@ -19,6 +19,7 @@ from sparrow.attention import Choice, DecodeWorkspace, PageLayout
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES, PAGE_LAYOUT, SparsitySchedule
+from sparrow.vllm import kv_cache
 from sparrow.vllm.fp8 import Fp8Cache
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
@@ -50,7 +51,8 @@ class Runtime:
         self.draft_weights: Any = None  # the fp8 copy of the weights, if drafts have one
         self.landmark_share = 0.0  # the landmarks' share of the KV cache
         self.landmark_dtype = torch.get_default_dtype()
-        self.fp8_cache: Fp8Cache | None = None  # of an engine with an fp8 KV cache
+        self.cache_in_8_bits: torch.dtype | None = None  # float8_e4m3fn, int8, or None: the model's dtype
+        self.fp8_cache: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
         self.quantization: str | None = None  # how vLLM quantises the weights
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
@@ -241,6 +243,7 @@ class Runtime:
             "schedule": self.schedule.to_dict(),
             "sparse_layers": self.sparse_layers,
             "dense_layers": self.dense_layers,
+            **({} if self.cache_in_8_bits is None else {"kv_cache": kv_cache.NAMES[self.cache_in_8_bits]}),
             **({} if self.fp8_cache is None else self.fp8_cache.describe()),
             **({} if self.quantization is None else {"weights": self.quantization}),
             **({} if self.draft_weights is None else self.draft_weights.describe()),

@@ -235,7 +235,7 @@ class Landmarks:
         table = speculator.block_tables.input_block_tables[0]
         cached = (batch.seq_lens[: batch.num_reqs] - rejected_B[: batch.num_reqs]).tolist()
         for layer in speculator.vllm_config.compilation_config.static_forward_context.values():
-            keys, _, marks = layer.impl.cache_views(layer, layer.kv_cache)
+            keys, _, marks, _ = layer.impl.cache_views(layer, layer.kv_cache)
             P, N = layer.impl.runtime.layout.page_size, keys.shape[2]
             for b, length in enumerate(cached):
                 page = torch.arange(length // P)

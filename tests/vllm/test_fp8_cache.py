@@ -1,4 +1,4 @@
-"""An fp8 KV cache: real vLLM engines on CPU, against transformers with every key and value rounded to e4m3."""
+"""The scales of an fp8 KV cache in real vLLM engines on CPU, and weights that vLLM quantises."""
 
 import contextlib
 from types import SimpleNamespace
@@ -7,23 +7,17 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AttentionInterface
 
-from sparrow.attention.pages import FP8, to_fp8
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import client
 from sparrow.errors import ConfigError
-from sparrow.model import actor
 from sparrow.rollout import Sampling
 from sparrow.vllm import control, fp8
-from sparrow.vllm.runtime import find
 from tests.vllm import tiny_vllm as tiny
-from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap, prompts, same_tokens
+from tests.vllm.rounded_cache import PROMPTS, agree, flat, rounded, scales_of
+from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap
 
-PROMPTS = prompts(5, 40, 130, 300)
-PROMPTS.append(PROMPTS[2])  # it reads the blocks of the other in the step that fills them
 SAMPLED = Sampling(max_new_tokens=24, temperature=1.0, top_n=0, seed=3)
-GREEDY = Sampling(max_new_tokens=24, temperature=0.0, top_n=0)  # log-probs are those at a temperature of 1
 
 
 @pytest.fixture(scope="module")
@@ -43,141 +37,8 @@ def fp8_engine(folder, schedule=SMALL, **options):
     return engine(folder, schedule, kv_cache_dtype="fp8", **options)
 
 
-def scales_of(sparrow):
-    """The keys' and the values' scales of every layer, ``[K]`` each."""
-    layers = find(sparrow.llm.llm_engine.vllm_config).fp8_cache.layers
-    return [(layer.values.k.clone(), layer.values.v.clone()) for layer in layers]
-
-
-def flat(scales):
-    return torch.cat([scale_K for layer in scales for scale_K in layer])
-
-
 def kv_clipped(sparrow):
     return sparrow.rpc("sparrow_counters")[0]["kv_clipped"]
-
-
-@contextlib.contextmanager
-def rounded(scales):
-    """Inside, transformers attends to keys and values that are rounded to e4m3; lists what they were, by layer.
-
-    It is given keys as they are stored, without their scale, and queries times that scale: what landmarks in 8 bits
-    are is then the same too.
-    """
-    seen = []
-
-    def attend(module, query, key, value, *more, **named):
-        k_scale, v_scale = (scale[:, None, None] for scale in scales[module.layer_idx])
-        seen.append((key, value))
-        query = query * k_scale.repeat_interleave(query.shape[1] // key.shape[1], 0)
-        key, value = to_fp8(key / k_scale).float(), to_fp8(value / v_scale).float() * v_scale
-        return actor.sparrow_attention(module, query, key, value, *more, **named)
-
-    AttentionInterface.register(actor.NAME, attend)
-    try:
-        yield seen
-    finally:
-        AttentionInterface.register(actor.NAME, actor.sparrow_attention)
-
-
-def gaps(a, b):
-    return np.concatenate([np.abs(x.logprobs - y.logprobs) for x, y in zip(a, b, strict=True)])
-
-
-def agree(a, b, few=0.0):
-    """Whether log-probs are the same, up to numbers so close between two e4m3 values that 1e-7 rounds them apart.
-
-    A batch of these prompts has 400,000 keys and values, so that a few are. Tokens that read one differ by 1e-3, the
-    others by 1e-5; where a page was selected by it, a ``few`` differ by more. Without rounding the median is 0.05.
-    """
-    apart = gaps(a, b)
-    return bool(np.quantile(apart, 0.5) < 5e-4 and np.quantile(apart, 1 - few) < 1e-2)
-
-
-def as_rounded(rollouts, reference, schedule, sparrow):
-    with rounded(scales_of(sparrow)):
-        return agree(rollouts, reference.score(rollouts, schedule, 1.0), 0.0 if schedule.is_dense else 0.03)
-
-
-def as_prompts(sparrow, rollouts):
-    """The log-probs that the engine gives the tokens of these rollouts as the ends of prompts."""
-    from vllm import SamplingParams
-
-    parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    requests = [{"prompt_token_ids": [*r.prompt_ids, *r.response_ids.tolist()]} for r in rollouts]
-    for rollout, output in zip(rollouts, sparrow.llm.generate(requests, parameters, use_tqdm=False), strict=True):
-        end = output.prompt_logprobs[-len(rollout) :]
-        own = [at[int(token)].logprob for at, token in zip(end, rollout.response_ids, strict=True)]
-        yield SimpleNamespace(logprobs=np.array(own))
-
-
-@pytest.fixture
-def grouped(monkeypatch):
-    """The groups of rows that each prefill was divided into."""
-    seen, groups = [], fp8.groups
-    monkeypatch.setattr(fp8, "groups", lambda lengths: seen.append(list(groups(lengths))) or seen[-1])
-    return seen
-
-
-@pytest.mark.slow
-def test_log_probs_are_those_of_rounded_keys_and_values(folder, reference, monkeypatch, grouped):
-    with fp8_engine(folder, SMALL) as sparrow:
-        assert sparrow.describe()["kv_cache"] == "fp8_e4m3" and sparrow.describe()["kv_scales"] is None
-        rollouts = sparrow.generate(PROMPTS, SAMPLED)
-        assert as_rounded(rollouts, reference, SMALL, sparrow)
-        exact = reference.score(rollouts, SMALL, 1.0)
-        assert np.quantile(gaps(rollouts, exact), 0.5) > 1e-2 and logprob_gap(rollouts, exact) > 0.3
-        scales = flat(scales_of(sparrow))
-        assert torch.equal(scales.log2(), scales.log2().round()) and len(scales.unique()) > 2
-        assert sparrow.describe()["kv_scales"] == [scales.min(), scales.max()]
-        assert kv_clipped(sparrow) == 0 and max(map(len, grouped)) == 1
-        sparrow.drop_prefixes()
-        monkeypatch.setattr(fp8, "COPIED_TOKENS", 64)
-        apart = sparrow.generate(PROMPTS, SAMPLED)
-        assert as_rounded(apart, reference, SMALL, sparrow) and max(map(len, grouped)) == 5
-
-
-@pytest.mark.slow
-def test_prefill_agrees_with_decoding(folder, reference):
-    with fp8_engine(folder, UNBOUNDED) as sparrow:
-        rollouts = sparrow.generate(PROMPTS, SAMPLED)
-        assert as_rounded(rollouts, reference, UNBOUNDED, sparrow)
-        exact = reference.score(rollouts, UNBOUNDED, 1.0)
-        assert np.quantile(gaps(rollouts, exact), 0.5) > 1e-2 and logprob_gap(rollouts, exact) > 0.3
-        assert agree(rollouts, list(as_prompts(sparrow, rollouts)))
-        again = sparrow.generate(PROMPTS, SAMPLED)  # from the prefix cache
-        assert same_tokens(rollouts, again) and agree(rollouts, again)
-        longer = [[*r.prompt_ids, *r.response_ids.tolist()] for r in rollouts]
-        assert as_rounded(sparrow.generate(longer, SAMPLED), reference, UNBOUNDED, sparrow)
-        [cached] = sparrow.llm.generate([{"prompt_token_ids": longer[3]}], use_tqdm=False)
-        assert cached.num_cached_tokens == 320  # so it was: whole blocks of 324 tokens
-
-
-@pytest.mark.slow
-def test_landmarks_in_8_bits_are_those_of_stored_keys(folder, reference):
-    schedule = SMALL.replace(landmark_dtype="fp8_e4m3")
-    with fp8_engine(folder, schedule) as sparrow:
-        rollouts = sparrow.generate(PROMPTS, SAMPLED)
-        assert as_rounded(rollouts, reference, schedule, sparrow)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule, options, copied_tokens",
-    [
-        (SMALL, dict(max_num_batched_tokens=96, max_num_seqs=4), 64),  # prompts in chunks, among decode rows
-        (UNBOUNDED, dict(num_gpu_blocks_override=24, max_model_len=576, enable_prefix_caching=False), 65_536),
-    ],
-    ids=["chunked-prefill", "preemption"],
-)
-def test_scheduling_does_not_matter(folder, reference, monkeypatch, grouped, schedule, options, copied_tokens):
-    monkeypatch.setattr(fp8, "COPIED_TOKENS", copied_tokens)
-    with fp8_engine(folder, schedule, **options) as sparrow:
-        for _ in range(2):  # the second time from the prefix cache, where there is one
-            rollouts = sparrow.generate(PROMPTS, GREEDY)
-            assert as_rounded(rollouts, reference, schedule, sparrow)
-            assert (sparrow.counters().preemptions > 0) == ("num_gpu_blocks_override" in options)
-    assert (max(map(len, grouped)) > 1) == (copied_tokens == 64)
 
 
 @pytest.mark.slow
@@ -259,41 +120,6 @@ def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monk
 def test_scales_are_the_least_powers_of_two_that_leave_room(largest, dtype, scale):
     assert fp8.power_of_two(torch.tensor([largest, 0.0]), dtype).tolist() == [scale, 1.0]
     assert torch.isfinite(torch.tensor(448.0 * scale).to(dtype))
-
-
-def test_a_copy_is_what_is_stored_times_its_scale():
-    codes = torch.arange(256, dtype=torch.uint8).view(FP8)
-    codes = codes[codes.float().isfinite()][:252].view(3, 2, 6, 7)
-    scale_K = torch.tensor([0.125, 4.0])
-    out = torch.full((2, 2, 6, 7), torch.nan, dtype=torch.bfloat16)
-    fp8.copy_blocks(codes, torch.tensor([2, 0]), scale_K, out)
-    assert torch.equal(out.double(), codes.double()[[2, 0]] * scale_K[:, None, None].double())
-
-
-def test_copied_blocks_are_every_block_of_the_rows_once_and_in_order():
-    table = torch.arange(100, 148, dtype=torch.int32).view(4, 12)[1:, :8]  # a part of vLLM's table
-    lengths = np.array([17, 16, 65])
-    copied = fp8.copied_blocks(table, lengths, 16)
-    assert copied.blocks.tolist() == [112, 113, 124, 136, 137, 138, 139, 140] and copied.blocks.dtype == torch.int64
-    assert copied.table.dtype == torch.int32 and copied.table.shape == (3, 5)
-    for row, count in enumerate((2, 1, 5)):
-        assert torch.equal(copied.blocks[copied.table[row].long()][:count], table[row, :count].long())
-    assert copied.table.min() >= 0 and copied.table.max() < len(copied.blocks)  # vLLM may read ahead
-
-
-@pytest.mark.parametrize(
-    "lengths, expected",
-    [
-        ([5], [(0, 1)]),
-        ([5, 5, 1], [(0, 2), (2, 3)]),
-        ([5, 5], [(0, 2)]),
-        ([40, 3, 40, 40], [(0, 1), (1, 2), (2, 3), (3, 4)]),  # a sequence that is longer is alone
-        ([1, 9, 10, 2], [(0, 2), (2, 3), (3, 4)]),
-    ],
-)
-def test_groups_are_as_large_as_may_be_copied_at_once(lengths, expected, monkeypatch):
-    monkeypatch.setattr(fp8, "COPIED_TOKENS", 10)
-    assert list(fp8.groups(np.array(lengths))) == expected
 
 
 def test_only_tokens_that_the_step_stores_may_be_read():

@@ -358,7 +358,7 @@ def vllm_config(model=None, **parts):
         (dict(kv_transfer_config=object()), "a KV connector"),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8_e5m2")),
-            "kv_cache_dtype='fp8_e5m2'; set kv_cache_dtype='auto' or 'fp8'",
+            "kv_cache_dtype='fp8_e5m2'; set kv_cache_dtype='auto', 'fp8' or 'int8_per_token_head'",
         ),
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=["0"])),
@@ -367,6 +367,14 @@ def vllm_config(model=None, **parts):
         (
             dict(cache_config=SimpleNamespace(cache_dtype="fp8", calculate_kv_scales=True)),
             "vLLM's own KV scales; drop calculate_kv_scales",
+        ),
+        (
+            dict(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=["0"])),
+            "kv_cache_dtype_skip_layers.*drop it",
+        ),
+        (
+            dict(cache_config=SimpleNamespace(cache_dtype="fp8_per_token_head")),
+            "kv_cache_dtype='fp8_per_token_head'; set kv_cache_dtype='auto', 'fp8' or",
         ),
         (
             dict(parallel_config=SimpleNamespace(decode_context_parallel_size=2, use_ubatching=False)),
@@ -384,11 +392,16 @@ def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
-def test_an_fp8_cache_is_for_lossy_decoding():
-    for name in ("fp8", "fp8_e4m3"):
+def test_a_cache_in_8_bits_is_for_lossy_decoding():
+    reasons = {
+        "fp8": "verify with 8-bit queries",
+        "fp8_e4m3": "verify with",
+        "int8_per_token_head": "have to read int8",
+    }
+    for name, reason in reasons.items():
         quantised = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
         config.check_supported(quantised, Decoding.lossy(SCHEDULE), on_cpu=True)
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}' in lossless mode.*'auto' or mode 'lossy'"):
+        with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}' in lossless mode.*{reason}.*'auto' or"):
             config.check_supported(quantised, Decoding.lossless(SCHEDULE), on_cpu=True)
 
 
@@ -407,6 +420,7 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
     assert not {"kv_cache", "kv_scales"} & set(made.describe()) and "kv_clipped" not in made.counters()
     with pytest.raises(ConfigError, match=r"no fp8 KV cache.*kv_cache_dtype='fp8'"):
         control.sparrow_renew_kv_scales(worker)
+    made.cache_in_8_bits = torch.float8_e4m3fn
     cache = made.fp8_cache = fp8.Fp8Cache(torch.device("cpu"))
     layers = [fp8.LayerScales(2, cache) for _ in range(2)]
     assert made.describe()["kv_cache"] == "fp8_e4m3" and made.describe()["kv_scales"] is None
@@ -424,9 +438,26 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
         monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
         control.check(worker.vllm_config)
         assert said[0].endswith("of the KV cache, which is fp8_e4m3 (scales by layer and kv head)")
-        made.fp8_cache = None
+        made.fp8_cache, made.cache_in_8_bits = None, None
         control.check(worker.vllm_config)
         assert said[1].endswith("of the KV cache")
+        made.cache_in_8_bits = torch.int8
+        control.check(worker.vllm_config)
+        assert said[2].endswith("of the KV cache, which is int8_per_token_head (scales by token and kv head)")
+
+
+def test_what_an_int8_cache_is_is_told():
+    made = runtime()
+    made.cache_in_8_bits = torch.int8
+    assert made.describe()["kv_cache"] == "int8_per_token_head" and "kv_scales" not in made.describe()
+    assert "kv_clipped" not in made.counters()
+    layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
+    compilation = SimpleNamespace(static_forward_context=layers)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
+    with pytest.raises(
+        ConfigError, match=r"'int8_per_token_head' gives every token scales .* none to renew; drop the call"
+    ):
+        control.sparrow_renew_kv_scales(worker)
 
 
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():

@@ -1,0 +1,71 @@
+"""A KV cache in 8 bits, fp8 or int8: what vLLM calls it, and the 16-bit copy of it that prefill reads.
+
+Queries stay in 16 bits. Decode steps of all layers run the kernels of ``sparrow.attention``, which take the cache as it
+is. vLLM's own attention would round the queries to fp8 as well, or not take int8; in prefill it is given a 16-bit copy
+of the blocks that it reads instead, which is exact, so that prefill and decoding see the same keys and values.
+
+Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparrow.attention.int8 import scale_of
+from sparrow.attention.pages import FP8
+
+STORED: dict[str, torch.dtype] = {"fp8": FP8, "fp8_e4m3": FP8, "int8_per_token_head": torch.int8}
+"""What vLLM calls such a cache, and how Sparrow stores it."""
+INT8 = "int8_per_token_head"
+NAMES = {FP8: "fp8_e4m3", torch.int8: INT8}
+"""What Sparrow reports."""
+SCALES = {FP8: "scales by layer and kv head", torch.int8: "scales by token and kv head"}
+COPIED_TOKENS = 65_536
+"""Tokens of the cache that are copied at once for prefill, or one sequence if it is longer."""
+
+
+@dataclass(frozen=True)
+class CopiedBlocks:
+    """Blocks of some rows in prefill, and where they lie in the copy."""
+
+    blocks: Tensor  # int64, by place in the copy
+    table: Tensor  # int32 [R, M], a block table of the copy
+
+
+def copied_blocks(block_table: Tensor, lengths: np.ndarray, block_tokens: int) -> CopiedBlocks:
+    """The blocks that rows of these lengths (tokens, at least what is cached) have in ``block_table``, int32 [R, M]."""
+    counts = -(-lengths // block_tokens)
+    row, first = np.repeat(np.arange(len(lengths)), counts), np.cumsum(counts) - counts
+    place = np.arange(len(row)) - first[row]
+    at = torch.from_numpy(row * block_table.stride(0) + place).to(block_table.device)
+    most = int(counts.max())
+    table = torch.from_numpy(first[:, None] + np.minimum(np.arange(most), counts[:, None] - 1)).int()
+    flat = block_table.as_strided((block_table.stride(0) * len(lengths),), (1,))
+    return CopiedBlocks(flat[at].long(), table.to(block_table.device))
+
+
+def groups(lengths: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Consecutive rows, first and last plus one, that have up to ``COPIED_TOKENS`` tokens together."""
+    first = total = 0
+    for row, length in enumerate(lengths.tolist()):
+        if row > first and total + length > COPIED_TOKENS:
+            yield first, row
+            first, total = row, 0
+        total += length
+    yield first, len(lengths)
+
+
+def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Writes keys or values ``[blocks, K, N, D]`` of some blocks, times their scales, to ``out`` in 16 or 32 bits.
+
+    Scales are as in ``CacheScales``.
+    """
+    codes = cache.view(torch.uint8).index_select(0, blocks).view(cache.dtype)
+    is_int8 = cache.dtype == torch.int8
+    scale = scale_of(scales.index_select(0, blocks))[..., None] if is_int8 else scales[:, None, None]
+    torch.mul(codes.to(out.dtype), scale.to(out.dtype), out=out)
