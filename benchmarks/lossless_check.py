@@ -1,6 +1,6 @@
 """Lossless mode in vLLM on a GPU: what comes out is the dense model's.
 
-    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] --out equal.json
+    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] [--draft-weights fp8] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
@@ -23,7 +23,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ from vllm_check import SAMPLED, UNBOUNDED, VARIANTS, gib_asleep, judged, load, n
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.mode import Decoding
+from sparrow.mode import Decoding, DraftWeights
 from sparrow.rollout import Sampling
 
 GREEDY = Sampling(max_new_tokens=192, temperature=0.0, top_n=0)
@@ -58,7 +58,9 @@ def partings(truth: HFEngine, ours: Sequence[Any], stock: Sequence[Any]) -> list
 
 def equal(arguments: argparse.Namespace) -> None:
     note = notes(arguments.out, dtype=arguments.dtype)
-    decoding = Decoding.lossless(DRAFTS, draft_tokens=DRAFT_TOKENS, adapt_draft_tokens=False)
+    decoding = Decoding.lossless(
+        DRAFTS, draft_tokens=DRAFT_TOKENS, adapt_draft_tokens=False, draft_weights=arguments.draft_weights
+    )
     alone = arguments.tensor_parallel == 1
     shared = options(
         arguments.dtype, tensor_parallel_size=arguments.tensor_parallel, compilation_config=GRAPHS
@@ -236,6 +238,9 @@ def main() -> None:
     parser.add_argument("what", choices=["equal", "samples", "invariant"])
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument(
+        "--draft-weights", choices=get_args(DraftWeights), default="auto", help="what drafts multiply with in equal"
+    )
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(
         "--processes", type=int, default=8, help="that draw samples, each with an engine on the same GPU"

@@ -17,11 +17,10 @@ from vllm import logger
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mismatch.drafts import DraftAcceptance
-from sparrow.vllm import draft_weights
 from sparrow.vllm.draft_weights import DraftLinearMethod
 from tests.vllm.lossless_life_cases import lose
 from tests.vllm.lossless_reference_cases import K, by_sequence, recorded_cycles
-from tests.vllm.tiny_vllm import checkpoint, prompts
+from tests.vllm.tiny_vllm import checkpoint, on_v2, prompts
 
 ASKED = prompts(300, 17, 150, 64, seed=41)
 EVERYTHING = 40  # pages: then drafts differ from the policy by their weights alone
@@ -152,22 +151,6 @@ def test_a_compiled_model_drafts_with_the_copy_too(made, monkeypatch):
     assert acceptance[0] == pytest.approx(acceptance[1], abs=1e-4) and acceptance[0] < 0.98
 
 
-def test_a_layer_adds_its_bias():
-    generator = torch.Generator().manual_seed(1)
-    x, weight, bias = (torch.randn(*n, generator=generator) for n in ((2, 3, 32), (48, 32), (48,)))
-    x[0, 0] = 0  # its scale is not 0
-    method = DraftLinearMethod(SimpleNamespace(weight=weight))
-    method.scales.copy_(draft_weights.quantize(weight, method.values))
-    layer = SimpleNamespace(weight=weight)
-    assert torch.equal(method.apply(layer, x, bias), linear(x, weight, bias))
-    with draft_weights.drafting():
-        found = method.apply(layer, x, bias)
-    expected = linear(rounded(x).nan_to_num(), rounded(weight), bias)
-    torch.testing.assert_close(found, expected)
-    assert (found - linear(x, weight, bias)).abs().max() > 0.05
-    assert method.apply(layer, x[0].bfloat16()[:0].float()).shape == (0, 48)
-
-
 # --- what is said and refused ---
 
 
@@ -281,3 +264,23 @@ def lose_copies(worker):
     for method in copies(worker):
         method.values.view(torch.uint8).fill_(0x7F)  # not a number
         method.scales.fill_(float("nan"))
+
+
+# --- tensor parallel ---
+
+
+def test_each_tensor_parallel_worker_copies_its_part(made, tmp_path, monkeypatch):
+    folder, model, new, weights = made
+    monkeypatch.setenv("PYTHONPATH", on_v2(tmp_path))
+    with engine(folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), tensor_parallel_size=2) as llm:
+        assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 16))
+        llm.collective_rpc("sparrow_load_weights", args=(weights,))
+        llm.reset_prefix_cache()
+        assert_greedy_and_dense(new, ASKED, generate(llm, ASKED, 16))
+        llm.collective_rpc("sparrow_acceptance")
+        generate(llm, ASKED, 24, temperature=1.0, seed=3)
+        metered = DraftAcceptance.from_dict(llm.collective_rpc("sparrow_acceptance")[0]["acceptance"])
+        sizes = [told["draft_weight_bytes"] for told in llm.collective_rpc("sparrow_describe")]
+    whole = 2 * (64 * (4 + 2 * 2) * 32 + 4 * 32 * 64 + 3 * 64 * 96)
+    assert len(sizes) == 2 and all(whole / 2 < size < 0.6 * whole for size in sizes)
+    assert 0.7 < metered.mean < 0.98
