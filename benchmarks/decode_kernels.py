@@ -75,32 +75,48 @@ SHAPES = [
 ]  # fmt: skip
 
 
+# How keys and values are stored, and the landmarks of each.
+CACHES: dict[str, tuple[LandmarkDtype, ...]] = {"auto": ("auto",), "fp8": ("auto", "fp8_e4m3"), "int8": ("auto",)}
+INT8_EXPONENT = 122  # byte of the scale 2^-5, under which a code of 127 is four standard deviations
+
+
 class Pool:
     """Caches of all layers, ``[blocks, K, P, 2 D]`` and a tail of landmarks in one allocation each."""
 
     def __init__(
         self, tokens: int, layers: int, D: int = 128, dtype: torch.dtype = torch.bfloat16, P: int = 16,
-        landmark_dtype: LandmarkDtype = "auto", fp8_cache: bool = False,
+        landmark_dtype: LandmarkDtype = "auto", cache: str = "auto",
     ) -> None:  # fmt: skip
         self.layout = PageLayout(P, landmark_dtype=landmark_dtype)
         self.k, self.v, self.marks, self.D, mark = [], [], [], D, self.layout.landmark_type(dtype)
-        self.scales = CacheScales(*(torch.full((K,), 2.0**-4, device="cuda") for _ in "kv")) if fp8_cache else None
-        if fp8_cache:
-            dtype = torch.float8_e4m3fn
-        ratio = dtype.itemsize / mark.itemsize
-        blocks, stride = tokens // P, P * K * 2 * D + int(K * D / ratio)
+        self.scales: list[CacheScales | None] = []
+        dtype = {"auto": dtype, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[cache]
+        ratio, interior = dtype.itemsize / mark.itemsize, P * K * 2 * D
+        before_marks = interior + (2 * P * K if cache == "int8" else 0)
+        blocks, stride = tokens // P, before_marks + int(K * D / ratio)
         for _ in range(layers):
-            memory = torch.empty(blocks, stride, dtype=torch.bfloat16, device="cuda").normal_().to(dtype)
+            values = torch.empty(blocks, stride, dtype=torch.bfloat16, device="cuda").normal_()
+            if cache == "int8":
+                values = values.mul_(2.0 ** (127 - INT8_EXPONENT)).round_().clamp_(-127, 127)
+            memory = values.to(dtype)
+            del values
+            self.scales.append(None)
+            if cache == "fp8":
+                self.scales[-1] = CacheScales(*(torch.full((K,), 2.0**-4, device="cuda") for _ in "kv"))
+            if cache == "int8":
+                exponents = memory.view(torch.uint8).as_strided((blocks, K, 2, P), (stride, 2 * P, P, 1), interior)
+                self.scales[-1] = CacheScales(*exponents.fill_(INT8_EXPONENT).unbind(2))
             kv = memory.as_strided((blocks, K, P, 2 * D), (stride, P * 2 * D, 2 * D, 1))
             self.k.append(kv[..., :D])
             self.v.append(kv[..., D:])
             tail = memory.view(mark)
-            start, block = int(P * K * 2 * D * ratio), int(stride * ratio)
+            start, block = int(before_marks * ratio), int(stride * ratio)
             self.marks.append(tail.as_strided((blocks, 1, K, D), (block, K * D, D, 1), start))
             self.update_landmarks(-1, torch.arange(blocks * P, device="cuda"))
 
     def update_landmarks(self, layer: int, slots: torch.Tensor) -> None:
-        caches = CachedLayers([(self.k[layer], self.marks[layer])])
+        scales = self.scales[layer] if self.k[layer].dtype == torch.int8 else None
+        caches = CachedLayers([(self.k[layer], self.marks[layer], *(() if scales is None else (scales.k,)))])
         update_landmarks(caches, slots, layout=self.layout, implementation="triton")
 
 
@@ -139,7 +155,7 @@ class Case:
         budget = torch.minimum(ranked, head_top_k(top_k[:, None], budgets)[..., 0])
         scored = torch.where((budget > 0) & (budget < ranked), ranked, 0)
         tokens = self.length[:, None] - (ranked - budget) * P
-        marks, kv = D * self.pool.marks[0].element_size(), 2 * D * self.pool.k[0].element_size()
+        marks, kv = D * self.pool.marks[0].element_size(), 2 * cuda.launch.key_bytes(D, self.pool.k[0].dtype)
         return (int(scored.sum()) * marks + int(tokens.sum()) * kv) * K / len(budgets)
 
     def step(self, config: Config, layer: int, top_k: torch.Tensor | None = None) -> Launches:
@@ -147,7 +163,7 @@ class Case:
         pool = self.pool
         batch = DecodeBatch(
             self.q, pool.k[layer], pool.v[layer], pool.marks[layer], self.table, self.length,
-            self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5, pool.scales,
+            self.top_k if top_k is None else top_k, self.out, pool.layout, pool.D**-0.5, pool.scales[layer],
             self.budgets[layer] if self.budgets else None,
         )  # fmt: skip
         step: Launches
@@ -246,13 +262,13 @@ def landmarks(limit: float) -> Row:
     return dict(landmarks=rows)
 
 
-def caches(limit: float) -> Row:
-    """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits, and both in 8."""
+def caches(limit: float, names: Sequence[str]) -> Row:
+    """Sparse and dense steps with keys and values in 16 and in 8 bits; landmarks in 16 bits and, with fp8, in 8 too."""
     rows = []
-    for fp8_cache, landmark_dtype in ((False, "auto"), (True, "auto"), (True, "fp8_e4m3")):
-        pool = Pool(TOKENS, LAYERS, landmark_dtype=landmark_dtype, fp8_cache=fp8_cache)
+    for cache, landmark_dtype in [(name, dtype) for name in names for dtype in CACHES[name]]:
+        pool = Pool(TOKENS, LAYERS, landmark_dtype=landmark_dtype, cache=cache)
         for size in CASES:
-            about = dict(zip("BLGk", size, strict=True), fp8_cache=fp8_cache, landmark_dtype=landmark_dtype)
+            about = dict(zip("BLGk", size, strict=True), cache=cache, landmark_dtype=landmark_dtype)
             case = Case(pool, *size)
             rows.append(measured(case, limit, **about, kernel=case.choice.of(size[0])))
         del pool, case
@@ -319,7 +335,9 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--triton", action="store_true", help="Triton's kernels where the CUDA kernel is shipped")
     options.add_argument("--landmarks", action="store_true", help="draft steps by the dtype of landmarks, nothing else")
-    options.add_argument("--caches", action="store_true", help="keys and values in 16 and in 8 bits, nothing else")
+    options.add_argument(
+        "--caches", nargs="*", choices=CACHES, help="keys and values in 16 and in 8 bits, or only so; nothing else"
+    )
     options.add_argument(
         "--head-budgets", type=float, metavar="SPREAD", help="kv heads with budgets of their own alone"
     )
@@ -328,8 +346,8 @@ def main() -> None:
     Case.triton = args.triton
     limit = read_limit()
     print(f"{machine()}, read limit {limit / 1e12:.2f} TB/s")
-    if args.caches:
-        name, result = "fp8_cache", caches(limit)
+    if args.caches is not None:
+        name, result = "fp8_cache", caches(limit, args.caches or list(CACHES))
     elif args.head_budgets is not None:
         name, result = "head_budgets", head_budgets(limit, args.head_budgets)
     elif args.landmarks:

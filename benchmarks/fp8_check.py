@@ -1,6 +1,7 @@
-"""An fp8 KV cache and fp8 weights in vLLM on a GPU, against exact arithmetic on the same rounded keys and values.
+"""A KV cache in 8 bits and fp8 weights in vLLM on a GPU, against exact arithmetic on the same rounded keys and values.
 
-    python benchmarks/fp8_check.py    # writes benchmarks/results/fp8_equal.json
+    python benchmarks/fp8_check.py                 # writes benchmarks/results/fp8_equal.json
+    python benchmarks/fp8_check.py --cache int8    # writes benchmarks/results/int8_equal.json
 
 The model is the random one of ``vllm_check.py``. Three engines decode with every page kept, each from its own samples:
 stock vLLM in bfloat16, stock vLLM with an fp8 cache (its FlashAttention 3 rounds queries to fp8 as well), and Sparrow
@@ -8,6 +9,9 @@ with an fp8 cache. *truth* is transformers in float32; *rounded* is the same wit
 with Sparrow's own scales, in float32 (what an fp8 cache costs by itself) and in bfloat16 (the yardstick for a kernel
 that rounds once more, as in ``vllm_check.py``). *prefill from decode* compares the log-probs of a response that a
 decoding engine returned with those that the same engine gives for prompt and response as one prompt.
+
+``--cache int8`` does all of this with keys and values in int8, with a scale for each token and head; stock vLLM serves
+that with its Triton backend, and its scales are no powers of 2.
 """
 
 from __future__ import annotations
@@ -15,13 +19,14 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import vllm_check as base
-from common import parser
-from rounding import rounded_cache
+from common import RESULTS, parser
+from rounding import int8_cache, rounded_cache
 from vllm import LLM, SamplingParams
 from vllm_check import options
 
@@ -29,6 +34,9 @@ from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.rollout import Rollout
 from sparrow.vllm.runtime import find
+
+STORED = {"fp8": "fp8", "int8": "int8_per_token_head"}
+"""vLLM's names of how keys and values are stored."""
 
 
 def sampled(llm: LLM) -> list[Rollout]:
@@ -61,24 +69,29 @@ def prefilled(llm: LLM, rollouts: Sequence[Any]) -> dict[str, float]:
 
 def main() -> None:
     dtype = "bfloat16"
-    note = base.notes(parser(__doc__, "fp8_equal").parse_args().out, dtype=dtype)
+    arguments = parser(__doc__)
+    arguments.add_argument("--cache", choices=STORED, default="fp8", help="how keys and values are stored")
+    arguments.add_argument("--out", type=Path, help="the JSON file to write")
+    args = arguments.parse_args()
+    name, stored = args.cache, STORED[args.cache]
+    note = base.notes(args.out or RESULTS / f"{name}_equal.json", dtype=dtype)
 
-    with tempfile.TemporaryDirectory() as name:
-        folder, other = Path(name) / "a", Path(name) / "b"
+    with tempfile.TemporaryDirectory() as kept_in:
+        folder, other = Path(kept_in) / "a", Path(kept_in) / "b"
         model = base.random_model(folder, dtype).cuda()
         new_weights = base.random_model(other, dtype, seed=1)
         truth = HFEngine(base.load(folder, "float32").cuda(), base.SMALL, eos_ids=[])
         in_dtype = HFEngine(model, base.SMALL, eos_ids=[])
 
-        def scores(engine: HFEngine, rollouts: Sequence[Any], schedule: Any, scales: Any = None) -> Any:
-            with rounded_cache(engine.model, scales) if scales else contextlib.nullcontext():
+        def scores(engine: HFEngine, rollouts: Sequence[Any], schedule: Any, rounding: Any = None) -> Any:
+            with rounding(engine.model) if rounding else contextlib.nullcontext():
                 return engine.score(rollouts, schedule, 1.0)
 
         def from_truth(rollouts: Sequence[Any], schedule: Any) -> dict[str, float]:
             return base.miss(rollouts, scores(truth, rollouts, schedule))
 
         kept = []  # to the end: their graphs hold vLLM's pool of graph memory
-        for label, more in {"stock": {}, "stock fp8": {"kv_cache_dtype": "fp8"}}.items():
+        for label, more in {"stock": {}, f"stock {name}": {"kv_cache_dtype": stored}}.items():
             llm = LLM(
                 str(folder), skip_tokenizer_init=True, logprobs_mode="processed_logprobs", enable_prefix_caching=False,
                 **options(dtype, **more),
@@ -88,26 +101,28 @@ def main() -> None:
             note(f"{label} prefill from decode", prefilled(llm, rollouts))
             kept.append(llm)
 
-        fp8 = dict(kv_cache_dtype="fp8", enable_prefix_caching=False)
-        engine = VLLMEngine(str(folder), base.UNBOUNDED, **options(dtype, **fp8))
+        in_8_bits = dict(kv_cache_dtype=stored, enable_prefix_caching=False)
+        engine = VLLMEngine(str(folder), base.UNBOUNDED, **options(dtype, **in_8_bits))
         rollouts = generated(engine)
         note("engine", engine.describe())
-        layers = find(engine.llm.llm_engine.vllm_config).fp8_cache.layers
-        scales = [(layer.values.k.clone(), layer.values.v.clone()) for layer in layers]
+        rounding: Any = int8_cache
+        if name == "fp8":
+            layers = find(engine.llm.llm_engine.vllm_config).fp8_cache.layers
+            rounding = partial(rounded_cache, scales=[(x.values.k.clone(), x.values.v.clone()) for x in layers])
         note("counters", engine.rpc("sparrow_counters")[0])
 
         def judge(label: str, rollouts: Sequence[Any], schedule: Any) -> None:
-            exact, yardstick = (scores(engine, rollouts, schedule, scales) for engine in (truth, in_dtype))
-            note(f"{label} fp8 from rounded", base.judged(rollouts, exact, yardstick))
-            note(f"{label} fp8 from the truth", from_truth(rollouts, schedule))
+            exact, yardstick = (scores(engine, rollouts, schedule, rounding) for engine in (truth, in_dtype))
+            note(f"{label} {name} from rounded", base.judged(rollouts, exact, yardstick))
+            note(f"{label} {name} from the truth", from_truth(rollouts, schedule))
             note(f"{label} rounded from the truth", base.miss(exact, scores(truth, rollouts, schedule)))
 
         judge("unbounded", rollouts, base.UNBOUNDED)
-        note("unbounded fp8 prefill from decode", prefilled(engine.llm, rollouts))
+        note(f"unbounded {name} prefill from decode", prefilled(engine.llm, rollouts))
         engine.set_schedule(base.SMALL)
         first = generated(engine)
         judge("sparse", first, base.SMALL)
-        note("sparse fp8 again", base.gap(first, generated(engine)))
+        note(f"sparse {name} again", base.gap(first, generated(engine)))
 
         def weights_go_and_come(engine: VLLMEngine, first: Sequence[Rollout], kind: str, what: str) -> list[Rollout]:
             """Note whether samples are what they were; return those under the new weights."""
@@ -123,17 +138,17 @@ def main() -> None:
             note(f"updated {label} from a fresh engine", base.gap(updated, generated(engine)))
             engine.close()
 
-        fresh("weights", weights_go_and_come(engine, first, "sparse fp8", "weights"), **fp8)
+        fresh("weights", weights_go_and_come(engine, first, f"sparse {name}", "weights"), **in_8_bits)
         eager = VLLMEngine(
-            str(folder), base.SMALL, **options(dtype, **fp8, enforce_eager=True, compilation_config=None)
+            str(folder), base.SMALL, **options(dtype, **in_8_bits, enforce_eager=True, compilation_config=None)
         )
-        note("sparse fp8 from eager", base.gap(first, generated(eager)))
+        note(f"sparse {name} from eager", base.gap(first, generated(eager)))
         eager.close()
-        both = dict(fp8, quantization="fp8_per_channel")
+        both = dict(in_8_bits, quantization="fp8_per_channel")
         engine = VLLMEngine(str(folder), base.SMALL, **options(dtype, **both))
         first = generated(engine)
         note("fp8 weights", engine.describe())
-        note("sparse fp8 with fp8 weights from the truth", from_truth(first, base.SMALL))
+        note(f"sparse {name} with fp8 weights from the truth", from_truth(first, base.SMALL))
         fresh("fp8 weights", weights_go_and_come(engine, first, "fp8 weights", "they"), **both)
 
 

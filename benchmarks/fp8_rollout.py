@@ -1,10 +1,11 @@
-"""Rollouts with fp8 KV caches and fp8 weights in vLLM on one GPU, stock dense against Sparrow.
+"""Rollouts with KV caches in 8 bits and fp8 weights in vLLM on one GPU, stock dense against Sparrow.
 
     python benchmarks/fp8_rollout.py --shape qwen3-14b    # writes benchmarks/results/fp8_qwen3-14b.json
 
 Every variant is an engine of its own, one after another on the same GPU: stock vLLM in bfloat16; stock vLLM with both
-in fp8, the fair rival; Sparrow under the published table, in bfloat16, with an fp8 cache, and with both. Weights are
-quantised by vLLM (``quantization="fp8_per_channel"``) in both. The trace is that of ``rollout.py`` and timed as there,
+in fp8, the fair rival; Sparrow under the published table, in bfloat16, with a cache in fp8 or in int8, and with fp8
+weights besides. Weights are quantised by vLLM (``quantization="fp8_per_channel"``) in both. ``--variants`` names those
+to measure; others that were measured before are kept. The trace is that of ``rollout.py`` and timed as there,
 with top-20 log-probs, once with as many requests at a time as the bfloat16 cache holds, and once with as many as the
 variant's own cache holds. Tokens per second include the prefill of joining requests.
 """
@@ -23,13 +24,16 @@ from common import RESULTS, parser, save
 from rollout import LOGPROBS, Bench
 from rollout_trace import PROMPT, SLOTS, responses, simulate, states
 
-FP8_CACHE, FP8_WEIGHTS = dict(kv_cache_dtype="fp8"), dict(quantization="fp8_per_channel")
+FP8_CACHE, INT8_CACHE = dict(kv_cache_dtype="fp8"), dict(kv_cache_dtype="int8_per_token_head")
+FP8_WEIGHTS = dict(quantization="fp8_per_channel")
 VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
     "stock": ("stock", {}),
     "stock fp8": ("stock", {**FP8_CACHE, **FP8_WEIGHTS}),
     "sparse": ("sparse", {}),
     "sparse fp8 cache": ("sparse", FP8_CACHE),
     "sparse fp8": ("sparse", {**FP8_CACHE, **FP8_WEIGHTS}),
+    "sparse int8 cache": ("sparse", INT8_CACHE),
+    "sparse int8 cache, fp8 weights": ("sparse", {**INT8_CACHE, **FP8_WEIGHTS}),
 }
 REQUESTS = 240
 MOST = 2.75

@@ -64,6 +64,7 @@ POINTS = {
 LOGPROBS: dict[str, int | None] = {"none": None, "sampled": 0, "top 20": 20}
 OUR_SCHEDULES = ("dense", "published")
 MEMORY = 0.93  # vLLM's gpu_memory_utilization
+INT8_EXPONENT = 122  # of random keys and values in int8: the scale 2^-5, under which 127 is four standard deviations
 
 
 class Connector(DecodeBenchConnector):
@@ -86,17 +87,26 @@ class Connector(DecodeBenchConnector):
             has_landmarks = getattr(layer.impl, "has_landmarks", False)
             for begin in range(0, len(cache), 4096):
                 some = cache[begin : begin + 4096]
-                is_fp8 = cache.dtype == torch.uint8
-                dtype = torch.bfloat16 if is_fp8 else cache.dtype
+                dtype = torch.bfloat16 if cache.itemsize == 1 else cache.dtype
                 values = torch.randn(some.shape, generator=generator, device=cache.device, dtype=dtype)
-                some.copy_(values.to(torch.float8_e4m3fn).view(torch.uint8) if is_fp8 else values)
+                some.copy_(_stored(values, cache.dtype))
                 if has_landmarks:
-                    keys, _, marks = layer.impl.cache_views(layer, cache)
-                    pages = keys[begin : begin + 4096].unflatten(2, (marks.shape[1], -1))
-                    marks[begin : begin + 4096] = pages.float().mean(3).transpose(1, 2).to(marks.dtype)
+                    keys, _, marks, scales = layer.impl.cache_views(layer, cache)
+                    pages = keys[begin : begin + 4096].unflatten(2, (marks.shape[1], -1)).float()
+                    if cache.dtype == torch.int8:
+                        scales.k[begin : begin + 4096] = scales.v[begin : begin + 4096] = INT8_EXPONENT
+                        pages *= 2.0 ** (INT8_EXPONENT - 127)
+                    marks[begin : begin + 4096] = pages.mean(3).transpose(1, 2).to(marks.dtype)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         pass
+
+
+def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values as a cache in ``dtype`` holds them; uint8 stands for e4m3."""
+    if dtype == torch.int8:
+        return (values * 2.0 ** (127 - INT8_EXPONENT)).round().clamp(-127, 127).to(dtype)
+    return values.to(torch.float8_e4m3fn).view(dtype) if dtype == torch.uint8 else values
 
 
 class Bench:

@@ -1,4 +1,4 @@
-"""A Qwen3 of transformers with keys, values or matrices in 8 bits: e4m3, rounded as in vLLM with Sparrow, or int8."""
+"""A Qwen3 of transformers with keys, values or matrices in 8 bits, e4m3 or int8, rounded as in vLLM with Sparrow."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3 import modeling_qwen3
 
+from sparrow.attention.int8 import from_int8, to_int8
 from sparrow.attention.pages import FP8_MAX, to_fp8
 from sparrow.vllm.fp8 import power_of_two
 
@@ -23,9 +24,8 @@ def through_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def through_int8(x: Tensor) -> Tensor:
-    """``x`` as int8 holds it, the largest entry of each last dimension at 127, in its own dtype."""
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127
-    return ((x.float() / scale).round() * scale).to(x.dtype)
+    """``x`` as a cache in int8 holds it, with a scale for each last dimension, in its own dtype."""
+    return from_int8(*to_int8(x), x.dtype)
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def rounded_cache(model: Any, scales: Scales) -> Any:
 
 
 def int8_cache(model: Any) -> Any:
-    """A context in which the model rounds keys and values to int8, with a scale for each token and head."""
+    """A context in which the model rounds keys and values to int8, with a power of 2 for each token and head."""
     return _watched(model, lambda _, k: through_int8(k), lambda _, v: through_int8(v))
 
 

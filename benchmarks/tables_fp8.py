@@ -1,4 +1,4 @@
-"""Tables of fp8 KV caches and fp8 weights: kernels, rollouts, equalities, acceptance."""
+"""Tables of KV caches in 8 bits and fp8 weights: kernels, rollouts, equalities, acceptance."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rollout_trace import SLOTS
 NAMES = {
     "stock": "stock, bfloat16", "stock fp8": "stock, fp8 cache and weights", "sparse": "Sparrow, bfloat16",
     "sparse fp8 cache": "Sparrow, fp8 cache", "sparse fp8": "Sparrow, fp8 cache and weights",
+    "sparse int8 cache": "Sparrow, int8 cache", "sparse int8 cache, fp8 weights": "Sparrow, int8 cache, fp8 weights",
 }  # fmt: skip
 
 
@@ -38,7 +39,10 @@ def rollouts() -> str:
 def attention() -> str:
     """The decode kernels alone, with keys and values in 16 and in 8 bits and landmarks in 16."""
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
-    wide, narrow = ([row for row in cases if row["fp8_cache"] is fp8] for fp8 in (False, True))
+    stored: dict[str, list[Any]] = {"auto": [], "fp8": [], "int8": []}
+    for row in cases:  # results from before int8 say whether it was fp8
+        stored[row["cache"] if "cache" in row else "fp8" if row["fp8_cache"] else "auto"].append(row)
+    wide, narrow, int8 = stored.values()
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
         "16 bits, us": "{step[us]:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
@@ -48,27 +52,43 @@ def attention() -> str:
         "every page, 8 bits, us": "{fp8[dense][us]:.0f}",
         "of its limit, every page": lambda row: f"{row['fp8']['dense_limit_us'] / row['fp8']['dense']['us']:.0%}",
     }  # fmt: skip
-    return declared([{**row, "fp8": fp8} for row, fp8 in zip(wide, narrow, strict=True)], cells)
+    rows = [{**row, "fp8": fp8} for row, fp8 in zip(wide, narrow, strict=True)]
+    if int8:
+        rows = [{**row, "int8": its} for row, its in zip(rows, int8, strict=True)]
+        cells |= {
+            "int8, us": "{int8[step][us]:.0f}", "every page, int8, us": "{int8[dense][us]:.0f}",
+            "int8, of its limit": lambda row: f"{row['int8']['limit_us'] / row['int8']['step']['us']:.0%}",
+        }  # fmt: skip
+    return declared(rows, cells)
 
 
 def equalities() -> str:
     """How far log-probs are from the float32 truth, and prefill from decoding."""
-    result = load("fp8_equal")
-    unbounded, sparse = (result[f"{name} fp8 from rounded"] for name in ("unbounded", "sparse"))
-    rows: dict[str, tuple[Any, Any, Any]] = {
-        "stock, bfloat16": (result["stock from the truth"], "", result["stock prefill from decode"]),
-        "stock, fp8 cache": (result["stock fp8 from the truth"], "", result["stock fp8 prefill from decode"]),
-        "Sparrow, fp8 cache, every page": (
-            result["unbounded fp8 from the truth"], unbounded["missed"], result["unbounded fp8 prefill from decode"],
-        ),
-        "transformers, float32, rounded": (result["unbounded rounded from the truth"], 0, ""),
-        "transformers, bfloat16, rounded (yardstick)": ("", unbounded["yardstick"], ""),
-        "Sparrow, fp8 cache, 4 to 16 pages": (result["sparse fp8 from the truth"], sparse["missed"], ""),
-        "transformers, bfloat16, rounded, 4 to 16 pages (yardstick)": ("", sparse["yardstick"], ""),
-        "Sparrow, fp8 cache and weights, 4 to 16 pages": (
-            result["sparse fp8 with fp8 weights from the truth"], "", "",
-        ),
-    }  # fmt: skip
+    rows: dict[str, tuple[Any, Any, Any]] = {}
+    for stored in ("fp8", "int8"):
+        if not (RESULTS / f"{stored}_equal.json").exists():
+            continue
+        result = load(f"{stored}_equal")
+        unbounded, sparse = (result[f"{name} {stored} from rounded"] for name in ("unbounded", "sparse"))
+        whole, few = f"Sparrow, {stored} cache, every page", f"Sparrow, {stored} cache, 4 to 16 pages"
+        to = "" if stored == "fp8" else f" to {stored}"
+        rows |= {
+            "stock, bfloat16": (result["stock from the truth"], "", result["stock prefill from decode"]),
+            f"stock, {stored} cache": (
+                result[f"stock {stored} from the truth"], "", result[f"stock {stored} prefill from decode"],
+            ),
+            whole: (
+                result[f"unbounded {stored} from the truth"], unbounded["missed"],
+                result[f"unbounded {stored} prefill from decode"],
+            ),
+            f"transformers, float32, rounded{to}": (result["unbounded rounded from the truth"], 0, ""),
+            f"transformers, bfloat16, rounded{to} (yardstick)": ("", unbounded["yardstick"], ""),
+            few: (result[f"sparse {stored} from the truth"], sparse["missed"], ""),
+            f"transformers, bfloat16, rounded{to}, 4 to 16 pages (yardstick)": ("", sparse["yardstick"], ""),
+            f"Sparrow, {stored} cache and fp8 weights, 4 to 16 pages".replace("fp8 cache and fp8", "fp8 cache and"): (
+                result[f"sparse {stored} with fp8 weights from the truth"], "", "",
+            ),
+        }  # fmt: skip
     lines = [
         [name, *("{mean:.4f} / {p99:.3f}".format(**x) if isinstance(x, dict) else x for x in row)]
         for name, row in rows.items()

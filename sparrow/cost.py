@@ -43,7 +43,7 @@ class ModelShape:
     weights: int  # parameters that every decode step reads: all but an untied input embedding
     embedding: int = 0  # parameters of that embedding, of which a step reads only B rows
     weight_bytes: float = 2.0  # per parameter
-    kv_bytes: float = 2.0  # per cached element
+    kv_bytes: float = 2.0  # per cached element; 1 with an fp8 cache, 1 + 1 / head_dim with int8 and its scales
     context: int | None = None  # the most tokens in a sequence
     output: int = 0  # parameters of the output layer, which are among ``weights``
 
