@@ -14,7 +14,7 @@ from torch import Tensor
 
 INT8_MAX = 127
 BIAS = 127  # the byte of the exponent 0
-NOT_FINITE = 255  # the byte of a vector with an infinite element or NaN: it reads as infinities and NaN
+NOT_FINITE = 255  # the byte of a vector with an infinite element or NaN: all of it reads as NaN
 
 
 def exponent_limits(dtype: torch.dtype) -> tuple[int, int]:

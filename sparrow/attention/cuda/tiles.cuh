@@ -155,10 +155,13 @@ template <>
 DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, int lane) {
   times_queries_in_halves<INT8>(even, odd, tile, q, lane);
 }
-// Of exponent bytes (attention/int8.py): the scale, its reciprocal, and the exponent.
+// Of exponent bytes (attention/int8.py): the scale, its reciprocal, and the exponent, infinite for 255, so that a value
+// that was not finite makes the maximum infinite, its own weight NaN, and the result too.
 DEVICE float scale_of(u32 byte) { return __int_as_float(byte << 23); }
 DEVICE float reciprocal_of(u32 byte) { return __int_as_float((254 - byte) << 23); }
-DEVICE float exponent_of(u32 byte) { return __int_as_float(0x4b000000 | byte) - (8388608.f + 127.f); }  // 2^23 + byte
+DEVICE float exponent_of(u32 byte) {  // the bits are those of 2^23 + byte
+  return byte == 255 ? infinity() : __int_as_float(0x4b000000 | byte) - (8388608.f + 127.f);
+}
 DEVICE u32 load_byte(u32 address) {
   u32 x;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(address) : "memory");

@@ -134,7 +134,7 @@ def _to_int8(x_KD, LEAST: tl.constexpr, MOST: tl.constexpr):
     bits = tl.max(x_KD.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # ordered like the floats, and NaN above them
     exponent = tl.minimum(tl.maximum(((bits + 0x1FFFF) >> 23) - 6, LEAST), MOST)
     x_KD *= ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-    x_KD = tl.where(x_KD == x_KD, tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
+    x_KD = tl.where((bits < 0x7F800000)[:, None], tl.minimum(tl.maximum(x_KD, -127.0), 127.0), 0.0)
     # Adding 1.5 * 2^23 leaves no binary places: the sum is rounded to nearest even.
     codes = ((x_KD + 12582912.0) - 12582912.0).to(tl.int8)
     return codes, tl.where(bits >= 0x7F800000, 255, exponent).to(tl.uint8)

@@ -375,6 +375,20 @@ def test_a_cache_in_int8(config, dtype, spread):
 
 
 @pytest.mark.parametrize("config", PATHS)
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("token", [0, 100, 332])
+def test_what_is_not_finite_is_nan_in_int8(config, which, token):
+    case = make_case([333, 333, 40], [ALL_PAGES, 4, 1], cache_dtype=INT8)
+    expected = run(case, config).clone()
+    block, head, place = case.table[0, token // 16].long(), 1, token % 16
+    getattr(case.scales, which)[block, head, place] = 255
+    (case.k_cache if which == "k" else case.v_cache)[block, head, place] = 0
+    out = run(case, config).unflatten(1, (2, 2))  # [B, K, G, D]
+    assert out[0, 1].isnan().all() and torch.equal(out[0, 0], expected.unflatten(1, (2, 2))[0, 0])
+    assert torch.equal(out[1:], expected[1:].unflatten(1, (2, 2)))
+
+
+@pytest.mark.parametrize("config", PATHS)
 def test_a_row_of_zeros_in_int8_is_zero(config):
     case = make_case([333, 40], [4, 1], cache_dtype=INT8)
     for cache, scales in ((case.k_cache, case.scales.k), (case.v_cache, case.scales.v)):
