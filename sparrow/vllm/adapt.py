@@ -14,6 +14,8 @@ PROBES = 4
 """Cycles timed with a number of drafts before anything is concluded about it."""
 THINK_EVERY = 8
 """Cycles between two comparisons of speed, which cost the host time."""
+WATCHED = 2
+"""Cycles after a comparison whose times are noted where no drafts are in use: noting them costs the host time too."""
 TRY_AGAIN = 2000
 """Cycles after which the numbers that lost are tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
@@ -64,6 +66,7 @@ class DraftLength:
     def __init__(self, choices: Iterable[int]) -> None:
         self.choices = tuple(sorted(choices))
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
+        self.is_watching = True  # whether the cycle chosen last is to be observed
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
         self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle, as timed at the nearest batch
         self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
@@ -78,33 +81,34 @@ class DraftLength:
 
     def settled(self, rows: int, length: float) -> int | None:
         """The number of drafts in use for similar batches; None while other numbers are being timed."""
-        key = (_step(rows), _step(length))
-        return None if key in self._being_timed else self._in_use.get(key)
+        return self._settled((_step(rows), _step(length)))
 
     def choose(self, rows: int, length: float) -> int:
         """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens)."""
         key = (_step(rows), _step(length))
         if key not in self._seconds:
             self._take_over(key)
-        self._cycles[key] += 1
-        current = self.settled(rows, length)
+        self._cycles[key] = cycle = self._cycles[key] + 1
+        current = self._settled(key)
+        self.is_watching = True
         if current and self._dense_is_due(key):
             self.chosen[0] += 1
             return 0
-        if current is not None and self._cycles[key] % THINK_EVERY:
+        if current is not None and cycle % THINK_EVERY:
             self.chosen[current] += 1
+            self.is_watching = bool(current) or cycle % THINK_EVERY <= WATCHED
             return current
         timed = self._seconds[key]
-        if self._cycles[key] % TRY_AGAIN == 0:
+        if cycle % TRY_AGAIN == 0:
             self._taken_over[key] = {}
             for drafts in self.choices:
                 if drafts != current:
                     timed.pop(drafts, None)
-        elif self._cycles[key] % RETIME == 0:
+        elif cycle % RETIME == 0:
             speed = self._speeds(key)
             near = [k for k in speed if k != current and speed[k] >= HOPELESS * max(speed.values())]
             if near:
-                timed.pop(near[self._cycles[key] // RETIME % len(near)])
+                timed.pop(near[cycle // RETIME % len(near)])
         choice = next((k for k in self._promising(key) if not self._is_timed(key, k)), None)
         if choice is not None:
             self._being_timed.add(key)
@@ -137,6 +141,9 @@ class DraftLength:
     def in_use(self) -> dict[str, int]:
         """The numbers of drafts in use, by sequences and mean length (rounded to the steps told apart)."""
         return {f"{2 ** (b / 2):.0f} x {2 ** (n / 2):.0f}": k for (b, n), k in sorted(self._in_use.items())}
+
+    def _settled(self, key: Key) -> int | None:
+        return None if key in self._being_timed else self._in_use.get(key)
 
     def _take_over(self, key: Key) -> None:
         """Begin with the times of the nearest batch that has any, and go on counting its cycles."""

@@ -109,8 +109,8 @@ class SparseBuilder(VLLMClass):
         layers = vllm_config.compilation_config.static_forward_context
         self._layers = LayerGroup(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
-        empty = torch.empty(0, dtype=torch.int32, device=device)
-        self._no_rows = Step(0, empty, empty, empty.view(0, 1), prefills=(), layers=self._layers)
+        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
+        self._no_blocks = self._nothing.view(0, 1)
         if self.runtime is not None and not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
 
@@ -126,7 +126,8 @@ class SparseBuilder(VLLMClass):
         metadata = super().build(0, common, fast_build)
         if self.runtime.is_lossless:
             # Whatever vLLM itself runs is dense: prefill, verification, and steps without drafts.
-            metadata.sparrow = replace(self._no_rows, prefills=(Prefill(slice(None), metadata),))
+            everything = (Prefill(slice(None), metadata),)
+            metadata.sparrow = Step(0, self._nothing, self._nothing, self._no_blocks, everything, self._layers)
             return metadata
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         is_prefilling = self.is_prefilling if common.is_prefilling is None else common.is_prefilling

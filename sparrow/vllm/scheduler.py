@@ -43,8 +43,10 @@ class LosslessScheduler(AsyncScheduler):
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
         """Note a step's time if its sequences all had equally many drafts and the step before had as many of both."""
-        now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
         last, self._last = self._last, None
+        if not self.draft_length.is_watching:
+            return
+        now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
         counts = set(scheduled.num_scheduled_tokens.values())
         if not rows or len(counts) != 1 or not sampled:
             return

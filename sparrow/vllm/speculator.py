@@ -16,6 +16,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
@@ -192,7 +193,7 @@ class SparseSpeculator(DraftModelSpeculator):
 
     def has_work(self, input_batch: Any) -> bool:
         """Whether this step verifies drafts, makes some, or reads a prompt; else ``propose`` need not be called."""
-        return bool(self.num_drafts or input_batch.num_draft_tokens or input_batch.is_prefilling_np.any())
+        return bool(self.num_drafts or input_batch.num_draft_tokens or np.count_nonzero(input_batch.is_prefilling_np))
 
     @torch.inference_mode()
     def propose(
