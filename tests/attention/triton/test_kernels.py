@@ -944,8 +944,9 @@ def test_long_sequences(config, layout, cache_dtype):
 
 @pytest.mark.gpu
 def test_a_captured_graph_follows_lengths_budgets_and_queries():
-    for config, budgets in ((ONE, ()), (THREE, (0.5, 1.5)), (CUDA, ()), (CUDA, (0.5, 1.5))):
-        case = make_case([700, 333, 48], [5, 4, 1], budgets=budgets)
+    every = ((ONE, (), None), (THREE, (0.5, 1.5), None), (CUDA, (), None), (CUDA, (0.5, 1.5), None))
+    for config, budgets, cache_dtype in (*every, (ONE, (), INT8), (CUDA, (), INT8)):
+        case = make_case([700, 333, 48], [5, 4, 1], budgets=budgets, cache_dtype=cache_dtype)
         workspace, out = make_workspace(case), torch.empty_like(case.q)
         batch = case.batch(out)
         decode(config, batch, workspace)
@@ -965,17 +966,22 @@ def test_a_captured_graph_follows_lengths_budgets_and_queries():
 
 
 @pytest.mark.gpu
-def test_addresses_beyond_two_gigaelements():
-    case = make_case([333, 90], [3, 2], K=2, D=128, dtype=torch.bfloat16)
-    blocks, stride = case.k_cache.shape[0], case.k_cache.stride(0)
-    gap = 2**31 // (blocks - 1) // 16 * 16 + stride
-    memory = torch.empty(blocks * gap, dtype=torch.bfloat16, device=DEVICE)
+@pytest.mark.parametrize("cache_dtype", [None, INT8], ids=["16-bit cache", "int8 cache"])
+def test_addresses_beyond_two_gigaelements(cache_dtype):
+    case = make_case([333, 90], [3, 2], K=2, D=128, dtype=torch.bfloat16, cache_dtype=cache_dtype)
+    blocks, itemsize = case.k_cache.shape[0], case.k_cache.itemsize
+    gap = (2**31 // (blocks - 1) // 16 * 16 + case.k_cache.stride(0)) * itemsize
+    memory = torch.empty(blocks * gap, dtype=torch.uint8, device=DEVICE)
 
     def spread(view: torch.Tensor) -> torch.Tensor:
-        far = memory.as_strided(view.shape, (gap, *view.stride()[1:]), view.storage_offset())
+        typed = memory.view(view.dtype)
+        far = typed.as_strided(view.shape, (gap // view.itemsize, *view.stride()[1:]), view.storage_offset())
         return far.copy_(view)
 
-    marks = spread(case.landmark_cache)
-    far = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache), landmark_cache=marks)
+    marks, scales = (
+        spread(case.landmark_cache),
+        case.scales and CacheScales(spread(case.scales.k), spread(case.scales.v)),
+    )
+    far = replace(case, k_cache=spread(case.k_cache), v_cache=spread(case.v_cache), landmark_cache=marks, scales=scales)
     for config in (ONE, THREE, CUDA):
         assert torch.equal(run(far, config), run(case, config))
