@@ -48,7 +48,7 @@ def turn(bench: Bench, tokens: int) -> tuple[int, float]:
 
 
 def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str, Any]:
-    """The ratio of speeds with its interval, tokens per second of both, and the turns that they come from."""
+    """The ratio of speeds with its interval, tokens per second of both, and tokens and seconds of each turn of both."""
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
     for bench in (stock, ours):
         begin(bench, lengths)
@@ -66,7 +66,7 @@ def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str
     return {
         "ratio": [tokens / seconds / (stock_tokens / stock_s), *np.percentile(ratios, [2.5, 97.5])],
         "stock_tokens_per_s": stock_tokens / stock_s, "tokens_per_s": tokens / seconds,
-        "grown": [float(x) / batch for x in (stock_tokens, tokens)], "turns": len(new),
+        "grown": [float(x) / batch for x in (stock_tokens, tokens)], "turns": turns,
     }  # fmt: skip
 
 

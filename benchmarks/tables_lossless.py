@@ -72,18 +72,16 @@ def lossless_whole() -> str:
 
 
 def lossless_short() -> str:
-    groups: dict[tuple[str, int, int], list[Row]] = {}
-    for shape, label in SHAPES.items():
-        if shape in ("qwen3-1.7b", "qwen3-8b"):
-            for row in load(f"lossless_short_{shape}")["rows"]:
-                groups.setdefault((label, *at(row)), []).append(row)
+    result, groups = load("lossless_short_qwen3-1.7b"), dict[tuple[int, int], list[Row]]()
+    for row in result["rows"]:
+        groups.setdefault(at(row), []).append(row)
     rows = []
-    for (label, batch, length), ours in groups.items():
+    for (batch, length), ours in groups.items():
         step = 1e3 * batch / mean(row["stock_tokens_per_s"] for row in ours)
         gains = [interval(row["ratio"], 2) for row in ours]
-        rows.append([label, batch, f"{length:,} to {length + 1024:,}", f"{step:.2f}", *gains])
+        rows.append([batch, f"{length:,} to {length + result['growth']:,}", f"{step:.2f}", *gains])
     rates = ["no drafts" if row["rate"] is None else f"{row['rate']}" for row in next(iter(groups.values()))]
-    return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
+    return table(["sequences", "tokens", "stock step, ms", *rates], rows)
 
 
 def lossless_memory() -> str:

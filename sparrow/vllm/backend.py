@@ -224,6 +224,12 @@ class SparseImpl(VLLMClass):
         """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a copy."""
         return self.runtime is not None and self.runtime.cache_in_8_bits is not None
 
+    @property
+    def decodes_next(self) -> bool:
+        """Whether Sparrow's kernels may decode next in this layer: not in the dense passes of lossless mode."""
+        runtime = self.runtime
+        return self.is_sparse_layer and runtime is not None and (runtime.is_drafting or not runtime.is_lossless)
+
     def cache_views(self, layer: Any, kv_cache: Tensor) -> CacheViews:
         """Keys, values, landmarks and scales of the layer's cache."""
         if self._viewed is not kv_cache:

@@ -47,6 +47,7 @@ class Runtime:
         self.kernels = Choice("reference")  # the implementation of ``sparrow.attention`` that decodes
         self.workspace: DecodeWorkspace | None = None
         self.last_decoded: bool | None = None  # whether the layer attached last is sparse; None before the first
+        self.is_drafting = False  # in lossless mode: whether a draft step runs, or is captured in a graph
         self.draft_bytes = 0  # memory of the logits that drafts are drawn from
         self.draft_weights: Any = None  # the fp8 copy of the weights, if drafts have one
         self.landmark_share = 0.0  # the landmarks' share of the KV cache

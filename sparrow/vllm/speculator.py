@@ -287,7 +287,11 @@ class SparseSpeculator(DraftModelSpeculator):
             metadata, self.vllm_config, num_tokens=rows, cudagraph_runtime_mode=CUDAGraphMode.NONE,
             slot_mapping=dict.fromkeys(self.layer_names, slot_R), batch_descriptor=BatchDescriptor(num_tokens=rows),
         ):  # fmt: skip
-            hidden = self.model(input_ids=buffers.input_ids[:rows], positions=position_R)
+            self.runtime.is_drafting = True
+            try:
+                hidden = self.model(input_ids=buffers.input_ids[:rows], positions=position_R)
+            finally:
+                self.runtime.is_drafting = False
         return self.model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:

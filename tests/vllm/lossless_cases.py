@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+from collections import Counter
 from functools import wraps
 from itertools import cycle
 
@@ -28,6 +29,7 @@ from sparrow.mode import Decoding
 from sparrow.vllm import lossless as sparrow_in_vllm
 from sparrow.vllm import speculator
 from sparrow.vllm.adapt import DraftLength
+from sparrow.vllm.cpu import CpuImpl
 from sparrow.vllm.meter import overlap
 from tests.vllm.tiny_vllm import prompts
 
@@ -273,6 +275,24 @@ def test_landmarks_of_rejected_tokens_that_are_left_would_be_found(folder, monke
     with engine(folder, lossless(8)) as llm:
         generate(llm, prompts(*FEW, seed=2), 40)
     assert found.worst > 1e-2
+
+
+def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch):
+    stores, update = Counter(), CpuImpl.do_kv_cache_update
+
+    def watched(self, layer, key, value, kv_cache, slot_mapping):
+        stores[self.decodes_next, len(slot_mapping)] += 1
+        return update(self, layer, key, value, kv_cache, slot_mapping)
+
+    monkeypatch.setattr(CpuImpl, "do_kv_cache_update", watched)
+    with engine(folder, lossless(4, dense_layers=(0,))) as llm:
+        layers = 2
+        generate(llm, [[1, 2, 3]], 20)
+        cycles = llm.collective_rpc("sparrow_acceptance")[0]["cycles"][4]
+    drafts, verifications = stores[True, 1], stores[False, 5]
+    assert cycles >= 4 and drafts == 4 * cycles * (layers - 1), "the layer that drafts read whole is vLLM's"
+    assert layers * (cycles - 2) <= verifications <= layers * cycles
+    assert stores[False, 1] == 4 * cycles and not any(n for (next_, size), n in stores.items() if next_ and size > 1)
 
 
 def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(folder, model, monkeypatch):

@@ -133,6 +133,13 @@ def make_scales(k: torch.Tensor) -> CacheScales:
     return CacheScales(memory[:, :, 0], memory[:, :, 1])
 
 
+def put(to: torch.Tensor, at: tuple[torch.Tensor | slice, ...], values: torch.Tensor) -> None:
+    """``to[at] = values``, which torch has no kernel for in float8."""
+    if to.itemsize == 1:
+        to, values = to.view(torch.uint8), values.view(torch.uint8)
+    to[at] = values
+
+
 def make_case(
     lengths: list[int],
     top_k: list[int],
@@ -165,23 +172,23 @@ def make_case(
     table = torch.full((B, max(1, *needed) + 1), 2**30, dtype=torch.int32)
     used = 0
     for b, length in enumerate(lengths):
-        for i in range(needed[b]):
-            block = int(order[used])
-            table[b, i] = block
-            used += 1
-            tokens = min(block_tokens, length - i * block_tokens)
-            for i, cache in enumerate((k, v)):
-                entries = torch.randn(K, tokens, D, generator=rng).to(DEVICE)
-                if cache_dtype == INT8:
-                    loud = torch.randint(0, spread if i else 2, (K, tokens, 1), generator=rng)
-                    entries = entries * ((loud < 1) | (torch.rand(K, tokens, 1, generator=rng) > 0.1)).to(DEVICE)
-                    entries = (entries * 2.0 ** loud.to(DEVICE)).to(dtype)
-                    cache[block, :, :tokens], (scales.k, scales.v)[i][block, :, :tokens] = to_int8(entries)
-                else:
-                    by_head = 1 if scales is None else (scales.k, scales.v)[i][:, None, None]
-                    cache[block, :, :tokens] = (entries / by_head).to(cache.dtype)
-            full = tokens // P
-            marks[block, :full] = torch.randint(-3, 4, (full, K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
+        ids = order[used : used + needed[b]]
+        used += needed[b]
+        table[b, : needed[b]] = ids
+        token = torch.arange(length)
+        at = (ids[token // block_tokens].to(DEVICE), slice(None), (token % block_tokens).to(DEVICE))  # [length, K, ...]
+        for i, cache in enumerate((k, v)):
+            entries = torch.randn(length, K, D, generator=rng).to(DEVICE)
+            if cache_dtype == INT8:
+                loud = torch.randint(0, spread if i else 2, (length, K, 1), generator=rng)
+                entries = entries * ((loud < 1) | (torch.rand(length, K, 1, generator=rng) > 0.1)).to(DEVICE)
+                entries, (scales.k, scales.v)[i][at] = to_int8((entries * 2.0 ** loud.to(DEVICE)).to(dtype))
+            elif scales is not None:
+                entries = entries / (scales.k, scales.v)[i][:, None]
+            put(cache, at, entries.to(cache.dtype))
+        page = torch.arange(length // P)
+        values = torch.randint(-3, 4, (len(page), K, D), generator=rng).to(DEVICE, dtype).to(marks.dtype)
+        put(marks, (ids[page // pages_per_block].to(DEVICE), (page % pages_per_block).to(DEVICE)), values)
     q_BKGD = torch.randint(-2, 3, (B, K, G, D), generator=rng)
     q_BKGD[:, :, 0] -= q_BKGD.sum(2) % G  # a group's mean is an integer
     qkv = torch.full((B, (G + 2) * K, D), float("nan"), dtype=dtype, device=DEVICE)
