@@ -28,6 +28,7 @@ TOPS = ("sparrow", "benchmarks", "recipes", "studies", "tests")
 SINCE = {
     "lossless mode": r"sparrow/(mode|cost_lossless|model/speculative|mismatch/drafts"
     r"|vllm/(lossless|speculator|scheduler|adapt|meter))\.py",
+    "caches and weights in 8 bits": r"sparrow/(attention/int8|vllm/(kv_cache|fp8|draft_weights))\.py",
     "settings and locks": r"sparrow/(settings|files)\.py",
     "the sandbox's new limits": r"sparrow/rewards/sandbox/(cgroup|walls|limits|files|inside/(confine|watch|wire))\.py",
 }

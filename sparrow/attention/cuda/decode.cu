@@ -36,8 +36,9 @@ DEVICE Queries load_queries(const Program& p) {
   return queries;
 }
 
-// For rows in 8 bits, in float16 and in the order of their ``times_queries``. Those in bfloat16 are scaled by a power of
-// 2, one for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to matter.
+// For rows in 8 bits, in float16 and in the order of their ``times_queries``. Those in bfloat16 are scaled by a power
+// of 2, one for the group, that takes the largest to 2^14 or more: what float16 cannot hold is then too small to
+// matter.
 template <>
 DEVICE Queries load_queries<true>(const Program& p) {
   Queries queries;
@@ -213,9 +214,9 @@ constexpr int OWN = NARROW ? 2 : 1, OTHER = NARROW ? 1 : 8;
 //
 // Values in int8 are added as codes, so their scales, 2^e, belong to the weights. The exponent is added to the logit:
 // the maximum is that of logits plus exponents, by which all weights 2^(logit + e - max) are at most 1 and fit float16.
-// A sum takes 2^(logit - max), which is the weight times 2^-e. Exponents of a cache are at most 100 apart: a weight that
-// is flushed to 0 (below 2^-126) belongs to a token of less than 2^-26 of the sum. And a token at the maximum has 2^-e
-// there, so that sums are normal floats. Merging warps and parts, by the same maximum for both, stays as it is.
+// A sum takes 2^(logit - max), which is the weight times 2^-e. Exponents of a cache are at most 100 apart: a weight
+// that is flushed to 0 (below 2^-126) belongs to a token of less than 2^-26 of the sum. And a token at the maximum has
+// 2^-e there, so that sums are normal floats. Merging warps and parts, by the same maximum for both, stays as it is.
 struct Softmax {
   float acc[STEPS][4];  // of the value's dimensions j * 16 + OWN * row8 and + OTHER
   float max0, max1, sum0, sum1;
