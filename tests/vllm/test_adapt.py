@@ -30,7 +30,8 @@ def simulate(chooser, cycles, acceptance, machine, rows=64, length=15_000, seed=
         k = chooser.choose(rows, length)
         took = cycle_time(k, **machine) * rng.normal(1, 0.01) * hiccup(i)
         accepted = (rng.random((rows, k)) < acceptance).cumprod(1).sum(1)
-        chooser.observe(rows, length, k, took, int(accepted.sum()), int(np.minimum(accepted + 1, k).sum()))
+        if chooser.is_watching:
+            chooser.observe(rows, length, k, took, int(accepted.sum()), int(np.minimum(accepted + 1, k).sum()))
         chosen.append(k)
         seconds += took
         tokens += int(accepted.sum()) + rows
@@ -136,6 +137,17 @@ def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(rows, 
             tokens += accepted.mean() + 1
         floor.append(tokens * dense / 1000 / seconds)
     assert np.mean(floor) >= 0.98
+
+
+@pytest.mark.parametrize(("acceptance", "drafts", "watched"), [(0.3, 0, 30), (0.95, 8, 80)])
+def test_few_steps_are_watched_where_nothing_is_drafted(acceptance, drafts, watched):
+    chooser = DraftLength(CHOICES)
+    simulate(chooser, 180, acceptance, LONG)
+    seen = 0
+    for _ in range(80):
+        assert chooser.choose(64, 15_000) == drafts
+        seen += chooser.is_watching
+    assert seen == watched
 
 
 def test_what_is_far_too_slow_is_timed_twice_only():
