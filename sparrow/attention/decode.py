@@ -41,6 +41,11 @@ class CacheScales:
     k: Tensor
     v: Tensor
 
+    @property
+    def strides(self) -> tuple[int, int]:
+        """From block to block and from head to head of scales of tokens; 0 of scales of heads, which have no blocks."""
+        return (0, 0) if self.k.ndim == 1 else (self.k.stride(0), self.k.stride(1))
+
 
 @dataclass(frozen=True)
 class DecodeBatch:

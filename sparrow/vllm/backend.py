@@ -27,7 +27,7 @@ from sparrow import attention
 from sparrow.attention.pages import FP8
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, fp8
-from sparrow.vllm.kv_cache import STORED, copied_blocks, copy_blocks, groups
+from sparrow.vllm.kv_cache import STORED, copied_blocks, copy_blocks, groups, tail_of_blocks
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
@@ -246,10 +246,10 @@ class SparseImpl(VLLMClass):
                     f"a KV block takes {block} bytes, leaving no room for its {pages} landmarks after {scales_end}; "
                     "another plugin or option rearranges vLLM's KV cache: start without it"
                 )
-            marks = _tail(kv_cache, scales_end, dtype, (blocks, pages, K, D))
+            marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
             if keys.dtype == torch.int8:  # those of a head's keys, then of its values, are each one aligned piece
-                exponents = _tail(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
+                exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
             self._viewed, self._cached_views = kv_cache, CacheViews(keys, values, marks, scales)
         return self._cached_views
@@ -320,15 +320,6 @@ class SparseImpl(VLLMClass):
         copy_blocks(keys, blocks, scales.k, to_keys)
         copy_blocks(values, blocks, scales.v, to_values)
         return copy
-
-
-def _tail(kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A view of what lies in every block of a layer's cache from the byte ``first`` on, contiguous in each block."""
-    of_block = torch.empty(shape[1:], device="meta").stride()
-    begin, block = (n * kv_cache.itemsize // dtype.itemsize for n in (kv_cache.storage_offset(), kv_cache.stride(0)))
-    return torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
-        kv_cache.untyped_storage(), begin + first // dtype.itemsize, shape, (block, *of_block)
-    )
 
 
 def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:

@@ -69,3 +69,12 @@ def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> N
     is_int8 = cache.dtype == torch.int8
     scale = scale_of(scales.index_select(0, blocks))[..., None] if is_int8 else scales[:, None, None]
     torch.mul(codes.to(out.dtype), scale.to(out.dtype), out=out)
+
+
+def tail_of_blocks(kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A view of what lies in every block of a layer's cache from the byte ``first`` on, contiguous in each block."""
+    of_block = torch.empty(shape[1:], device="meta").stride()
+    begin, block = (n * kv_cache.itemsize // dtype.itemsize for n in (kv_cache.storage_offset(), kv_cache.stride(0)))
+    return torch.empty(0, dtype=dtype, device=kv_cache.device).set_(
+        kv_cache.untyped_storage(), begin + first // dtype.itemsize, shape, (block, *of_block)
+    )

@@ -198,7 +198,7 @@ class Launches:
         arguments = _Arguments(
             *(None if x is None else x.data_ptr() for x in tensors), *strides,
             b.scale * math.log2(math.e), len(b.q_BHD), int(rank_before_wait), self.capacity,
-            *((0, 0) if scales is None or scales.k.ndim == 1 else scales.k.stride()[:2]),
+            *((0, 0) if scales is None else scales.strides),
         )  # fmt: skip
         kernel(b.items + self.division.extra_programs, 32 * c.warps, arguments)
 

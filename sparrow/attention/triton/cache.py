@@ -44,6 +44,7 @@ def store_kernel(
     stride_key_row, stride_key_head, stride_value_row, stride_value_head, stride_block, stride_head, stride_token,
     stride_scale_block, stride_scale_head,
     K: tl.constexpr, KP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    LEAST: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Stores the keys and values of one token in the block and place that its slot gives, if it has a slot.
 
@@ -71,8 +72,6 @@ def store_kernel(
             key_KD = round_to_e4m3(key_KD).to(tl.float8e4nv)
             value_KD = round_to_e4m3(value_KD).to(tl.float8e4nv)
         if k_cache.dtype.element_ty == tl.int8:
-            LEAST: tl.constexpr = 103 if key.dtype.element_ty == tl.float16 else 77
-            MOST: tl.constexpr = 136 if key.dtype.element_ty == tl.float16 else 177
             at = slot // TOKENS * stride_scale_block + slot % TOKENS + tl.arange(0, KP) * stride_scale_head
             key_KD, exponent_K = _to_int8(tl.where(mask, key_KD.to(tl.float32), 0.0), LEAST, MOST)
             tl.store(k_scales + at, exponent_K, mask=tl.arange(0, KP) < K)

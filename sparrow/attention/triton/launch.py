@@ -23,6 +23,7 @@ from sparrow.attention.decode import (
     fp8_lacking,
 )
 from sparrow.attention.division import Division, divide
+from sparrow.attention.int8 import BIAS, exponent_limits
 from sparrow.attention.pages import FP8, PageLayout
 from sparrow.attention.triton import cache, kernels
 from sparrow.attention.triton.tuning import LaunchConfig, choose
@@ -135,17 +136,17 @@ def store_tokens(
     (T,), (_, K, D), overlap = slot_mapping_T.shape, key_TKD.shape, _can_overlap(k_cache)
     if T == 0:
         return
+    least, most = (exponent + BIAS for exponent in exponent_limits(key_TKD.dtype))
     cache.store_kernel[(T,)](
         key_TKD, value_TKD, k_cache, v_cache, scales and scales.k, scales and scales.v, clipped, slot_mapping_T,
         *key_TKD.stride()[:2], *value_TKD.stride()[:2],
         *k_cache.stride()[:3], *_strides(scales), K=K, KP=triton.next_power_of_2(K), D=D, DP=triton.next_power_of_2(D),
-        TOKENS=k_cache.shape[2], PDL=overlap, launch_pdl=overlap, num_warps=4,
+        TOKENS=k_cache.shape[2], LEAST=least, MOST=most, PDL=overlap, launch_pdl=overlap, num_warps=4,
     )  # fmt: skip
 
 
-def _strides(scales: CacheScales | None) -> tuple[int, ...]:
-    """From block to block, and from head to head, of scales of tokens; none of other scales is used."""
-    return (0, 0) if scales is None or scales.k.ndim == 1 else scales.k.stride()[:2]
+def _strides(scales: CacheScales | None) -> tuple[int, int]:
+    return (0, 0) if scales is None else scales.strides
 
 
 def _can_overlap(x: Tensor) -> bool:
