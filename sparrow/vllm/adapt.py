@@ -10,8 +10,9 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from statistics import fmean
 
-PROBES = 4
-"""Cycles timed with a number of drafts before anything is concluded about it."""
+PROBES, DENSE_PROBES = 4, 6
+"""Cycles timed with a number of drafts, and dense steps, before anything is concluded about them: all else is compared
+with dense steps, and theirs are the times that scatter most."""
 THINK_EVERY = 8
 """Cycles between two comparisons of speed, which cost the host time."""
 WATCHED = 2
@@ -23,13 +24,11 @@ RETIME = 320
 DENSE_AGAIN = 64
 """Cycles of a batch after which dense steps are timed again, as they are after twice as many, four times as many and
 so on: the first times may have been slow by chance, and lossless decoding must not be slower than dense."""
-DENSE_CYCLES = 6
-"""Dense steps that are timed each time."""
 DENSE_NEAR = 0.7
 """Dense steps are timed again only if they had this share of the best speed; else they cannot win."""
 MARGIN = 0.01
 """By how much a number of drafts must be faster than the one in use to replace it."""
-DENSE_LEAD = 0.05
+DENSE_LEAD = 0.06
 """By how much drafting must be faster than dense decoding to be chosen: times scatter by as much where steps wait for
 the host, and a wrong choice there would make lossless decoding the slower one."""
 HOPELESS = 0.9
@@ -38,9 +37,8 @@ GIVE_UP = 0.8
 """A number of drafts is not timed to the end if its speed at its fastest time so far is below this share of dense's."""
 PRIOR = (9.0, 10.0)
 """Drafts accepted and judged that are assumed before any was seen."""
-REACH, OPTIMISM = 2, 0.85
-"""How many steps away a batch may be for its times to be taken over, and the factor on them for each step: what was
-hopeless is tried again some steps on."""
+REACH, OPTIMISM = 2, 0.95
+"""How many steps away a batch may be for its times to be taken over, and the factor on what is expected from them."""
 FORGET = 0.98
 """Factor by which each cycle weights the drafts accepted and judged before it."""
 
@@ -68,7 +66,7 @@ class DraftLength:
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
-        self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle, as timed at the nearest batch
+        self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle at the nearest batch
         self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
         self._in_use: dict[Key, int] = {}
         self._being_timed: set[Key] = set()
@@ -154,21 +152,24 @@ class DraftLength:
         nearest = min((k for k in self._seconds if steps(k) <= REACH and self._known(k)), key=steps, default=None)
         self._seconds[key], self._taken_over[key] = {}, {}
         if nearest is not None:
-            less = OPTIMISM ** steps(nearest)
-            self._taken_over[key] = {k: less * seconds for k, seconds in self._known(nearest).items()}
+            self._taken_over[key] = self._known(nearest)
             self._cycles[key] = self._cycles[nearest] % TRY_AGAIN
 
     def _known(self, key: Key) -> dict[int, float]:
-        """Seconds of a cycle with each number of drafts: as timed here if often enough, else as taken over."""
+        """Seconds of a cycle with each number of drafts: as timed here if often enough, else as expected."""
         timed = {k: _typical(of) for k, of in self._seconds[key].items() if self._is_timed(key, k)}
-        return {**self._taken_over[key], **timed}
+        expected = self._taken_over[key]
+        if 0 in timed and 0 in expected:  # longer sequences make verification slower, other numbers of them drafts too
+            more, factor = timed[0] - expected[0], timed[0] / expected[0]
+            expected = {k: min(seconds + more, factor * seconds) for k, seconds in expected.items()}
+        return {**{k: OPTIMISM * seconds for k, seconds in expected.items()}, **timed}
 
     def _is_timed(self, key: Key, drafts: int) -> bool:
         """Whether a number of drafts was timed often enough, or is too slow to be worth more."""
         times, dense = self._seconds[key].get(drafts, ()), self._seconds[key].get(0, ())
-        if len(times) >= PROBES:
+        if len(times) >= (PROBES if drafts else DENSE_PROBES):
             return True
-        if not drafts or len(times) < 2 or len(dense) < PROBES:  # one time may be slow by chance
+        if not drafts or len(times) < 2 or len(dense) < DENSE_PROBES:  # one time may be slow by chance
             return False
         return self._speed(key, drafts, min(times)) < GIVE_UP * self._speed(key, 0, _typical(dense))
 
@@ -193,7 +194,7 @@ class DraftLength:
 
     def _dense_is_due(self, key: Key) -> bool:
         cycles = self._cycles[key]
-        if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_CYCLES:  # after a power of two
+        if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_PROBES:  # after a power of two
             return False
         speed = self._speeds(key)
         return speed.get(0, 0.0) >= DENSE_NEAR * max(speed.values())
@@ -216,9 +217,10 @@ class DraftLength:
 
 
 def _typical(seconds: Iterable[float]) -> float:
-    """The mean without the slowest quarter, in which other work took time."""
+    """The mean of the middle half: a host that looks late finds one cycle too long, and the next too short."""
     ordered = sorted(seconds)
-    return fmean(ordered[: max(1, (3 * len(ordered)) // 4)])
+    outer = len(ordered) // 4
+    return fmean(ordered[outer : len(ordered) - outer])
 
 
 def _step(value: float) -> int:

@@ -186,8 +186,51 @@ def test_what_is_predicted_to_be_hopeless_is_never_drafted():
     assert set(chosen) == {0, 4}, "four are half as fast as none, so eight are not tried"
 
 
-def test_the_slowest_quarter_of_the_times_does_not_count():
-    assert adapt._typical([3.0, 1.0, 90.0, 2.0]) == 2.0 and adapt._typical([5.0]) == 5.0
+def test_of_the_times_the_middle_half_counts():
+    assert adapt._typical([3.0, 1.0, 90.0, 2.0]) == 2.5 and adapt._typical([5.0]) == 5.0
+    assert adapt._typical([9.0, 1.0]) == 5.0 and adapt._typical([1.0, 3.0, 3.5, 4.0, 70.0]) == 3.5
+
+
+@pytest.mark.parametrize("acceptance", [0.95, 0.9])
+@pytest.mark.parametrize(
+    ("rows", "length", "machine"),
+    [
+        (64, 320, dict(dense=11.0, draft=9.4, verified=0.55)),
+        (8, 1024, dict(dense=7.3, draft=7.1, verified=0.05)),
+        (1, 1024, dict(dense=6.7, draft=6.7, verified=0.0)),
+    ],
+)
+def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance):
+    """Every 0.4 seconds the host pauses while two cycles end, and so believes that the second took no time."""
+    floor = []
+    for seed in range(6):
+        chooser, rng, seconds, tokens = DraftLength(CHOICES), np.random.default_rng(seed), 0.0, 0.0
+        last, pause = None, 0.4
+        while tokens < 1024:
+            k = chooser.choose(rows, length + tokens)
+            took = cycle_time(k, **machine) * rng.normal(1, 0.02)
+            seconds += took
+            if late := seconds > pause:
+                pause += 0.4
+            accepted = (rng.random((rows, k)) < acceptance).cumprod(1).sum(1)
+            judged = int(np.minimum(accepted + 1, k).sum())
+            if k == last:
+                chooser.observe(rows, length + tokens, k, 0.002 if late else took, int(accepted.sum()), judged)
+            last = k
+            tokens += accepted.mean() + 1
+        floor.append(tokens * machine["dense"] / 1000 / seconds)
+    assert np.mean(floor) >= 0.98
+
+
+def test_times_at_other_lengths_follow_those_of_dense_steps():
+    """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first, and tell that four
+    drafts lose there as well."""
+    chooser, drafted = DraftLength(CHOICES), []
+    for length in range(320, 1344):
+        machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
+        chosen, _ = simulate(chooser, 1, 0.9, machine, length=length, seed=length)
+        drafted.append(chosen[0])
+    assert drafted[:40].count(4) >= adapt.PROBES and drafted[40:].count(4) <= 2 * adapt.PROBES
 
 
 def test_tokens_of_a_cycle_by_hand():
