@@ -168,8 +168,9 @@ def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) 
 
 def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int = 300, traced: int = 40) -> None:
     """Where the host spends its time in steps without drafts, in Python and, over fewer steps, in torch and CUDA."""
-    bench.start([length - 64] * batch, [steps + traced + MARGIN] * batch, None)
-    for _ in range(SETTLE):
+    lengths = [length - 64 + i % 16 for i in range(batch)]  # sequences of real use do not end their blocks together
+    bench.start(lengths, [steps + 2 * traced + MARGIN] * batch, None)
+    for _ in range(traced):  # a graph's first launch takes longer than others
         bench.llm.llm_engine.step()
     recorded = cProfile.Profile()
     recorded.enable()

@@ -206,7 +206,7 @@ def _without_drafting(stock: Any) -> Any:
         speculator, state = self.speculator, self.execute_model_state
         if state is None or not hasattr(speculator, "num_drafts") or speculator.has_work(state.input_batch):
             return stock(self, *args, **kwargs)
-        speculator.runtime.count_plain_pass(state.input_batch.num_reqs, self.input_buffers.seq_lens)
+        speculator.runtime.count_plain_pass(state.input_batch.num_computed_tokens_np)
         drafts = self.num_speculative_steps
         self.speculator, self.num_speculative_steps = None, 0
         try:

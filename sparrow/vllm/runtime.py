@@ -58,9 +58,8 @@ class Runtime:
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
-        # The same of passes without drafts: sequences, and the tokens that each place of the batch has read.
-        self._plain_rows = 0
-        self._plain_lengths: Tensor | None = None
+        # The same of passes without drafts: sequences, and tokens read.
+        self._plain_rows = self._plain_tokens = 0
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
@@ -166,18 +165,16 @@ class Runtime:
         self._cycles[drafts] += 1
         return self._verified
 
-    def count_plain_pass(self, rows: int, length_S: Tensor) -> None:
+    def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass of lossless mode in which every sequence gets one token, with no drafts around it.
 
         Args:
-            length_S: cached tokens of the ``rows`` sequences, the newest included, and zeros after them.
+            computed: tokens that each sequence had in the cache before. The pass after a verification is scheduled
+                before it is known which drafts were rejected, and counts those too.
         """
         self._cycles[0] += 1
-        self._plain_rows += rows
-        if self._plain_lengths is None:
-            with torch.inference_mode(False):
-                self._plain_lengths = torch.zeros(len(length_S), dtype=torch.int64, device=length_S.device)
-        self._plain_lengths.add_(length_S)
+        self._plain_rows += len(computed)
+        self._plain_tokens += int(computed.sum()) + len(computed)
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
@@ -278,16 +275,15 @@ class Runtime:
         self._prefill_rows = 0
         if self.is_lossless:  # the steps counted above are drafts
             read, held, emitted, passes = self._verified.tolist()
-            plain_tokens = 0 if self._plain_lengths is None else int(self._plain_lengths.sum())
             settled |= {
-                "tokens_read": settled["tokens_read"] + (sparse + dense) * (read + plain_tokens),
-                "tokens_held": (sparse + dense) * (held + plain_tokens),
+                "tokens_read": settled["tokens_read"] + (sparse + dense) * (read + self._plain_tokens),
+                "tokens_held": (sparse + dense) * (held + self._plain_tokens),
                 "drafted": rows.sum(),
                 "accepted": emitted - passes,
                 "emitted": emitted + self._plain_rows,
             }
             self._verified.zero_()
-            self._plain_lengths, self._plain_rows = None, 0
+            self._plain_rows = self._plain_tokens = 0
         self._counts.update({name: int(count) for name, count in settled.items()})
 
 
