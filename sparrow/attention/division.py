@@ -35,8 +35,13 @@ class Division:
 
 
 def divide(batch: DecodeBatch, workspace: DecodeWorkspace, division: Division) -> None:
-    """Writes the workspace's plan, which is good for every layer with these lengths and budgets."""
+    """Writes the workspace's plan, which is good for every layer with these lengths and budgets.
+
+    Raises ValueError: extra programs that are no multiple of the kv heads; some of them would find no plan.
+    """
     B, K, layout = len(batch.length_B), batch.kv_heads, batch.layout
+    if division.extra_programs % K:
+        raise ValueError(f"extra programs must be a multiple of the {K} kv heads, got {division.extra_programs}")
     plan_kernel[(1,)](
         batch.length_B, batch.top_k_B, workspace.plan, B, division.extra_programs // K,
         division.resident_programs // K, P=layout.page_size, SINK=layout.sink_pages, RECENT=layout.recent_pages,

@@ -45,10 +45,10 @@ from sparrow.attention.pages import select_pages  # noqa: E402
 from sparrow.attention.triton import LaunchConfig  # noqa: E402
 from sparrow.schedule import ALL_PAGES  # noqa: E402
 
-ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 20, 4, 64, 128, 132)  # programs that rank an item
+ONE = LaunchConfig(16, 1, 1, 4, 32, 2, 24, 4, 64, 128, 132)  # programs that rank an item
 FP8, E4M3, INT8 = PageLayout(landmark_dtype="fp8_e4m3"), torch.float8_e4m3fn, torch.int8
 CACHES = pytest.mark.parametrize("cache_dtype", [None, E4M3, INT8], ids=["16-bit cache", "fp8 cache", "int8 cache"])
-THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 20, 4, 64, 128, 132)
+THREE = LaunchConfig(16, 2, 3, 4, 32, 1, 24, 4, 64, 128, 132)
 CUDA = cuda.CudaConfig(4, 3, 2)
 CUDA_CONFIGS = [] if INTERPRETED else [CUDA, cuda.CudaConfig(2, 1, 4), cuda.CudaConfig(8, 1, 1, parts=3, part_pages=2)]
 TRITON = [pytest.param(ONE, id="one"), pytest.param(THREE, id="three")]
@@ -210,6 +210,7 @@ def make_workspace(case: Case) -> DecodeWorkspace:
     workspace.plan = torch.empty(3 * B + 500, 8, dtype=torch.int32, device=DEVICE)
     for buffer in (workspace.rows, workspace.partial, workspace.stats):
         buffer.fill_(float("nan"))
+    workspace.plan.fill_(-(2**20))  # no row: who reads what was not planned reads outside the tensors
     return workspace
 
 
@@ -590,6 +591,12 @@ def test_long_rows_are_shared_out(config, top_k):
         check(case, replace(fine, extra_programs=4))
     case = make_case([700, 17, 64, 333, 40], [3 * top_k + 20, 1, 0, 1, 3] if top_k == 2 else [top_k] * 5)
     check(case, fine)
+
+
+def test_extra_programs_without_a_plan_are_refused():
+    case = make_case([100], [2], K=8)
+    with pytest.raises(ValueError, match="extra programs must be a multiple of the 8 kv heads, got 20"):
+        decode(replace(ONE, extra_programs=20), case.batch(), make_workspace(case))
 
 
 @pytest.mark.parametrize("P", [16, 64])
