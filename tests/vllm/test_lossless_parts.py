@@ -183,7 +183,6 @@ def test_engines_that_would_not_draft_are_refused(wrong, message):
         (dict(is_moe=True), 90, "the weights of experts have no copy"),
         (dict(dtype=torch.float32), 90, "vLLM's fp8 kernels give 16 bits, and the model's dtype is torch.float32"),
         ({}, 80, r"the GPU has no fp8 products \(compute capability 8.9 and later have\)"),
-        ({}, 89, "never ran in vLLM on a GPU with draft_weights 'fp8'; leave it out, or set SPARROW_UNTESTED_VLLM=1"),
         ({}, 89, None),
     ],
 )
@@ -192,7 +191,6 @@ def test_engines_whose_weights_cannot_have_a_copy_are_refused(monkeypatch, wrong
 
     gpu = SimpleNamespace(is_cuda=lambda: True, has_device_capability=lambda needed: capability >= needed)
     monkeypatch.setattr(platforms, "_current_platform", gpu)
-    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1" if message is None else "")
     model = {"quantization": None, "is_moe": False, "dtype": torch.bfloat16, **wrong}
     made = SimpleNamespace(quant_config=model.pop("quant_config", None), model_config=SimpleNamespace(**model))
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():

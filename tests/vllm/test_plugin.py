@@ -460,14 +460,12 @@ def test_what_an_int8_cache_is_is_told():
         control.sparrow_renew_kv_scales(worker)
 
 
-def test_an_int8_cache_runs_on_a_gpu_if_told_to_alone(monkeypatch):
-    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_an_int8_cache_is_served_lossy_only(on_cpu):
     made = vllm_config(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head"))
-    config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu=True)
-    with pytest.raises(ConfigError, match="with kv_cache_dtype='int8_per_token_head'; leave it out, or set SPARROW_U"):
-        config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu=False)
-    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
-    config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu=False)
+    config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)
+    with pytest.raises(ConfigError, match="in lossless mode, where vLLM would have to read int8 itself"):
+        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
 
 
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
