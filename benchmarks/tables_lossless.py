@@ -8,7 +8,7 @@ from common import SHAPES, Row, interval, load, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
-POINTS = "lossless_qwen3-1.7b_points"
+POINTS = ("lossless_qwen3-1.7b_points", "lossless_qwen3-1.7b_again")
 
 
 def at(row: Row) -> tuple[int, int]:
@@ -23,7 +23,9 @@ def landmarks(result: Row) -> str:
 def lossless_speed() -> str:
     rows = []
     names = {f"lossless_{shape}": f"lossless_{shape}_stock" for shape in SHAPES if shape != "qwen3-1.7b"}
-    first = {POINTS: f"{POINTS}_stock", "lossless_qwen3-1.7b_landmarks16": "lossless_qwen3-1.7b_stock"}
+    first = {name: f"{name}_stock" for name in POINTS} | {
+        "lossless_qwen3-1.7b_landmarks16": "lossless_qwen3-1.7b_stock"
+    }
     for name, stock_name in (first | names).items():
         stock = {at(row): row["tokens_per_s"] for row in load(stock_name)["points"]}
         ours = load(name)
@@ -44,6 +46,37 @@ def lossless_speed() -> str:
             rows.append([*where, f"{none[1]:.2f}x", drafts, *chosen])
     head = ["shape", "sequences x tokens", "landmarks", "stock tokens/s", "no drafts", "fixed number of drafts"]
     return table([*head, "chosen, 0.95", "0.90", "2,560 tokens, 0.968"], rows)
+
+
+def lossless_draft_weights() -> str:
+    """Drafts that multiply with weights in fp8, against stock vLLM in bfloat16 on the same machine."""
+    rows = []
+    for name in ("lossless_qwen3-14b_draft_fp8",):
+        ours, stock = load(name), load(f"{name}_stock")
+        for point in stock["points"]:
+            found = [row for row in ours["points"] if at(row) == at(point)]
+            gain = {row["drafts"]: row["tokens_per_s"] / point["tokens_per_s"] for row in found}
+            settled = next(row["settled"] for row in found if row["drafts"] == "adapt")["tokens_per_s"]
+            fixed = ", ".join(f"{k}: {x:.2f}x" for k, x in gain.items() if k not in (0, "adapt"))
+            cache = [f"{run['kv_tokens']:,}" for run in (stock, ours)]
+            speeds = [f"{gain[0]:.2f}x", fixed, f"**{gain['adapt']:.2f}x**", f"{settled / point['tokens_per_s']:.2f}x"]
+            where = f"{point['batch']} x {point['length']:,}"
+            rows.append([SHAPES[ours["shape"]], where, *cache, f"{point['tokens_per_s']:,.0f}", *speeds])
+    head = ["shape", "sequences x tokens", "KV cache, stock (tokens)", "lossless", "stock tokens/s", "no drafts"]
+    return table([*head, "fixed number of drafts", "chosen", "after 4 s"], rows)
+
+
+def lossless_exact_draft_weights() -> str:
+    """One line: log-probs of tokens that were drafted with weights in fp8."""
+    result = load("lossless_equal_draft_fp8")
+    sampled = [row for name, row in result.items() if name.startswith("sampled")]
+    missed, yardstick = ([row[of]["mean"] for row in sampled] for of in ("missed", "yardstick"))
+    repeated = result["responses that a seed repeats"]
+    return (
+        f"Log-probs miss those of transformers in float32 by {min(missed):.4f} to {max(missed):.4f} on average, where "
+        f"transformers in bfloat16 misses them by {min(yardstick):.4f} to {max(yardstick):.4f}; a seed repeats "
+        f"{repeated} responses to the bit.\n"
+    )
 
 
 def rollout_seconds(name: str) -> tuple[Row, float]:
@@ -72,16 +105,18 @@ def lossless_whole() -> str:
 
 
 def lossless_short() -> str:
-    result, groups = load("lossless_short_qwen3-1.7b"), dict[tuple[int, int], list[Row]]()
-    for row in result["rows"]:
-        groups.setdefault(at(row), []).append(row)
-    rows = []
-    for (batch, length), ours in groups.items():
-        step = 1e3 * batch / mean(row["stock_tokens_per_s"] for row in ours)
-        gains = [interval(row["ratio"], 2) for row in ours]
-        rows.append([batch, f"{length:,} to {length + result['growth']:,}", f"{step:.2f}", *gains])
-    rates = ["no drafts" if row["rate"] is None else f"{row['rate']}" for row in next(iter(groups.values()))]
-    return table(["sequences", "tokens", "stock step, ms", *rates], rows)
+    rows, rates = [], dict[str, None]()
+    for shape in ("qwen3-1.7b", "qwen3-8b"):
+        result, groups = load(f"lossless_short_{shape}"), dict[tuple[int, int], list[Row]]()
+        for row in result["rows"]:
+            groups.setdefault(at(row), []).append(row)
+        for (batch, length), ours in groups.items():
+            step = 1e3 * batch / mean(row["stock_tokens_per_s"] for row in ours)
+            gains = {"no drafts" if r["rate"] is None else f"{r['rate']}": interval(r["ratio"], 2) for r in ours}
+            rates |= dict.fromkeys(gains)
+            where = [SHAPES[shape], batch, f"{length:,} to {length + result['growth']:,}"]
+            rows.append([*where, f"{step:.2f}", *(gains.get(rate, "") for rate in rates)])
+    return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
 
 
 def lossless_memory() -> str:
@@ -147,6 +182,8 @@ def lossless_training() -> str:
 
 TABLES = {
     "lossless speed": lossless_speed,
+    "lossless draft weights": lossless_draft_weights,
+    "lossless exact draft weights": lossless_exact_draft_weights,
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
     "lossless short contexts": lossless_short,

@@ -113,6 +113,17 @@ def text_vllm(study: str) -> str:
     return table(head, rows)
 
 
+def text_draft_weights() -> str:
+    """Tokens of vLLM's cycles by position, with drafts from the model's own weights and from a copy in fp8."""
+    own, copied = load("text_vllm_draft_auto"), load("text_vllm_draft_fp8")
+    rows = []
+    for a, b in zip([*own["bins"], {**own, "start": "all"}], [*copied["bins"], copied], strict=True):
+        where = "all" if a["start"] == "all" else f"{a['start']:,} to {a['end']:,}"
+        rows.append([where, *(cell for row in (a, b) for cell in (row["cycles"], interval(row["tokens_a_cycle"], 2)))])
+    head = ["position", "cycles, own weights", "tokens a cycle", "cycles, weights in fp8", "tokens a cycle"]
+    return table(head, rows)
+
+
 def text_metered() -> str:
     """One line: another schedule as vLLM measured it during a run, and as the model has it at cycles of that run."""
     result = load("text_vllm_metered")["metered"]
@@ -257,6 +268,7 @@ TABLES = {
     "drafter invariance": drafter_invariance,
     "text shared noise": text_shared_noise,
     "text vllm": partial(text_vllm, "text_vllm"),
+    "text vllm draft weights": text_draft_weights,
     "text vllm invariant": partial(text_vllm, "text_vllm_invariant"),
     "text metered": text_metered,
     "text page sizes": text_pages,
