@@ -266,7 +266,8 @@ def test_the_whole_command_writes_what_the_tables_read(study, trained, tmp_path,
     assert len(lines) == 2 + 4 and lines[-1].startswith("| 528 | 0 | 1.000 [1.000, 1.000] |")
     assert len(study.tables_text.text_lengths().splitlines()) == 2 + 4
     assert len(study.tables_text.text_reuse().splitlines()) == 2 + 2
-    lossy = [row for row in found["rows"] if row["mode"] == "lossy" and row["budget"] == 64]
+    # With a dense layer, the small model may lose too little for a tail to be fitted.
+    lossy = [row for row in found["rows"] if (row["mode"], row["budget"], row["dense_layers"]) == ("lossy", 64, [])]
     path.write_text(json.dumps({**found, "rows": lossy}))
     below, share = lossy[0]["beta_tail"]["n"] / lossy[0]["n"], lossy[0]["beta_tail"]["fraction_interval"]
     shown = f"{1 - below:.0%} [{1 - share[1]:.0%}, {1 - share[0]:.0%}]"
