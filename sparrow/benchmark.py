@@ -48,28 +48,35 @@ Asked = Sequence[tuple[int, int]]
 """For each response, the index of its problem and its number among the responses to that problem."""
 
 
-def sample(
-    engine: Engine, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], asked: Asked, sampling: Sampling
+def respond(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], sampling: Sampling
 ) -> list[Rollout]:
-    """Sample one response for each pair of ``asked``; the pair and the seed of ``sampling`` seed it.
+    """Sample one response to each problem; a problem may come several times.
 
     Raises ConfigError: a problem whose prompt the engine cannot take.
     """
-    prompts = [tokenizer(problems[i].prompt, add_special_tokens=False).input_ids for i, _ in asked]
-    seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
+    prompts = [tokenizer(problem.prompt, add_special_tokens=False).input_ids for problem in problems]
     try:
-        return engine.generate(prompts, replace(sampling, seeds=seeds))
+        return engine.generate(prompts, sampling) if prompts else []
     except PromptError as error:
-        raise ConfigError(f"problem {problems[asked[error.index][0]].id!r} {error.reason}") from error
+        raise ConfigError(f"problem {problems[error.index].id!r} {error.reason}") from error
+
+
+def sample(
+    engine: Engine, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], asked: Asked, sampling: Sampling
+) -> list[Rollout]:
+    """One response for each pair of ``asked``; the pair and the seed of ``sampling`` seed it. Errors as ``respond``."""
+    seeds = [derived_seed(sampling.seed, i, n) for i, n in asked]
+    return respond(engine, tokenizer, [problems[i] for i, _ in asked], replace(sampling, seeds=seeds))
 
 
 def judge(
-    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], asked: Asked, rollouts: Sequence[Rollout],
+    tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], rollouts: Sequence[Rollout],
     time_limit: float = TIME_LIMIT,
 ) -> tuple[list[str], list[float]]:  # fmt: skip
-    """The text of each response, and its reward; see ``verify_all``."""
+    """The text of each response, and its reward, given its problem; see ``verify_all``."""
     texts = [str(tokenizer.decode(rollout.response_ids, skip_special_tokens=True)) for rollout in rollouts]
-    return texts, verify_all([problems[i] for i, _ in asked], texts, time_limit)
+    return texts, verify_all(problems, texts, time_limit)
 
 
 def run_benchmark(
@@ -113,7 +120,7 @@ def run_benchmark(
         began = time.perf_counter()
         rollouts = sample(engine, tokenizer, problems, asked, sampling)
         seconds = (time.perf_counter() - began) / len(asked)
-        texts, rewards = judge(tokenizer, problems, asked, rollouts)
+        texts, rewards = judge(tokenizer, [problems[i] for i, _ in asked], rollouts)
         new = []
         for (i, n), rollout, text, reward in zip(asked, rollouts, texts, rewards, strict=True):
             new.append(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from sparrow.benchmark import judge, respond
 from sparrow.engines.base import Engine
-from sparrow.errors import ConfigError, PromptError
 from sparrow.rollout import Rollout, Sampling, derived_seed
 from sparrow.tasks import Problem, Task
 from sparrow.tasks.base import draw
-from sparrow.tasks.verify import stated, verify_all
+from sparrow.tasks.verify import stated
 from sparrow.train.config import TrainConfig
 from sparrow.train.experience import Experience, Group
 from sparrow.train.ranks import Ranks
@@ -57,45 +57,32 @@ class Collector:
         """``count`` responses to the problems of the first step, not judged, sampled with seeds that no step uses."""
         config, rollout = self.config, self.config.rollout
         problems = [draw(self.task, i, config.seed) for i in range(min(count, rollout.prompts))]
-        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
 
-        def respond(rows: Sequence[int]) -> list[Rollout]:
-            seeds = [derived_seed(config.seed, row % len(prompts), rollout.samples + row) for row in rows]
-            sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_n, seeds=seeds)
-            chosen = [row % len(prompts) for row in rows]
-            return self._generate([problems[i] for i in chosen], [prompts[i] for i in chosen], sampling)
+        def sample(rows: Sequence[int]) -> list[Rollout]:
+            seeds = [derived_seed(config.seed, row % len(problems), rollout.samples + row) for row in rows]
+            return self._respond([problems[row % len(problems)] for row in rows], seeds)
 
-        return self.ranks.spread("ceiling", count, respond)
+        return self.ranks.spread("ceiling", count, sample)
 
-    def _generate(
-        self, problems: Sequence[Problem], prompts: Sequence[Sequence[int]], sampling: Sampling
-    ) -> list[Rollout]:
-        if not prompts:
-            return []
-        try:
-            return self.engine.generate(prompts, sampling)
-        except PromptError as error:
-            raise ConfigError(f"problem {problems[error.index].id!r} {error.reason}") from error
+    def _respond(self, problems: Sequence[Problem], seeds: Sequence[int]) -> list[Rollout]:
+        rollout = self.config.rollout
+        sampling = Sampling(rollout.max_new_tokens, rollout.temperature, rollout.top_n, seeds=seeds)
+        return respond(self.engine, self.tokenizer, problems, sampling)
 
     def _sample(self, indices: range) -> list[Group]:
         """The groups of the problems with these indices. The responses to one prompt are spread over the processes,
         because they are often of similar length."""
-        config, rollout = self.config, self.config.rollout
-        n, limit = rollout.samples, rollout.max_new_tokens
+        config, n = self.config, self.config.rollout.samples
         problems = [draw(self.task, i, config.seed) for i in indices]
-        prompts = [self.tokenizer(p.prompt, add_special_tokens=False).input_ids for p in problems]
 
         def sample(rows: Sequence[int]) -> list[tuple[Rollout, dict[str, float]]]:
-            if not rows:
-                return []
             # A response's seed does not depend on the process that samples it, nor on the rest of the batch.
             seeds = [derived_seed(config.seed, indices[row // n], row % n) for row in rows]
-            sampling = Sampling(limit, rollout.temperature, rollout.top_n, seeds=seeds)
-            row_problems = [problems[row // n] for row in rows]
-            rollouts = self._generate(row_problems, [prompts[row // n] for row in rows], sampling)
-            return list(zip(rollouts, self._verify(row_problems, rollouts), strict=True))
+            asked = [problems[row // n] for row in rows]
+            rollouts = self._respond(asked, seeds)
+            return list(zip(rollouts, self._verify(asked, rollouts), strict=True))
 
-        responses = self.ranks.spread("rollout", n * len(prompts), sample)
+        responses = self.ranks.spread("rollout", n * len(problems), sample)
         return [
             Group(problem, list(rollouts), list(parts))
             for i, problem in enumerate(problems)
@@ -105,7 +92,6 @@ class Collector:
     def _verify(self, problems: Sequence[Problem], rollouts: Sequence[Rollout]) -> list[dict[str, float]]:
         """The parts of every response's reward."""
         limit, config = self.config.rollout.max_new_tokens, self.config.reward
-        texts = [str(self.tokenizer.decode(r.response_ids, skip_special_tokens=True)) for r in rollouts]
-        correct = verify_all(problems, texts, config.time_limit)
+        texts, correct = judge(self.tokenizer, problems, rollouts, config.time_limit)
         answered = map(stated, problems, texts)
         return [reward_parts(c, s, len(r), limit, config) for c, s, r in zip(correct, answered, rollouts, strict=True)]

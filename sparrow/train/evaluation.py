@@ -53,11 +53,10 @@ class Evaluator:
         )  # fmt: skip
 
         def respond(rows: Sequence[int]) -> list[tuple[float, int, bool]]:
-            if not rows:
-                return []
-            samples = [divmod(row, config.k) for row in rows]
-            rollouts = sample(self.engine, self.tokenizer, problems, samples, sampling)
-            _, rewards = judge(self.tokenizer, problems, samples, rollouts, self.config.reward.time_limit)
+            asked = [divmod(row, config.k) for row in rows]
+            rollouts = sample(self.engine, self.tokenizer, problems, asked, sampling)
+            time_limit = self.config.reward.time_limit
+            _, rewards = judge(self.tokenizer, [problems[i] for i, _ in asked], rollouts, time_limit)
             return [(w, len(r), r.finish_reason == "stop") for w, r in zip(rewards, rollouts, strict=True)]
 
         scored = self.ranks.spread("eval", len(problems) * config.k, respond)
