@@ -6,6 +6,7 @@ This module imports no torch, so ``--help`` is instant.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Annotated, Any, get_type_hints
@@ -44,6 +45,15 @@ class Settings:
 @cache
 def _adapters(settings: type) -> dict[str, TypeAdapter[Any]]:
     return {name: TypeAdapter(hint) for name, hint in get_type_hints(settings, include_extras=True).items()}
+
+
+def flat(nested: Mapping[str, Any], separator: str, prefix: str = "") -> dict[str, Any]:
+    """The values in nested mappings by name, after the names of the mappings that they are in."""
+    values: dict[str, Any] = {}
+    for name, value in nested.items():
+        inner = isinstance(value, Mapping)
+        values |= flat(value, separator, f"{prefix}{name}{separator}") if inner else {prefix + name: value}
+    return values
 
 
 def require(settings: Settings, name: str, holds: bool, expected: str) -> None:

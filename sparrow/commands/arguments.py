@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparrow.errors import ConfigError
+from sparrow.settings import flat
 
 
 def from_toml(path: Path) -> list[str]:
@@ -29,13 +30,11 @@ def recorded(run_dir: Path, settings: type) -> list[str]:
     return list(_options(_known(RunConfig.load(run_dir).train, settings)))
 
 
-def _options(table: Mapping[str, Any], section: str = "") -> Iterator[str]:
+def _options(table: Mapping[str, Any]) -> Iterator[str]:
     """Nested settings in command-line form."""
-    for key, value in table.items():
-        if isinstance(value, dict):
-            yield from _options(value, f"{section}{key}.")
-            continue
-        flag = f"--{section}{'no-' if value is False else ''}{key.replace('_', '-')}"
+    for name, value in flat(table, ".").items():
+        section, dot, key = name.rpartition(".")
+        flag = f"--{section}{dot}{'no-' if value is False else ''}{key.replace('_', '-')}"
         if isinstance(value, bool):
             yield flag
         elif isinstance(value, list):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, replace
 from typing import Any
 
 from sparrow.errors import ConfigError
 from sparrow.run.directory import RunConfig
 from sparrow.schedule import PAGE_LAYOUT, SparsitySchedule
+from sparrow.settings import flat
 from sparrow.train.config import TrainConfig
 
 Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line -> before, now
@@ -32,10 +32,10 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
     Raises ConfigError: a changed setting that is fixed, ``steps`` below ``step``, or any change to a run that is
     finished and stays so.
     """
-    now = _flat(json.loads(json.dumps(asdict(config))))
+    now = flat(json.loads(json.dumps(asdict(config))), ".")
     defaults = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
-    before = _flat(json.loads(json.dumps(asdict(defaults)))) | {
-        name: value for name, value in _flat(recorded.train).items() if name in now
+    before = flat(json.loads(json.dumps(asdict(defaults))), ".") | {
+        name: value for name, value in flat(recorded.train, ".").items() if name in now
     }
     changes: Changes = {
         name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE
@@ -61,11 +61,3 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
 def describe(changes: Changes) -> str:
     """All changes on one line."""
     return ", ".join(f"{name} {json.dumps(before)} -> {json.dumps(now)}" for name, (before, now) in changes.items())
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings, flattened, by their names on the command line."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
-    return flat

@@ -9,6 +9,7 @@ from accelerate.tracking import get_available_trackers
 
 from sparrow.errors import ConfigError
 from sparrow.mismatch import MismatchReport, mismatch_metrics
+from sparrow.settings import flat
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -26,12 +27,6 @@ def tracked(metrics: Mapping[str, Any], report: MismatchReport) -> dict[str, Any
     return flatten(metrics) | mismatch_metrics(report)
 
 
-def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Scalars of a nested mapping under slash-joined names, as trackers take them."""
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float | str):
-            flat[prefix + key] = value
-    return flat
+    return {name: value for name, value in flat(nested, "/").items() if isinstance(value, int | float | str)}
