@@ -78,7 +78,6 @@ def calibrate(
     target: float = 0.86,
     fewest: int = 0,
     refine: int = 3,
-    min_sequences: int = MIN_SEQUENCES,
     seed: int = 0,
     provenance: Mapping[str, Any] | None = None,
     ceiling: Acceptance | None = None,
@@ -90,7 +89,7 @@ def calibrate(
     rises ever more slowly even on that scale, so the assumption errs towards more pages. Brackets wider than ``WIDE``
     are bisected first.
 
-    A bin has too few tokens if fewer than ``min_sequences`` sequences reach it, or if fewer than ``min_sequences``
+    A bin has too few tokens if fewer than ``MIN_SEQUENCES`` sequences reach it, or if fewer than ``MIN_SEQUENCES``
     of its tokens would lie below p5. The first bins are joined until together they have enough; a later bin borrows
     from shorter lengths.
 
@@ -102,7 +101,6 @@ def calibrate(
         refine: the most passes after the trials. In every bin that is not settled, each pass tries more pages if no
             budget holds the target yet, fewer if all do, and otherwise the middle between those that fail and those
             that hold it.
-        min_sequences: sequences that a bin needs, and tokens that it needs below p5.
         seed: of the bootstrap.
         provenance: recorded in the schedule, with the evidence.
         ceiling: acceptance of the same tokens, had they been sampled densely.
@@ -118,9 +116,9 @@ def calibrate(
     thin: dict[int, bool] = {}  # bin -> whether it has too few tokens; the same in every pass
 
     def tails(acceptance: Acceptance) -> tuple[PercentileInterval, ...]:
-        bins = _joined(acceptance, layout.bin_tokens, min_sequences)
-        thin.update((int(b), _is_thin(acceptance, bins == b, min_sequences)) for b in np.unique(bins))
-        return tuple(_tail(acceptance, bins, layout.bin_tokens, min_sequences, seed))
+        bins = _joined(acceptance, layout.bin_tokens)
+        thin.update((int(b), _is_thin(acceptance, bins == b)) for b in np.unique(bins))
+        return tuple(_tail(acceptance, bins, layout.bin_tokens, seed))
 
     best = tails(ceiling) if ceiling else ()
 
@@ -235,32 +233,30 @@ def _bin_choice(tried: Tried, absolute: Tried, target: float, borrowed: bool, at
     return BinChoice(tail.start, tail.end, top_k, p5, lower, upper, tail.n_tokens, tail.n_sequences, borrowed)
 
 
-def _is_thin(acceptance: Acceptance, inside: np.ndarray, min_sequences: int) -> bool:
+def _is_thin(acceptance: Acceptance, inside: np.ndarray) -> bool:
     """Whether too few of the tokens ``inside`` (bool ``[T]``) lie below p5, or they come from too few sequences."""
     tokens, sequences = int(inside.sum()), len(np.unique(acceptance.sequence[inside]))
-    return tokens * PERCENTILE < 100 * min_sequences or sequences < min_sequences
+    return tokens * PERCENTILE < 100 * MIN_SEQUENCES or sequences < MIN_SEQUENCES
 
 
-def _joined(acceptance: Acceptance, bin_tokens: int, min_sequences: int) -> np.ndarray:
+def _joined(acceptance: Acceptance, bin_tokens: int) -> np.ndarray:
     """The bin of every token, int64 ``[T]``; the first bins are joined until together they have enough tokens."""
     bins = acceptance.position // bin_tokens
     for b in np.unique(bins):
-        if not _is_thin(acceptance, bins <= b, min_sequences):
+        if not _is_thin(acceptance, bins <= b):
             return np.maximum(bins, b)
     raise ConfigError(
         f"{len(bins)} tokens of {len(np.unique(acceptance.sequence))} sequences were measured, at least "
-        f"{100 * min_sequences // PERCENTILE} of {min_sequences} are needed for an interval; sample more"
+        f"{100 * MIN_SEQUENCES // PERCENTILE} of {MIN_SEQUENCES} are needed for an interval; sample more"
     )
 
 
-def _tail(
-    acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, min_sequences: int, seed: int
-) -> list[PercentileInterval]:
+def _tail(acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int) -> list[PercentileInterval]:
     """p5 by bin; shorter lengths are pooled in where a bin has too few tokens."""
     tail: list[PercentileInterval] = []
     for b in np.unique(bins):
         first = b
-        while _is_thin(acceptance, inside := (bins >= first) & (bins <= b), min_sequences) and first > bins.min():
+        while _is_thin(acceptance, inside := (bins >= first) & (bins <= b)) and first > bins.min():
             first -= 1
         # Position 0 puts everything that was pooled into a single bin.
         alpha, sequence = acceptance.alpha[inside], acceptance.sequence[inside]
