@@ -234,6 +234,11 @@ class RolloutEstimate:
     mean_batch: float
     preemptions: int
 
+    def __str__(self) -> str:
+        shares = f"{self.attention_s / self.seconds:.0%} attention, {self.drain_s / self.seconds:.0%} draining"
+        speed = f"{self.tokens / self.seconds:,.0f} tokens/s, batch {self.mean_batch:.1f}"
+        return f"{self.seconds:.1f} s, {speed}, {shares}"
+
 
 def response_lengths(median: float, cutoff: int, count: int, spread: float = 0.7, seed: int = 0) -> NDArray[np.int64]:
     """``count`` log-normal response lengths (``spread`` is the deviation of the log), cut at ``cutoff`` tokens."""
@@ -354,14 +359,11 @@ def predict(
 
 def rows(prediction: Prediction) -> list[tuple[str, str]]:
     """A prediction as (name, value) pairs for printing."""
-    lines = []
-    for name, run in (("dense", prediction.dense), ("sparse", prediction.sparse)):
-        shares = f"{run.attention_s / run.seconds:.0%} attention, {run.drain_s / run.seconds:.0%} draining"
-        speed = f"{run.tokens / run.seconds:,.0f} tokens/s, batch {run.mean_batch:.1f}"
-        lines.append((f"{name} rollout", f"{run.seconds:.1f} s, {speed}, {shares}"))
-    names = {
-        "rollout speed-up": prediction.speedup,
-        "step speed-up": prediction.step_speedup,
-        "speculative": prediction.speculative,
-    }
-    return [*lines, *((name, f"{value:.2f}x") for name, value in names.items()), ("verdict", prediction.verdict)]
+    return [
+        ("dense rollout", str(prediction.dense)),
+        ("sparse rollout", str(prediction.sparse)),
+        ("rollout speed-up", f"{prediction.speedup:.2f}x"),
+        ("step speed-up", f"{prediction.step_speedup:.2f}x"),
+        ("speculative", f"{prediction.speculative:.2f}x"),
+        ("verdict", prediction.verdict),
+    ]

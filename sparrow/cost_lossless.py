@@ -206,17 +206,14 @@ def predict_lossless(
 
 def rows(lossy: Prediction, lossless: LosslessPrediction) -> list[tuple[str, str]]:
     """Dense, lossy and lossless side by side as (name, value) pairs for printing, with a verdict on which to use."""
-    lines = []
-    for name, run in (("dense", lossy.dense), ("lossy", lossy.sparse), ("lossless", lossless.rollout)):
-        shares = f"{run.attention_s / run.seconds:.0%} attention, {run.drain_s / run.seconds:.0%} draining"
-        speed = f"{run.tokens / run.seconds:,.0f} tokens/s, batch {run.mean_batch:.1f}"
-        lines.append((f"{name} rollout", f"{run.seconds:.1f} s, {speed}, {shares}"))
     drafting = lossless.drafting
     kept = drafting.schedule.top_k[0] + drafting.schedule.sink_pages + drafting.schedule.recent_pages
     budget = f"{kept * drafting.schedule.page_size:,} tokens each"
     step = (lossy.dense.seconds + lossy.train_s) / (lossless.rollout.seconds + lossy.train_s)
     return [
-        *lines,
+        ("dense rollout", str(lossy.dense)),
+        ("lossy rollout", str(lossy.sparse)),
+        ("lossless rollout", str(lossless.rollout)),
         ("lossy speed-up", f"{lossy.speedup:.2f}x on the rollout, {lossy.step_speedup:.2f}x on the step"),
         ("lossless speed-up", f"{lossless.speedup:.2f}x on the rollout, {step:.2f}x on the step"),
         ("drafts", f"{drafting.tokens} that read {budget}; {drafting.tokens_per_cycle:.2f} tokens a cycle"),
