@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
@@ -82,12 +83,8 @@ class Probe:
             before, self._drafts = self._drafts, self._counted_by_vllm()
             drafted, accepted, cycles = (self._drafts[name] - before[name] for name in DRAFTS)
             return counter_metrics(Counters(0, 0, drafted=drafted, accepted=accepted, cycles=cycles))
-        parts = []
-        for url, described in self._described.items():
-            counts = _rpc(url, "sparrow_counters")
-            acceptance = _rpc(url, "sparrow_acceptance") if self.mode == "lossless" else None
-            parts.append(tally(described, counts, acceptance))
-        return counter_metrics(total(parts))
+        parts = (tally(described, partial(_rpc, url)) for url, described in self._described.items())
+        return counter_metrics(total(list(parts)))
 
     def measured(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, top_n: int = 20) -> dict[str, float]:
         """p5 of acceptance on one response to each prompt, by length, beside the ceiling: the p5 of dense rollouts.

@@ -141,9 +141,7 @@ class SparseGRPOTrainer(Trainer):
 
     def _counted(self) -> dict[str, float]:
         """What vLLM's workers did since the last call, as shares; each process adds its own workers or the server's."""
-        counts = self._rpc("sparrow_counters")
-        acceptance = self._rpc("sparrow_acceptance") if self._is_lossless else None
-        return counter_metrics(total(gather_object([tally(self._described, counts, acceptance)])))
+        return counter_metrics(total(gather_object([tally(self._described, self._rpc)])))
 
     @property
     def _reads_all(self) -> bool:

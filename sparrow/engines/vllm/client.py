@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +94,7 @@ class Client(ABC):
             raise SparrowError("vLLM cannot drop its prefix cache while requests run; wait for them to end")
 
     def counters(self) -> Counters:
-        counts = self.rpc("sparrow_counters")
-        acceptance = self.rpc("sparrow_acceptance") if self._is_lossless else None
-        counters = tally(self._described, counts, acceptance)
+        counters = tally(self._described, self.rpc)
         if counters.preemptions:
             logger.warning(
                 "vLLM preempted %d sequences and prefilled their generated tokens again, densely: not what the actor "
@@ -106,26 +104,25 @@ class Client(ABC):
         return counters
 
 
-def tally(
-    described: Sequence[Mapping[str, Any]],
-    counts: Sequence[Mapping[str, int]],
-    acceptance: Sequence[Mapping[str, Any]] | None = None,
-) -> Counters:
-    """What all workers of one vLLM have done, from what each returns for ``sparrow_describe`` and ``sparrow_counters``.
+def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[Mapping[str, Any]]]) -> Counters:
+    """What all workers of one vLLM have done since they were last asked.
 
-    ``acceptance`` is from ``sparrow_acceptance``, which only workers in lossless mode have; without it only the tokens
-    read and held and the preemptions are known.
+    Args:
+        described: what each worker returned for ``sparrow_describe``.
+        rpc: calls a method of every worker.
     """
+    counts = rpc("sparrow_counters")
     # Pipeline stages have layers of their own; tensor-parallel workers count the same layers again.
     stages = {(*d["sparse_layers"], *d["dense_layers"]) for d in described}
     copies = len(counts) // len(stages)
     read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
     preemptions = counts[0].get("preemptions", 0)  # every worker counts all; the plugin of 0.1.0 counts none
-    if acceptance is None:
+    if described[0].get("mode") != "lossless":
         return Counters(read, held, preemptions)
+    acceptance = rpc("sparrow_acceptance")[0]
     # Every worker takes part in every draft and sees all of its logits.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
-    parts = (acceptance[0], acceptance[0].get("metered"))
+    parts = (acceptance, acceptance.get("metered"))
     measured = (DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty() for part in parts)
     return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, *measured)
 

@@ -13,6 +13,7 @@ import torch
 
 from sparrow.engines.vllm import VLLMServer, server
 from sparrow.errors import ConfigError, EngineError
+from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding
 from sparrow.rollout import Sampling
 from tests.train.test_trainer import SCHEDULE, make_trainer, metrics_of
@@ -36,8 +37,11 @@ class Pretender(BaseHTTPRequestHandler):
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
         described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0], **state["described"]}
-        counters = {"tokens_read": 1, "tokens_held": 2, "preemptions": 0}
-        results = {"sparrow_describe": [described], "sparrow_counters": [counters]}
+        counters = {"tokens_read": 1, "tokens_held": 2, "preemptions": 0, "drafted": 0, "accepted": 0, "emitted": 0}
+        acceptance = {"acceptance": DraftAcceptance.empty().to_dict()}
+        results = {
+            "sparrow_describe": [described], "sparrow_counters": [counters], "sparrow_acceptance": [acceptance]
+        }  # fmt: skip
         if self.path != "/inference/v1/generate":
             self.answer({"success": True, "results": results.get(body.get("method"))})
         elif state["generate"] == "die":
