@@ -231,7 +231,7 @@ class Bench:
         """By group: probabilities at every response token's position, ``[tokens, V]``, and the actor that gave them."""
         for group in self.groups:
             some: list[Rollout] = [self.rollouts[i] for i in group]
-            batch = Batch.build([r.prompt_ids for r in some], [r.response_ids for r in some], device=self.device)
+            batch = Batch.of(some, self.device)
             # The first response token comes from the dense prefill, so its query, the prompt's last, is not sparse.
             actor = Actor(variant, self.layers, batch.prompt_lengths, batch.prompt_lengths + batch.response_lengths)
             for module in self.model.modules():

@@ -45,7 +45,7 @@ ALLOWED = {
     "engines": [],
     "engines.base": ["mismatch", "rollout", "schedule"],
     "model": ["attention", "attention.api", "attention.pages", "model.scoring", "schedule"],
-    "model.scoring": [],
+    "model.scoring": ["rollout"],
     "engines.responses": ["model", "rollout"],
     "engines.hf": [
         "attention", "engines.base", "engines.responses", "mismatch", "mode", "model", "model.scoring", "rollout",

@@ -211,12 +211,7 @@ class HFEngine(Engine, Scorer):
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         for rows in micro_batches(lengths, self.token_budget):
             batch_rollouts = [rollouts[i] for i in rows]
-            batch = Batch.build(
-                [r.prompt_ids for r in batch_rollouts],
-                [r.response_ids for r in batch_rollouts],
-                [r.top_ids for r in batch_rollouts],
-                self.model.device,
-            )
+            batch = Batch.of(batch_rollouts, self.model.device, with_top=True)
             sparse = contextlib.nullcontext() if schedule.is_dense else teacher_forced(
                 self.model, batch.prompt_lengths, schedule
             )  # fmt: skip

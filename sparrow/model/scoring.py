@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from sparrow.errors import UnsupportedModel
+from sparrow.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,12 @@ class Batch:
             torch.tensor([len(r) for r in responses], device=device),
             torch.from_numpy(np.concatenate(top_ids).astype(np.int64)).to(device) if top_ids is not None else None,
         )
+
+    @classmethod
+    def of(cls, rollouts: Sequence[Rollout], device: torch.device, with_top: bool = False) -> Batch:
+        """The batch of a pass over ``rollouts``, which scores their top-n tokens too if ``with_top``."""
+        top_ids = [r.top_ids for r in rollouts] if with_top else None
+        return cls.build([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], top_ids, device)
 
     def response_index(self) -> tuple[Tensor, Tensor]:
         """Row and column, int64 ``[M]``, of every response token."""

@@ -66,13 +66,7 @@ class Experience:
         return [len(r.prompt_ids) + len(r) for r in self.rollouts]
 
     def batch(self, rows: Sequence[int], device: torch.device, with_top: bool = False) -> Batch:
-        return batch_of([self.rollouts[i] for i in rows], device, with_top)
-
-
-def batch_of(rollouts: Sequence[Rollout], device: torch.device, with_top: bool) -> Batch:
-    """The batch of a forward pass over ``rollouts``; with ``with_top`` the pass scores their top-n tokens too."""
-    top_ids = [r.top_ids for r in rollouts] if with_top else None
-    return Batch.build([r.prompt_ids for r in rollouts], [r.response_ids for r in rollouts], top_ids, device)
+        return Batch.of([self.rollouts[i] for i in rows], device, with_top)
 
 
 @dataclass

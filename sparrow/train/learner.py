@@ -21,13 +21,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sparrow.errors import ConfigError
 from sparrow.measure import TokenAcceptance, token_acceptance
-from sparrow.model.scoring import TokenScorer
+from sparrow.model.scoring import Batch, TokenScorer
 from sparrow.rollout import Rollout, derived_seed, split
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.advantages import compute_advantages
 from sparrow.train.config import TrainConfig
 from sparrow.train.corrections import Correction, compute_correction
-from sparrow.train.experience import Assessment, Experience, batch_of, pad
+from sparrow.train.experience import Assessment, Experience, pad
 from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks, reshard, whole
 
@@ -140,7 +140,8 @@ class Learner:
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
             batch = [rollouts[i] for i in rows]
-            scores = self.plain_scorer(batch_of(batch, self.accelerator.device, True), self.config.rollout.temperature)
+            tensors = Batch.of(batch, self.accelerator.device, with_top=True)
+            scores = self.plain_scorer(tensors, self.config.rollout.temperature)
             columns = (split(x.cpu().numpy(), [len(r) for r in batch]) for x in scores)
             return [
                 (logp, top, float(entropy.sum(dtype=np.float64)), token_acceptance(r, top, schedule))

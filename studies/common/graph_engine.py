@@ -141,8 +141,7 @@ class GraphEngine(HFEngine):
 
     def _sparse_top(self, rollouts: Sequence[Rollout], temperature: float) -> list[np.ndarray]:
         """Log-probs of each response's top tokens under a sparse pass, float32 ``[T, n]``."""
-        columns = ([getattr(r, name) for r in rollouts] for name in ("prompt_ids", "response_ids", "top_ids"))
-        batch = Batch.build(*columns, self.model.device)
+        batch = Batch.of(rollouts, self.model.device, with_top=True)
         # The reference, which needs no compiler: at these lengths it is fast enough.
         with self._inference(), teacher_forced(self.model, batch.prompt_lengths, self.schedule, "reference"):
             scores = self._scorer(batch, temperature)

@@ -256,7 +256,7 @@ def acceptance_report(model: Qwen3ForCausalLM, rollouts: list[Rollout]) -> dict[
     alphas, agreements, quarters = [], [], []
     for begin in range(0, len(rollouts), 64):
         some = rollouts[begin : begin + 64]
-        batch = Batch.build([r.prompt_ids for r in some], [r.response_ids for r in some], device=model.device)
+        batch = Batch.of(some, model.device)
         rows, columns = batch.response_index()
         dense = model(input_ids=batch.input_ids, use_cache=False).logits[rows, columns - 1].softmax(-1)
         with teacher_forced(model, batch.prompt_lengths):
