@@ -131,11 +131,11 @@ class Learner:
         return assessment, sum(entropies) / sum(map(len, rollouts))
 
     @torch.no_grad()
-    def acceptances(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
+    def acceptances(self, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> list[TokenAcceptance]:
         """How far the sampler of each rollout was from the dense policy; ``schedule`` is the one in force."""
-        return list(self._score(phase, rollouts, schedule)[-1])
+        return list(self._score("ceiling", rollouts, schedule)[-1])
 
-    def _score(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> tuple[Any, Any, Any, Any]:
+    def _score(self, phase: str, rollouts: Sequence[Rollout], schedule: SparsitySchedule) -> tuple[Any, ...]:
         """By response: log-probs of its tokens, log-probs of the top tokens, summed entropy, acceptance."""
 
         def score(rows: list[int]) -> list[tuple[np.ndarray, np.ndarray, float, TokenAcceptance]]:
@@ -150,8 +150,7 @@ class Learner:
 
         lengths = [len(r.prompt_ids) + len(r) for r in rollouts]
         scored = self.ranks.batched(phase, lengths, self.config.optimizer.token_budget, score)
-        logps, tops, entropies, acceptances = zip(*scored, strict=True)
-        return logps, tops, entropies, acceptances
+        return tuple(zip(*scored, strict=True))
 
     def _reference_logps(self, experience: Experience) -> list[np.ndarray]:
         """By response: log-probs of its tokens under the policy as it was at the start of the run."""

@@ -214,7 +214,7 @@ class Trainer:
         responses = self.config.rollout.prompts * self.config.rollout.samples
         rollouts = self._collector.sample(min(CEILING_RESPONSES, responses))
         self.ranks.gather("sleep", self._rest)
-        acceptances = self.learner.acceptances("ceiling", rollouts, self.schedule)
+        acceptances = self.learner.acceptances(rollouts, self.schedule)
         self.ceiling.measure(pool(acceptances, self.config.bin_tokens or self.schedule.bin_tokens))
 
     def _evaluate(self) -> None:

@@ -103,15 +103,15 @@ class VLLMServer(Client):
             for prompt, seed in zip(prompts, sampling.request_seeds(len(prompts)), strict=True)
         ]
         with self._reached():
-            choices = _finished(self._choices("/inference/v1/generate", bodies))
+            choices = _finished(self._choices(bodies))
         return [_rollout(prompt, choice, sampling.top_n) for prompt, choice in zip(prompts, choices, strict=True)]
 
-    async def _choices(self, path: str, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    async def _choices(self, bodies: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=CONNECTIONS)
         async with httpx.AsyncClient(base_url=self._url, limits=limits, timeout=None, trust_env=False) as client:
 
             async def send(body: dict[str, Any]) -> dict[str, Any]:
-                return json.loads(_content(await client.post(path, json=body)))["choices"][0]
+                return json.loads(_content(await client.post("/inference/v1/generate", json=body)))["choices"][0]
 
             requests = [asyncio.create_task(send(body)) for body in bodies]
             waiting, since = set(requests), time.monotonic()
