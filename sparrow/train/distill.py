@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,7 +37,7 @@ from sparrow.model.scoring import TokenScorer
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DistillConfig, TrainConfig
 from sparrow.train.experience import Assessment, Experience, pad
-from sparrow.train.lora import base_weights, inject, layers, merged_weights
+from sparrow.train.lora import base_weights, inject, layers, merged_weights, switched
 from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
 from sparrow.train.schedules import MIN_SEQUENCES
@@ -64,7 +65,8 @@ class Adapter:
         set_schedule(model, schedule)
         self._lora = inject(model, config.rank, 2 * config.rank, config.target_modules)
         self._base = self._sample()
-        self._enable(False)
+        for module in layers(model):
+            module.enable_adapters(False)
         self._train_policy(True)
         if config.adapter:
             self._load(Path(config.adapter))
@@ -72,35 +74,17 @@ class Adapter:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """A context in which the model is the actor: phi is active and the only thing that trains."""
-        self._train_policy(False)
-        self._enable(True)
-        try:
-            yield
-        finally:
-            self._enable(False)
-            self._train_policy(True)
-
-    @contextlib.contextmanager
-    def everything_trains(self) -> Iterator[None]:
-        """A context in which theta and phi are both trainable, as reading an optimiser's sharded state requires."""
-        self._enable(True)
-        try:
-            yield
-        finally:
-            self._enable(False)
+        with switched(self.model, True):
+            self._train_policy(False)
+            try:
+                yield
+            finally:
+                self._train_policy(True)
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """phi."""
         return [p for name, p in self.model.named_parameters() if "lora_" in name]
-
-    def policy_weights(self) -> dict[str, Tensor]:
-        """theta, by the names the model had without the adapter."""
-        return base_weights(self.model)
-
-    def actor_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """theta + delta(phi) in theta's dtype, one new tensor at a time; theta itself is not touched."""
-        return merged_weights(self.model)
 
     def adapter_weights(self) -> dict[str, Tensor]:
         """phi, by PEFT's names."""
@@ -148,10 +132,6 @@ class Adapter:
         for name, parameter in self.model.named_parameters():
             if name.replace(".base_layer", "") in self._trained:
                 parameter.requires_grad_(trains)
-
-    def _enable(self, enabled: bool) -> None:
-        for module in layers(self.model):
-            module.enable_adapters(enabled)
 
 
 def _saved_base(folder: Path) -> Tensor | None:
@@ -211,8 +191,9 @@ class Distiller:
         self.parameter_group = {
             "params": self._adapter.parameters, "lr": config.distill.learning_rate, "weight_decay": 0.0
         }  # fmt: skip
-        self.everything_trains = self._adapter.everything_trains
-        self.actor_weights, self.policy_weights = self._adapter.actor_weights, self._adapter.policy_weights
+        # A context in which theta and phi are both trainable, as reading an optimiser's sharded state requires.
+        self.everything_trains = partial(switched, model, True)
+        self.actor_weights, self.policy_weights = partial(merged_weights, model), partial(base_weights, model)
         self.adapter_weights, self.save = self._adapter.adapter_weights, self._adapter.save
 
     def prepare(self, accelerator: Accelerator, ranks: Ranks, scorer: TokenScorer, optimizer: Any) -> None:

@@ -105,6 +105,18 @@ def merged_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield name, with_lora[name].merged_weight().to(weight.dtype) if name in with_lora else weight
 
 
+@contextlib.contextmanager
+def switched(model: PreTrainedModel, on: bool) -> Iterator[None]:
+    """A context in which the LoRA is active (``on``) or not; outside it is the other way round."""
+    for layer in layers(model):
+        layer.enable_adapters(on)
+    try:
+        yield
+    finally:
+        for layer in layers(model):
+            layer.enable_adapters(not on)
+
+
 class PolicyLora:
     """A LoRA that is always active in the policy, and the only part of the policy that trains.
 
@@ -120,13 +132,6 @@ class PolicyLora:
         """The policy's weights, with the LoRA merged."""
         return merged_weights(self.model)
 
-    @contextlib.contextmanager
-    def taken_off(self) -> Iterator[None]:
+    def taken_off(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the model is what it was at the start of the run."""
-        for layer in layers(self.model):
-            layer.enable_adapters(False)
-        try:
-            yield
-        finally:
-            for layer in layers(self.model):
-                layer.enable_adapters(True)
+        return switched(self.model, False)

@@ -44,6 +44,7 @@ from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DistillConfig
 from sparrow.train.distill import Adapter, bucket_kl
+from sparrow.train.lora import merged_weights
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 from common import save
@@ -317,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
             row |= {"held_out": study.along(alpha)}
             row["gain"] = gain(before, alpha)
             if seen == max(args.measure_at):
-                weights = dict(adapter.actor_weights())
+                weights = dict(merged_weights(adapter.model))
                 assert not actor.load_state_dict(weights, strict=False).unexpected_keys
                 row |= {"on_its_own": study.on_its_own(actor), "drafting": study.drafting(weights)}
             keep(row)
