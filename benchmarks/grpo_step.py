@@ -41,7 +41,7 @@ from vllm import LLM, SamplingParams
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMEngine
-from sparrow.engines.vllm.client import rollout
+from sparrow.engines.vllm.engine import rollout_of
 from sparrow.rollout import Rollout, Sampling
 from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
@@ -115,14 +115,8 @@ class Engine(Given):
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._ends = [time.perf_counter()]
         outputs = self.llm.generate(requests, parameters, use_tqdm=False)
-        rollouts = []
-        for prompt, output in zip(prompts, outputs, strict=True):
-            of = output.outputs[0]
-            lists = (
-                np.asarray(flat, dtype).reshape(len(of.token_ids), -1)[:, : 1 + sampling.top_n]
-                for flat, dtype in ((of.logprobs.token_ids, np.int32), (of.logprobs.logprobs, np.float32))
-            )
-            rollouts.append(rollout(prompt, of.token_ids, *lists, of.finish_reason))
+        pairs = zip(prompts, outputs, strict=True)
+        rollouts = [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
         ms = 1e3 * np.diff(self._ends)
         self.measured = {
             "generate_s": time.perf_counter() - self._ends[0],

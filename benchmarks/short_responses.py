@@ -129,7 +129,7 @@ def watch_host() -> dict[str, float]:
     watched(Scheduler, "update_from_output", SCHEDULER)
     assert "schedule" not in vars(AsyncScheduler), "it would be counted twice"
     watched(OutputProcessor, "process_outputs", OUTPUT)
-    watched(engine, "_rollout", READING)
+    watched(engine, "rollout_of", READING)
     watched(Lists, "read", READING)
     return spent
 

@@ -92,9 +92,8 @@ class VLLMEngine(Client):
         with self._given_up_if_interrupted():
             shows_bar = sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
             outputs = self.llm.generate(requests, parameters, use_tqdm=shows_bar)
-        return [
-            _rollout(prompt, output.outputs[0], sampling.top_n) for prompt, output in zip(prompts, outputs, strict=True)
-        ]
+        pairs = zip(prompts, outputs, strict=True)
+        return [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``; where the model is in this process, weights are not copied through the host.
@@ -180,8 +179,8 @@ def check_discoverable() -> None:
         )
 
 
-def _rollout(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
-    # Each position lists the sampled token, then the most likely ones, best first.
+def rollout_of(prompt: Sequence[int], completion: Any, top_n: int) -> Rollout:
+    """A rollout from vLLM's completion, whose lists hold the sampled token, then the most likely ones, best first."""
     T = len(completion.token_ids)
     ids = np.asarray(completion.logprobs.token_ids, dtype=np.int32).reshape(T, -1)[:, : top_n + 1]
     logprobs = np.asarray(completion.logprobs.logprobs, dtype=np.float32).reshape(T, -1)[:, : top_n + 1]
