@@ -48,10 +48,6 @@ BUDGETS = (8, 12, 16, 24, 32, 48)
 RESAMPLES = 200
 
 
-def write(name: str, result: dict[str, Any]) -> None:
-    save(RESULTS / f"calibration_{name}.json", result)
-
-
 # --- does it hold its target? ---
 
 
@@ -79,7 +75,7 @@ def calibrated(folder: Path) -> None:
                             "passes_of_last_round": len(found.provenance["curves"])}  # fmt: skip
                     record.write_text(json.dumps({**what, "bins": bins}))
                 runs.append(json.loads(record.read_text()))
-    write("table", {"machine": runs[0]["machine"], "count": COUNT, "runs": runs})
+    save(RESULTS / "calibration_table.json", {"machine": runs[0]["machine"], "count": COUNT, "runs": runs})
 
 
 def sampled_anew(schedule: SparsitySchedule, seed: int) -> list[TokenAcceptance]:
@@ -148,7 +144,7 @@ def shortcut(folder: Path) -> None:
         apart = max(np.abs(a.lower - b.lower).max() for a, b in zip(sampled, again, strict=True))
         rows.append({"top_k": top_k, "seconds": seconds, "identity": float(apart), "bins": compare(forced, sampled)})
         print(top_k, seconds, f"identity {apart:.1e}", [round(b["drift"], 4) for b in rows[-1]["bins"]], flush=True)
-    write("shortcut", {"count": COUNT, "seconds_dense_sampling": once, "budgets": rows})
+    save(RESULTS / "calibration_shortcut.json", {"count": COUNT, "seconds_dense_sampling": once, "budgets": rows})
 
 
 def compare(forced: Sequence[TokenAcceptance], sampled: Sequence[TokenAcceptance]) -> list[dict[str, Any]]:
@@ -192,7 +188,7 @@ def tail(folder: Path) -> None:
              "p5_fitted": float(fitted_percentile(fit, alpha)), "p5_measured": float(np.percentile(alpha, 5))}
         )  # fmt: skip
         print(rows[-1], flush=True)
-    write("tail", {"count": COUNT, "budgets": rows})
+    save(RESULTS / "calibration_tail.json", {"count": COUNT, "budgets": rows})
 
 
 def fitted_percentile(fit: Any, alpha: np.ndarray) -> float:

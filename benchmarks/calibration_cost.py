@@ -42,10 +42,6 @@ TAUS = (0.75, 0.80, 0.83, 0.86, 0.88, 0.90, 0.92, 0.94)
 DRIFT, NOISE = 1.15, 0.004
 
 
-def write(name: str, result: dict[str, Any]) -> None:
-    save(RESULTS / f"calibration_{name}.json", result)
-
-
 def steps() -> None:
     """Time decode steps of a whole batch, with the top-20 lists that calibration needs; dense layers as published."""
     from rollout import Bench
@@ -60,7 +56,7 @@ def steps() -> None:
                 row = {"top_k": top_k, "length": length, **bench.step([length] * BATCH, 20)}
                 result["steps"].append(row)
                 print(row, flush=True)
-                write("steps", result)
+                save(RESULTS / "calibration_steps.json", result)
 
 
 class Told(Engine, Scorer):
@@ -138,7 +134,8 @@ def search() -> None:
             engine, engine, prompts, Sampling(T, top_n=1), Path(folder), budgets=DEFAULT_BUDGETS, target=TARGET,
             layout=SparsitySchedule.dense(), refine=REFINE, on_policy=ROUNDS, provenance={},
         )  # fmt: skip
-    write("search", {"rounds": engine.rounds, "found": calibration.schedule.to_dict()["top_k"]})
+    found = calibration.schedule.to_dict()["top_k"]
+    save(RESULTS / "calibration_search.json", {"rounds": engine.rounds, "found": found})
 
 
 # --- tables ---

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import REASONER, device, parser, rounded, save, tracing
+from common import REASONER, device, parser, rounded, save, table, tracing
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -332,12 +332,12 @@ def show(result: dict[str, Any]) -> None:
     """The tables in Markdown, best first; a variant that could not keep to its bytes is marked."""
     for section, rows in result["sections"].items():
         b = int(section.split(", ")[-1].split()[0])
-        print(f"\n{section}\n\n| | p5 | against the first | mean | tokens read |\n|---|---|---|---|---|")
+        lines = []
         for r in [rows[0], *sorted(rows[1:], key=lambda r: -r["p5"])]:
-            low, high = r["over_first_interval"]
-            cells = [r["label"], f"{r['p5']:.3f}", f"{r['over_first']:+.3f} [{low:+.3f}, {high:+.3f}]"]
+            over = "{:+.3f} [{:+.3f}, {:+.3f}]".format(r["over_first"], *r["over_first_interval"])
             mark = " (more than its share)" if r["tokens_read"] > 1.03 * b else ""
-            print(f"| {' | '.join(cells)} | {r['mean']:.4f} | {r['tokens_read']:.0f}{mark} |")
+            lines.append([r["label"], f"{r['p5']:.3f}", over, f"{r['mean']:.4f}", f"{r['tokens_read']:.0f}{mark}"])
+        print(f"\n{section}\n\n{table(['', 'p5', 'against the first', 'mean', 'tokens read'], lines)}", end="")
 
 
 def main() -> None:

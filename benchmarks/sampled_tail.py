@@ -9,37 +9,29 @@ that percentile (``sparrow.mismatch.sampled``), and, for comparison only, the 5t
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 import numpy as np
-import torch
-from common import REASONER, save
+from common import REASONER, device, parser, save, tracing
 
 from sparrow import SparsitySchedule
-from sparrow.engines.hf import HFEngine, eos_ids, load_model
+from sparrow.engines.hf import HFEngine
 from sparrow.measure import flatten, token_acceptance
 from sparrow.mismatch import percentile_by_bin_interval, sampled_acceptance, tail_floor_by_bin
 from sparrow.rollout import Sampling
-from sparrow.tasks import load_task
 
 LAYOUT = {"bin_tokens": 1024, "page_size": 8, "dense_layers": (0,)}
 DENSE = SparsitySchedule.dense(**LAYOUT)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--responses", type=int, default=128)
-    parser.add_argument("--pages", type=int, nargs="+", default=[4, 8, 12, 16, 24])
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    options = parser(__doc__, "sampled_tail")
+    options.add_argument("--responses", type=int, default=128)
+    options.add_argument("--pages", type=int, nargs="+", default=[4, 8, 12, 16, 24])
+    arguments = options.parse_args()
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, tokenizer = load_model(str(REASONER), "fp32", device)
-    engine = HFEngine(model, DENSE, eos_ids(model, tokenizer))
-    task = load_task("trace", lines=24)
-    prompts = [tokenizer(task.problem(i, seed=2).prompt)["input_ids"] for i in range(arguments.responses)]
+    model, ends, prompts = tracing(REASONER, 24, arguments.responses, 2, device())
+    engine = HFEngine(model, DENSE, ends)
     rows = []
     for pages in arguments.pages:
         schedule = SparsitySchedule.fixed(pages, **LAYOUT)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator
 
 import numpy as np
-from common import RESULTS, SHAPES, Column, Row, declared, load, table
+from common import SHAPES, Column, Row, declared, load, table
 from rollout_trace import PROMPT, responses
 from scipy.stats import t
 
@@ -26,9 +26,7 @@ PUBLISHED = {
 
 def measured() -> dict[str, tuple[Row, Row]]:
     """The measurements of stock vLLM and of Sparrow, by shape."""
-    names = {shape: [f"rollout_{shape}_{variant}" for variant in ("stock", "sparse")] for shape in SHAPES}
-    there = {shape: all((RESULTS / f"{name}.json").exists() for name in pair) for shape, pair in names.items()}
-    return {shape: (load(a), load(b)) for shape, (a, b) in names.items() if there[shape]}
+    return {shape: (load(f"rollout_{shape}_stock"), load(f"rollout_{shape}_sparse")) for shape in SHAPES}
 
 
 def point(run: Row, batch: int, length: int, schedule: str, logprobs: str) -> float | None:
