@@ -42,9 +42,19 @@ from sparrow.model import actor
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from common import save
+from common import parser, save
 
 Floats = NDArray[np.float64]
+
+
+def study_parser(about: str, texts: int, cycles: int) -> argparse.ArgumentParser:
+    """A command line with what ``Study`` takes, and with these defaults."""
+    made = parser(about)
+    made.add_argument("checkpoint", type=Path)
+    made.add_argument("--out", type=Path, required=True)
+    made.add_argument("--texts", type=int, default=texts)
+    made.add_argument("--cycles", type=int, default=cycles, help="of each text")
+    return made
 
 
 class Study:
@@ -216,18 +226,23 @@ def shape(alpha: Floats, position: NDArray[np.int64]) -> dict[str, Any]:
     return {"correlation": correlations(tokens, position.ravel(), text), "beta_tail": tail}
 
 
+def mean_and_p5(alpha: Floats, text: NDArray[np.int64]) -> dict[str, list[float]]:
+    """Both statistics of acceptance ``[T]``, each with the ends of a 95 % interval that resamples whole texts."""
+    statistics = {"mean": weighted_mean, "p5": weighted_percentile}
+    return {name: list(sequence_bootstrap(alpha, text, of)[:3]) for name, of in statistics.items()}
+
+
 def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks: Sequence[int]) -> dict[str, Any]:
     """Statistics of acceptance ``[S, R, W]`` at ``position``: in all, by step of a cycle, and by bins of length."""
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape)
 
     def of(where: NDArray[np.bool_]) -> dict[str, Any]:
         chosen, cycles = alpha[where], alpha[where[..., 0]]
-        metrics: dict[str, Any] = {"n": len(chosen)}
-        for name, statistic in (("mean", weighted_mean), ("p5", weighted_percentile)):
-            interval = sequence_bootstrap(chosen, text[where], statistic)
-            metrics[name] = [round(x, 4) for x in interval[:3]]
-        metrics["tokens_a_cycle"] = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
-        return metrics
+        measured = {
+            name: [round(x, 4) for x in interval] for name, interval in mean_and_p5(chosen, text[where]).items()
+        }
+        expected = {k: [round(x, 3) for x in tokens_a_cycle(cycles, k)] for k in ks}
+        return {"n": len(chosen), **measured, "tokens_a_cycle": expected}
 
     everywhere = of(np.ones(alpha.shape, bool))
     bins = []
@@ -239,16 +254,12 @@ def summary(alpha: Floats, position: NDArray[np.int64], edges: Sequence[int], ks
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__, 32, 24)
     parser.add_argument("--budgets", type=int, nargs="+", default=[128, 256, 384, 512, 768, 1024, 1536, 2048, 3072])
     parser.add_argument("--reuse", type=int, nargs="+", default=[2, 4, 8], help="besides 1")
     parser.add_argument("--reuse-budgets", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1], help="measured with and without")
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 12])
-    parser.add_argument("--texts", type=int, default=32)
-    parser.add_argument("--cycles", type=int, default=24, help="of each text")
     parser.add_argument("--prompt", type=int, default=128, help="dense tokens before a lossy actor's own")
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="of the lossy actor's attention")

@@ -11,7 +11,6 @@ Shapes: as in ``acceptance.py``.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from acceptance import Study, distributions, lossy, schedule
+from acceptance import Study, distributions, lossy, schedule, study_parser
 from torch import Tensor
 
 from sparrow.model import actor
@@ -37,14 +36,10 @@ DRAFTED = 12
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__, 16, 96)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048], help="tokens read, besides all")
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
-    parser.add_argument("--texts", type=int, default=16)
     parser.add_argument("--context", type=int, help="tokens of a text; the model's if not given")
-    parser.add_argument("--cycles", type=int, default=96, help="groups of positions in each text")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each text that set the scales of the cache")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="of sparse attention")
     args = parser.parse_args(argv)

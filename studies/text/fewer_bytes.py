@@ -11,17 +11,15 @@ largest component's magnitude.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import drafts
 import numpy as np
 import torch
-from acceptance import Study, acceptance
+from acceptance import Study, acceptance, study_parser
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -116,11 +114,7 @@ def measure(model: PreTrainedModel, every: Sequence[Variant], ids: Tensor, start
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--texts", type=int, default=32)
-    parser.add_argument("--cycles", type=int, default=24, help="of each text")
+    parser = study_parser(__doc__, 32, 24)
     parser.add_argument("--batch", type=int, default=4, help="texts at a time")
     parser.add_argument("--studies", nargs="+", help="of 'page size', landmarks, quest, ...; unset: all")
     args = parser.parse_args(argv)

@@ -11,15 +11,13 @@ Shapes: as in ``acceptance.py``; ``kept`` is ``[2, S, R, W]``, by rejection samp
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import drafts
 import numpy as np
 import torch
-from acceptance import Floats, Study, acceptance, lossless, schedule
+from acceptance import Floats, Study, acceptance, lossless, schedule, study_parser
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -72,13 +70,9 @@ def compared(kept: Floats, ks: Sequence[int]) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__, 32, 24)
     parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048])
     parser.add_argument("--drafts", type=int, nargs="+", default=[4, 8, 12])
-    parser.add_argument("--texts", type=int, default=32)
-    parser.add_argument("--cycles", type=int, default=24, help="of each text")
     args = parser.parse_args(argv)
 
     drafted = max(args.drafts)

@@ -20,17 +20,15 @@ Shapes: as in ``drafts.py``; L layers, C cells (layers, or kv heads of layers), 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import drafts
 import numpy as np
 import torch
-from acceptance import Floats, Study, acceptance
+from acceptance import Floats, Study, acceptance, study_parser
 from fewer_bytes import rounded
 from torch import Tensor
 from train import windows
@@ -250,15 +248,11 @@ def at_bytes(read: float, curve: Curve, minus: Curve | None, percentile: bool) -
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = study_parser(__doc__, 24, 16)
     parser.add_argument("--even", type=int, nargs="+", default=[256, 512, 768, 1024, 1536, 2048], help="budgets")
     parser.add_argument("--budgets", type=int, nargs="+", default=[512, 1024], help="of what is compared with it")
     parser.add_argument("--together", type=int, nargs="+", default=[512, 768, 1024], help="budgets of all together")
-    parser.add_argument("--texts", type=int, default=24)
     parser.add_argument("--calibration", type=int, default=8, help="texts between them, for budgets and heads")
-    parser.add_argument("--cycles", type=int, default=16, help="of each text")
     args = parser.parse_args(argv)
 
     study = Study(args.checkpoint, args.texts, args.cycles, DRAFTS)

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.mode import Decoding, DraftWeights
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
@@ -105,8 +105,7 @@ def compare(start: Array, emitted: Array, alpha: Array, ratio: Array, edges: Seq
 def of_first(alpha: Array) -> dict[str, list[float]]:
     """Mean and p5 of acceptance ``[S, R, 1]``, with 95 % intervals over texts."""
     text = np.broadcast_to(np.arange(len(alpha))[:, None, None], alpha.shape).ravel()
-    statistics = {"mean": weighted_mean, "p5": weighted_percentile}
-    return {name: list(sequence_bootstrap(alpha.ravel(), text, of)[:3]) for name, of in statistics.items()}
+    return acceptance.mean_and_p5(alpha.ravel(), text)
 
 
 def main(argv: Sequence[str] | None = None, **options: Any) -> dict[str, Any]:
