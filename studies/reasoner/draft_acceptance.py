@@ -75,11 +75,8 @@ def main(options: Options) -> None:
     report: dict[str, Any] = {"problems": options.problems, "models": []}
     for name, lines in zip(options.models, options.lines, strict=True):
         model, tokenizer = load_model(name)
-        task = Trace(lines)
-        prompts = [
-            tokenizer(task.problem(i, seed=HELD_OUT).prompt, add_special_tokens=False).input_ids
-            for i in range(options.problems)
-        ]
+        texts = [Trace(lines).problem(i, seed=HELD_OUT).prompt for i in range(options.problems)]
+        prompts = tokenizer(texts, add_special_tokens=False).input_ids
         rows: list[dict[str, Any]] = []
         config = model.config
         report["models"].append(

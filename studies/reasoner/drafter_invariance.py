@@ -21,17 +21,16 @@ from stability_study import LAYOUT
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from sparrow.engines.hf import HFEngine, eos_ids
-from sparrow.loading import HELD_OUT, load_model
+from sparrow.engines.hf import HFEngine
+from sparrow.loading import HELD_OUT, model_path
 from sparrow.mismatch import plain
 from sparrow.mode import Decoding
 from sparrow.model.actor import teacher_forced
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import SparsitySchedule
-from sparrow.tasks import Trace
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from common import save
+from common import device, save, tracing
 
 DRAWS = 256  # Gumbel noises for each token
 
@@ -89,12 +88,7 @@ def kept(model: PreTrainedModel, responses: list[Rollout], schedule: SparsitySch
 
 def main(options: Options) -> None:
     """Measure and save."""
-    model, tokenizer = load_model(options.model)
-    task, ends = Trace(options.lines), eos_ids(model, tokenizer)
-    prompts = [
-        tokenizer(task.problem(i, seed=HELD_OUT).prompt, add_special_tokens=False).input_ids
-        for i in range(options.problems)
-    ]
+    model, ends, prompts = tracing(model_path(options.model), options.lines, options.problems, HELD_OUT, device())
     sampling = Sampling(options.max_new_tokens)
     dense = HFEngine(model, SparsitySchedule.dense(**LAYOUT), ends).generate(prompts, sampling)
     rows: list[dict[str, Any]] = []
