@@ -51,9 +51,12 @@ OTHER = 0.25
 """Code that reads none of the prompt's names earns a quarter, and a quarter of the reward at most: it shows that the
 response is code still, and needs no long context."""
 ALIKE = 2
-"""The model falls into lists of lines that differ in a name only. Of the samples' other code this leaves nearly all."""
+"""Lines of one shape that earn something, because the model falls into lists of lines that differ in a name only. Of
+the samples' other code this leaves nearly all."""
 READS = 2
-"""One name that is used again and again needs no further look at the prompt."""
+"""Lines that one name of the prompt pays for: one that is used again and again needs no further look at the prompt."""
+LONGEST = 40
+"""A line counts as no longer than this."""
 
 _PIECE = re.compile(
     r"""\#.* | (?:\b[rbfuRBFU]{1,2})? (?: (?P<open>\"{3}|'{3}) | "(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*' )""", re.VERBOSE
@@ -179,70 +182,61 @@ def shape(code: str) -> str:
     return _REPEAT.sub(r"\1", _OPERATOR.sub(" = ", form.translate(_BRACKETS)))
 
 
-@dataclass(frozen=True)
-class Reward:
-    """What a continuation is worth; lengths are in characters, of lines' ``shape``."""
+def reward_parts(prompt: str, names: Iterable[str], response: str) -> dict[str, float]:
+    """What a continuation is worth, and what that is made of; lengths are in characters, of lines' ``shape``.
 
-    full: int = FULL  # length of a full response's code
-    other: float = OTHER  # what a line earns that reads no name of the prompt
-    alike: int = ALIKE  # lines of one shape that earn something
-    reads: int = READS  # lines that one name of the prompt pays for
-    longest: int = 40  # a line counts as no longer than this
-
-    def parts(self, prompt: str, names: Iterable[str], response: str) -> dict[str, float]:
-        """The reward and what it is made of.
-
-        ``length``: of the code over that of a full response; ``valid``: its share in units that parse; ``fresh``: the
-        share of that which is new and not too often alike; ``grounded``: the share of that for which the prompt's names
-        pay; ``names``: how many of them do; the middle three in [0, 1], like ``reward``.
-        """
-        *lines, cut = read_lines(prompt + response)  # the last line may be cut off
-        end, known = len(lines), set(names)
-        while end and cut.in_string:  # so may a string that began before it
-            end, cut = end - 1, lines[end - 1]
-        first = prompt.count("\n") + 1  # the prompt's last line is the first's beginning
-        spans, seen = units(lines), {line.code for line in lines[:first]}
-        total = valid = fresh = grounded = 0
-        shapes: Counter[str] = Counter()
-        paid: Counter[str] = Counter()
-        for span in spans:
-            if span.stop <= first:
+    ``length``: of the code over that of a full response; ``valid``: its share in units that parse; ``fresh``: the
+    share of that which is new and not too often alike; ``grounded``: the share of that for which the prompt's names
+    pay; ``names``: how many of them do; the middle three in [0, 1], like ``reward``.
+    """
+    *lines, cut = read_lines(prompt + response)  # the last line may be cut off
+    end, known = len(lines), set(names)
+    while end and cut.in_string:  # so may a string that began before it
+        end, cut = end - 1, lines[end - 1]
+    first = prompt.count("\n") + 1  # the prompt's last line is the first's beginning
+    spans, seen = units(lines), {line.code for line in lines[:first]}
+    total = valid = fresh = grounded = 0
+    shapes: Counter[str] = Counter()
+    paid: Counter[str] = Counter()
+    for span in spans:
+        if span.stop <= first:
+            continue
+        stops = range(end, max(first, end - _CUT), -1) if span is spans[-1] else [span.stop]
+        trees = ((stop, parse([lines[i].text for i in range(span.start, stop)])) for stop in stops)
+        stop, tree = next((pair for pair in trees if pair[1] is not None), (span.stop, None))
+        if tree is None and span is spans[-1]:
+            continue  # cut off
+        read = _names_read(tree, span.start) if tree else {}
+        for i in range(max(first, span.start), stop):
+            code = lines[i].code
+            form = shape(code)
+            length = min(len(form), LONGEST)
+            total += length
+            if not code or tree is None:
                 continue
-            stops = range(end, max(first, end - _CUT), -1) if span is spans[-1] else [span.stop]
-            trees = ((stop, parse([lines[i].text for i in range(span.start, stop)])) for stop in stops)
-            stop, tree = next((pair for pair in trees if pair[1] is not None), (span.stop, None))
-            if tree is None and span is spans[-1]:
-                continue  # cut off
-            read = _names_read(tree, span.start) if tree else {}
-            for i in range(max(first, span.start), stop):
-                code = lines[i].code
-                form = shape(code)
-                length = min(len(form), self.longest)
-                total += length
-                if not code or tree is None:
-                    continue
-                valid += length
-                if code in seen or shapes[form] == self.alike:
-                    continue
-                seen.add(code)
-                shapes[form] += 1
-                fresh += length
-                if paying := [name for name in read.get(i, set()) & known if paid[name] < self.reads]:
-                    grounded += length
-                    paid.update(paying)
-        earned = grounded + self.other * min(fresh - grounded, self.full)
-        return {
-            "reward": min(1.0, earned / self.full),
-            "length": total / self.full,
-            "valid": valid / max(1, total),
-            "fresh": fresh / max(1, valid),
-            "grounded": grounded / max(1, fresh),
-            "names": len(paid),
-        }
+            valid += length
+            if code in seen or shapes[form] == ALIKE:
+                continue
+            seen.add(code)
+            shapes[form] += 1
+            fresh += length
+            if paying := [name for name in read.get(i, set()) & known if paid[name] < READS]:
+                grounded += length
+                paid.update(paying)
+    earned = grounded + OTHER * min(fresh - grounded, FULL)
+    return {
+        "reward": min(1.0, earned / FULL),
+        "length": total / FULL,
+        "valid": valid / max(1, total),
+        "fresh": fresh / max(1, valid),
+        "grounded": grounded / max(1, fresh),
+        "names": len(paid),
+    }
 
-    def __call__(self, prompt: str, names: Iterable[str], response: str) -> float:
-        """The reward alone, in [0, 1]."""
-        return self.parts(prompt, names, response)["reward"]
+
+def reward(prompt: str, names: Iterable[str], response: str) -> float:
+    """The reward alone, in [0, 1]."""
+    return reward_parts(prompt, names, response)["reward"]
 
 
 def _names_read(tree: ast.Module, first: int) -> dict[int, set[str]]:
@@ -315,7 +309,6 @@ class Continue:
 
     checkpoint: Path
     kind: str = "train"  # or held_out, which are always in the same order
-    reward: Reward = Reward()
 
     @cached_property
     def problems(self) -> list[dict[str, Any]]:
@@ -331,7 +324,7 @@ class Continue:
         epoch, place = divmod(index, len(self.problems))
         number = place if self.kind == "held_out" else _order(len(self.problems), seed, epoch)[place]
         prompt, names = (self.problems[number][key] for key in ("prompt", "names"))
-        verify = partial(self.reward, prompt, tuple(names))
+        verify = partial(reward, prompt, tuple(names))
         return Problem(f"continue-{self.kind}-{number}", prompt, verify, source="continue")
 
 

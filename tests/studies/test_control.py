@@ -40,8 +40,7 @@ NAMES = ["Currency", "LIMIT", "Stock", "__init__", "items", "math", "owner", "pr
 @pytest.fixture(scope="module")
 def parts(study):
     """The parts of a response's reward."""
-    reward = study.task.Reward()
-    return lambda response: reward.parts(PROMPT, study.task.bound_names(PROMPT), response)
+    return lambda response: study.task.reward_parts(PROMPT, study.task.bound_names(PROMPT), response)
 
 
 # --- the file's lines and units ---
