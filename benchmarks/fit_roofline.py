@@ -88,7 +88,7 @@ def scaled(run: Mapping[str, Any]) -> tuple[NDArray[np.int64], SparsitySchedule]
     return np.maximum(np.array(responses(run["responses"])) // run["scale"], 1), schedule
 
 
-def fit_host(overheads: Overheads, runs: list[dict[str, Any]], prompt: int = 64) -> Overheads:
+def fit_host(overheads: Overheads, runs: list[dict[str, Any]]) -> Overheads:
     """``overheads`` with the host's seconds per sequence that make relative errors over parts of rollouts smallest."""
     rows, device, seconds = [], [], []
     for run in runs:
@@ -98,7 +98,7 @@ def fit_host(overheads: Overheads, runs: list[dict[str, Any]], prompt: int = 64)
         for part, ms in zip(parts, run["engine"]["ms"], strict=True):
             now = int(part[len(part) // 2])
             running = int((mine > now).sum())
-            cached = [prompt + now] * running
+            cached = [64 + now] * running  # prompts have 64 tokens
             rows.append(running)
             device.append(decode_step(SHAPES[run["shape"]], MACHINES["h200"], cached, schedule, overheads).seconds)
             seconds.append(ms / 1e3)
@@ -120,7 +120,7 @@ def arrays(points: list[Point]) -> tuple[NDArray[np.float64], NDArray[np.float64
 def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float, float, float]]]:
     """The constants; and each point with its predicted seconds, relative error, and that of a fit without its shape."""
     points = [point(row, rows["machine"]) for row in rows["steps"]]
-    overheads = fit_host(fit(points), rows.get("rollouts", []))
+    overheads = fit_host(fit(points), rows["rollouts"])
     others = {shape: fit([p for p in points if p.shape != shape]) for shape in {p.shape for p in points}}
     table = []
     for p, seconds in zip(points, predicted(points, overheads), strict=True):
@@ -132,7 +132,7 @@ def errors(rows: Mapping[str, Any]) -> tuple[Overheads, list[tuple[Point, float,
 def ragged_errors(rows: Mapping[str, Any], overheads: Overheads) -> dict[str, list[float]]:
     """Relative errors at the steps of traces, by shape and kind."""
     by_kind: dict[str, list[float]] = {}
-    for row in rows.get("ragged", ()):
+    for row in rows["ragged"]:
         p = point(row, rows["machine"])
         kind = f"{row['shape']} {'sparse' if 'schedule' in row else 'dense'}, {row['trace']} requests"
         by_kind.setdefault(kind, []).append(float(predicted([p], overheads)[0] / p.seconds - 1))

@@ -151,7 +151,7 @@ def write(path: Path, row: dict[str, Any]) -> None:
 
 def calibrated(
     engine: Any, prompts: Sequence[Sequence[int]], sampling: Any, layout: Any, targets: Sequence[float],
-    budgets: Sequence[int], refine: int = 2,
+    budgets: Sequence[int],
 ) -> dict[str, list[int]]:  # fmt: skip
     """The cheapest tables that hold each target of p5, by name (``p86``), all from one set of dense trajectories.
 
@@ -177,7 +177,7 @@ def calibrated(
 
         trials = [layout.replace(top_k=(k,)) for k in sorted(set(budgets))]
         for target in targets:
-            schedule = calibrate(measure, trials, target, min(budgets), refine).schedule
+            schedule = calibrate(measure, trials, target, min(budgets), refine=2).schedule
             if schedule.is_dense:
                 raise ConfigError(f"no budget up to {max(budgets)} pages holds p5 {target:g}; try larger ones")
             tables[f"p{100 * target:.0f}"] = list(schedule.top_k[:-1])
