@@ -52,20 +52,19 @@ class Cycle:
 CYCLE_H200 = Cycle(41.16e-6, 0.787, 36.22e-6)
 
 
-def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads: Overheads = VLLM_H200) -> Cycle:
+def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
     """Fit by least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
 
     Args:
         cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``, ``length``,
             ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and ``draft_weights`` where these
             are not ``auto``.
-        machine: the machine that they ran on.
-        overheads: of that machine's dense steps.
+        machine: the machine that they ran on, whose dense steps have the overheads of an H200.
     """
     rows, left = [], []
     for cycle in cycles:
         shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
-        free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf), overheads)
+        free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf))
         layers = cycle["drafts"] * shape.layers * 1e-6
         copied = layers if cycle.get("draft_weights", "auto") == "fp8" else 0.0
         rows.append([layers / took, copied / took, _flops_s(shape, machine, cycle["drafts"] * cycle["batch"]) / took])
@@ -74,14 +73,12 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine, overheads:
     return Cycle(layer_us * 1e-6, 1 / inverse, copied_us * 1e-6)
 
 
-def cycle_seconds(
-    cycle: Mapping[str, Any], machine: Machine, constants: Cycle, overheads: Overheads = VLLM_H200
-) -> float:
+def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
     """Predicted seconds of a measured cycle, which is given as in ``fit_cycles``."""
     stored = cycle.get("landmark_dtype", "auto")
     schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
     drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
-    lengths, plain = [cycle["length"]] * cycle["batch"], replace(overheads, lists_s=0.0, host_s=0.0)
+    lengths, plain = [cycle["length"]] * cycle["batch"], replace(VLLM_H200, lists_s=0.0, host_s=0.0)
     step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
     return step.seconds * drafting.tokens_per_cycle
 

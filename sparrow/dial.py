@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from math import inf, isinf, isnan
 from typing import Any, Literal
 
-from sparrow.cost import VLLM_H200, Machine, ModelShape, Overheads, decode_step, kv_capacity
+from sparrow.cost import Machine, ModelShape, decode_step, kv_capacity
 from sparrow.cost_lossless import Drafting, lossless_step
 from sparrow.mismatch import BinMismatch, Tau
 from sparrow.mismatch.bootstrap import plain
@@ -163,10 +163,7 @@ def gain(bins: Sequence[DialBin], tokens: Mapping[int, int]) -> float:
     return sum(seconds for seconds, _ in lossless_s) / spent if spent else 1.0
 
 
-def price(
-    shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int,
-    overheads: Overheads = VLLM_H200,
-) -> Price:  # fmt: skip
+def price(shape: ModelShape, machine: Machine, schedule: SparsitySchedule, draft_tokens: int, batch: int) -> Price:
     """The cost model's price of lossy decoding under ``schedule``, and of lossless decoding that drafts under it.
 
     Args:
@@ -177,9 +174,9 @@ def price(
     def of(length: int, acceptance: float) -> tuple[float, float]:
         lengths = [length] * max(1, min(batch, kv_capacity(shape, machine) // length))
         lossless_s = min(
-            lossless_step(shape, machine, lengths, Drafting(k, schedule, acceptance), overheads).seconds
+            lossless_step(shape, machine, lengths, Drafting(k, schedule, acceptance)).seconds
             for k in range(draft_tokens + 1)
         )
-        return lossless_s, decode_step(shape, machine, lengths, schedule, overheads).seconds
+        return lossless_s, decode_step(shape, machine, lengths, schedule).seconds
 
     return of
