@@ -156,15 +156,14 @@ class Choice:
     """Which implementation decodes, by the number of rows in a batch."""
 
     implementation: Implementation
-    few_rows: int = 0  # batches of up to so many rows ...
-    of_few_rows: Implementation = "triton"  # ... are decoded by this one
+    few_rows: int = 0  # batches of up to so many rows are decoded by ``triton``
 
     def of(self, rows: int) -> Implementation:
         """What decodes a batch of ``rows``."""
-        return self.of_few_rows if rows <= self.few_rows else self.implementation
+        return "triton" if rows <= self.few_rows else self.implementation
 
     def __str__(self) -> str:
-        few = f", {self.of_few_rows} for up to {self.few_rows} rows" if self.few_rows else ""
+        few = f", triton for up to {self.few_rows} rows" if self.few_rows else ""
         return f"{self.implementation}{few}"
 
 
