@@ -151,7 +151,7 @@ class RunLog:
 
     def drafting(self) -> Drafting | None:
         """What lossless decoding drafted over the whole run; None if no step was decoded in that way."""
-        drafted, accepted, cycles = (nan_sum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles"))
+        drafted, accepted, cycles = (np.nansum(self.series("drafts", key)) for key in ("drafted", "accepted", "cycles"))
         if not cycles:
             return None
         last = next(drafts for row in reversed(self.metrics) if (drafts := row.get("drafts")))
@@ -162,11 +162,6 @@ class RunLog:
         """Share of the response tokens that the correction left in the loss, over the whole run."""
         masked, tokens = self.series("correction", "masked_fraction"), self.series("response", "tokens")
         return float(1 - np.average(masked, weights=tokens))
-
-
-def nan_sum(values: FloatArray) -> float:
-    """Sum of the finite values."""
-    return float(values[np.isfinite(values)].sum())
 
 
 def nan_mean(values: FloatArray) -> float:
