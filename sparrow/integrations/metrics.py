@@ -11,7 +11,6 @@ sparrow/drafts/p5/START-END      the p5 of one length bin
 """
 
 from sparrow.engines.base import Counters
-from sparrow.mismatch import mismatch_metrics as mismatch_metrics
 
 
 def counter_metrics(counters: Counters) -> dict[str, float]:

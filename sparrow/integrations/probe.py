@@ -26,9 +26,9 @@ import numpy as np
 from sparrow.engines.base import Counters, total
 from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
-from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
+from sparrow.integrations.metrics import counter_metrics
 from sparrow.measure import TokenAcceptance, pool
-from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds
+from sparrow.mismatch import Ceiling, MismatchReport, acceptance_bounds, mismatch_metrics
 from sparrow.schedule import SparsitySchedule
 
 CONNECTIONS = 64

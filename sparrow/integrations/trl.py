@@ -25,9 +25,9 @@ from trl import GRPOTrainer
 from sparrow.engines.base import total
 from sparrow.engines.vllm.client import tally
 from sparrow.errors import ConfigError
-from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
+from sparrow.integrations.metrics import counter_metrics
 from sparrow.measure import TokenAcceptance, pool, token_acceptance
-from sparrow.mismatch import Ceiling, MismatchReport
+from sparrow.mismatch import Ceiling, MismatchReport, mismatch_metrics
 from sparrow.mode import Decoding
 from sparrow.rollout import Rollout
 from sparrow.schedule import ALL_PAGES, SparsitySchedule

@@ -16,8 +16,8 @@ import torch
 from sparrow.engines.base import Counters
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
-from sparrow.integrations.metrics import counter_metrics, mismatch_metrics
-from sparrow.mismatch import mismatch_report
+from sparrow.integrations.metrics import counter_metrics
+from sparrow.mismatch import mismatch_metrics, mismatch_report
 from sparrow.mismatch.drafts import DraftAcceptance
 from sparrow.rollout import Sampling
 from sparrow.schedule import SparsitySchedule
