@@ -204,7 +204,8 @@ def measure(arguments: argparse.Namespace) -> None:
         )
         decoding = Decoding.lossless(schedule, draft_tokens=k, draft_weights=arguments.draft_weights)
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding)
+        cache = {} if arguments.cache == "auto" else {"kv_cache_dtype": arguments.cache}
+        bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding, **cache)
         config = bench.vllm_config
         import vllm
 
@@ -212,7 +213,7 @@ def measure(arguments: argparse.Namespace) -> None:
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=arguments.shape,
             variant=arguments.variant, start_s=time.monotonic() - began,
             kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
-            settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory},
+            settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory, **cache},
         )  # fmt: skip
         if decoding is not None:
             result["decoding"] = decoding.to_dict()
@@ -302,6 +303,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-weights", choices=get_args(DraftWeights), default="auto", help="what drafts multiply with"
     )
+    parser.add_argument("--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, of both")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000, and the host at 64 x 320")
     parser.add_argument("--out", required=True)

@@ -206,10 +206,12 @@ class SparseImpl(VLLMClass):
         asked = signature(super().__init__).bind(*args, **kwargs)
         asked.apply_defaults()
         config.check_layer(asked.arguments)
-        if asked.arguments["kv_cache_dtype"] in STORED:
+        decoding = config.requested(get_current_vllm_config())
+        if asked.arguments["kv_cache_dtype"] in STORED and (decoding is None or decoding.mode != "lossless"):
             asked.arguments["kv_cache_dtype"] = "auto"  # vLLM's own attention reads a 16-bit copy
         super().__init__(*asked.args, **asked.kwargs)
-        self.supports_quant_query_input = False
+        if asked.arguments["kv_cache_dtype"] not in STORED:
+            self.supports_quant_query_input = False
         self._viewed: Tensor | None = None
 
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,8 +223,12 @@ class SparseImpl(VLLMClass):
 
     @property
     def is_in_8_bits(self) -> bool:
-        """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a copy."""
-        return self.runtime is not None and self.runtime.cache_in_8_bits is not None
+        """Whether Sparrow's kernels read the layer's cache in every decode step, and vLLM's own a copy.
+
+        In lossless mode what is dense is vLLM's, in 8 bits too.
+        """
+        runtime = self.runtime
+        return runtime is not None and runtime.cache_in_8_bits is not None and not runtime.is_lossless
 
     @property
     def decodes_next(self) -> bool:
@@ -248,6 +254,9 @@ class SparseImpl(VLLMClass):
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
+            if keys.dtype == FP8 and scales is None:  # vLLM's own, of the layer or by kv head
+                of_layer = (x.float().flatten().expand(K).clone() for x in (layer._k_scale, layer._v_scale))
+                scales = attention.CacheScales(*of_layer)
             if keys.dtype == torch.int8:  # those of a head's keys, then of its values, are each one aligned piece
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
@@ -263,7 +272,8 @@ class SparseImpl(VLLMClass):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, store_tokens: Any
     ) -> None:
         """Write new keys and values with one of the functions ``store_tokens`` of ``sparrow.attention``."""
-        clipped = None
+        assert self.runtime is not None
+        clipped = self.runtime.drafts_clipped
         if self.fp8_scales is not None:
             self.fp8_scales.settle(key, value, slot_mapping)
             clipped = self.fp8_scales.cache.clipped
@@ -301,6 +311,8 @@ class SparseImpl(VLLMClass):
             for part in step.prefills:
                 step.layers.update_landmarks(part.metadata.slot_mapping)
         if B:
+            if query.dtype == FP8:  # as vLLM's own attention takes them from such a cache
+                query = query[:B].to(output.dtype) * layer._q_scale.to(output.dtype)
             top_k = step.top_k if self.is_sparse_layer or step.everything is None else step.everything
             attention.paged_decode(
                 query[:B], keys, values, marks, step.block_table, step.lengths, top_k,
@@ -349,7 +361,10 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
         stored = runtime.cache_in_8_bits = STORED.get(vllm_config.cache_config.cache_dtype)
-        runtime.fp8_cache = fp8.Fp8Cache(device) if stored == FP8 else None
+        if stored == FP8 and not runtime.is_lossless:
+            runtime.fp8_cache = fp8.Fp8Cache(device)
+        elif stored == FP8:
+            runtime.drafts_clipped = torch.zeros(1, dtype=torch.int64, device=device)
         runtime.quantization = vllm_config.model_config.quantization
         model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
         runtime.landmark_dtype = runtime.layout.landmark_type(model_dtype)

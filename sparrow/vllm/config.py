@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
-from sparrow.vllm import kv_cache, lossless
+from sparrow.vllm import kv_cache, lossless, versions
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
@@ -95,10 +95,9 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
             f"set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
         ),
         (
-            cache.cache_dtype in kv_cache.STORED and decoding.mode == "lossless",
-            f"kv_cache_dtype={cache.cache_dtype!r} in lossless mode, where vLLM would "
-            + ("have to read int8 itself" if cache.cache_dtype == kv_cache.INT8 else "verify with 8-bit queries"),
-            "set kv_cache_dtype='auto' or mode 'lossy'",
+            cache.cache_dtype == kv_cache.INT8 and decoding.mode == "lossless",
+            f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, where vLLM would have to read int8 itself",
+            "set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",
         ),
         (
             bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
@@ -122,6 +121,8 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         lossless.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
             lossless.check_draft_weights(vllm_config, on_cpu)
+        if cache.cache_dtype in kv_cache.STORED:
+            versions.check_ran(f"kv_cache_dtype={cache.cache_dtype!r} in lossless mode", on_cpu)
     decoding.schedule.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
 
 

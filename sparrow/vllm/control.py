@@ -101,6 +101,8 @@ def sparrow_renew_kv_scales(self: Any) -> None:
             f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are none to renew; drop "
             "the call"
         )
+    if runtime.cache_in_8_bits is not None and runtime.is_lossless:
+        raise ConfigError("in lossless mode the scales of an fp8 KV cache are vLLM's own, and stay; drop the call")
     if cache is None:
         raise ConfigError(
             "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
@@ -196,12 +198,13 @@ def check(vllm_config: Any) -> None:
                 )  # fmt: skip
             logger.info(
                 "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
-                "tokens by %d: %s), vLLM's dense attention verifies them%s; logits of drafts take %.2f GiB, landmarks "
-                "(%s) %.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
+                "tokens by %d: %s), vLLM's dense attention verifies them%s%s; logits of drafts take %.2f GiB, "
+                "landmarks (%s) %.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
                 f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens,
                 runtime.backend, runtime.kernels, runtime.dense_layers or "none", schedule.page_size,
                 schedule.bin_tokens, schedule.to_dict()["top_k"],
                 " by drawing with the same random numbers" if decoding.drafter_invariant else "",
+                "" if stored is None else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}",
                 runtime.draft_bytes / 2**30, schedule.landmark_dtype, 100 * runtime.landmark_share,
                 decoding.draft_tokens,
             )  # fmt: skip

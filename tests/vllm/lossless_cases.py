@@ -18,6 +18,7 @@ from tests.vllm import (
 
 from tests.vllm import tiny_vllm as tiny  # isort: skip
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention import attention
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
@@ -238,6 +239,7 @@ class Landmarks:
         cached = (batch.seq_lens[: batch.num_reqs] - rejected_B[: batch.num_reqs]).tolist()
         for layer in speculator.vllm_config.compilation_config.static_forward_context.values():
             keys, _, marks, _ = layer.impl.cache_views(layer, layer.kv_cache)
+            keys = keys if keys.dtype == marks.dtype else keys.float()
             P, N = layer.impl.runtime.layout.page_size, keys.shape[2]
             for b, length in enumerate(cached):
                 page = torch.arange(length // P)
@@ -293,6 +295,42 @@ def test_only_draft_steps_store_for_kernels_that_decode_next(folder, monkeypatch
     assert cycles >= 4 and drafts == 4 * cycles * (layers - 1), "the layer that drafts read whole is vLLM's"
     assert layers * (cycles - 2) <= verifications <= layers * cycles
     assert stores[False, 1] == 4 * cycles and not any(n for (next_, size), n in stores.items() if next_ and size > 1)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 cache needs AVX-512 on a CPU")
+def test_an_fp8_cache_is_stock_vllms_which_drafts_read_as_well(folder, monkeypatch):
+    """vLLM stores keys and values with scales of its own in prefill and verification, drafts with the same."""
+    asked, found, accepted = prompts(*FEW, seed=2), Landmarks(monkeypatch), []
+    stock_scales = attention.set_default_quant_scales
+
+    def scaled(layer, *args, **kwargs):  # as a checkpoint may have it
+        stock_scales(layer, *args, **kwargs)
+        layer._k_scale_float, layer._v_scale_float = 0.25, 0.5
+        layer._k_scale.fill_(0.25)
+        layer._v_scale.fill_(0.5)
+
+    monkeypatch.setattr(attention, "set_default_quant_scales", scaled)
+
+    def served(decoding, dtype):
+        with engine(folder, decoding, kv_cache_dtype=dtype) as llm:
+            got = generate(llm, asked, 40)
+            if decoding is not None:
+                counts, described = counters(llm), llm.collective_rpc("sparrow_describe")[0]
+                accepted.append(counts["accepted"] / counts["drafted"])
+                assert described.get("kv_cache") == (None if dtype == "auto" else "fp8_e4m3")
+                assert "kv_scales" not in described
+        return got
+
+    wide, stock = (served(None, dtype) for dtype in ("auto", "fp8"))
+    assert not any(a == b for a, b in zip(tokens_of(wide), tokens_of(stock), strict=True))
+    for pages in (2, 1000):
+        got = served(lossless(4, pages=pages), "fp8")
+        assert tokens_of(got) == tokens_of(stock)
+        assert all(np.abs(logprobs_of(a) - logprobs_of(b)).max() < 1e-4 for a, b in zip(got, stock, strict=True))
+    served(lossless(4, pages=1000), "auto")
+    few, everything, wide_everything = accepted
+    assert few < 0.5 and everything == wide_everything, "drafts that read everything are all accepted, but for the ends"
+    assert found.worst < 1e-5 and found.pages > 500
 
 
 def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(folder, model, monkeypatch):

@@ -392,17 +392,21 @@ def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
-def test_a_cache_in_8_bits_is_for_lossy_decoding():
-    reasons = {
-        "fp8": "verify with 8-bit queries",
-        "fp8_e4m3": "verify with",
-        "int8_per_token_head": "have to read int8",
-    }
-    for name, reason in reasons.items():
-        quantised = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
-        config.check_supported(quantised, Decoding.lossy(SCHEDULE), on_cpu=True)
-        with pytest.raises(ConfigError, match=f"kv_cache_dtype='{name}' in lossless mode.*{reason}.*'auto' or"):
-            config.check_supported(quantised, Decoding.lossless(SCHEDULE), on_cpu=True)
+def test_lossless_mode_takes_fp8_caches_alone_and_on_a_gpu_if_told_to(monkeypatch):
+    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
+    for name in ("fp8", "fp8_e4m3", "int8_per_token_head"):
+        made = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
+        for on_cpu in (True, False):
+            config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)
+    with pytest.raises(ConfigError, match=r"in lossless mode, where vLLM would have to read int8 itself; set .* 'fp8'"):
+        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=True)
+    made = vllm_config(cache_config=SimpleNamespace(cache_dtype="fp8"))
+    monkeypatch.setattr("sparrow.vllm.lossless.check_supported", lambda _: None)
+    config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=True)
+    with pytest.raises(ConfigError, match="GPU with kv_cache_dtype='fp8' in lossless mode; leave it out, or set SPARR"):
+        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=False)
+    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
+    config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=False)
 
 
 def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
@@ -460,12 +464,16 @@ def test_what_an_int8_cache_is_is_told():
         control.sparrow_renew_kv_scales(worker)
 
 
-@pytest.mark.parametrize("on_cpu", [True, False])
-def test_an_int8_cache_is_served_lossy_only(on_cpu):
-    made = vllm_config(cache_config=SimpleNamespace(cache_dtype="int8_per_token_head"))
-    config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)
-    with pytest.raises(ConfigError, match="in lossless mode, where vLLM would have to read int8 itself"):
-        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
+def test_in_lossless_mode_an_fp8_cache_has_vllms_scales():
+    made = Runtime(Decoding.lossless(SCHEDULE), 4, 100, torch.device("cpu"))
+    made.cache_in_8_bits = torch.float8_e4m3fn
+    assert made.describe()["kv_cache"] == "fp8_e4m3" and "kv_scales" not in made.describe()
+    layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
+    worker = SimpleNamespace(
+        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    )
+    with pytest.raises(ConfigError, match="the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"):
+        control.sparrow_renew_kv_scales(worker)
 
 
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
