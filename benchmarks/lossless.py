@@ -7,9 +7,9 @@ Models are random, and states are reached without prefill, as in ``benchmarks/ro
 model's drafts means nothing, so vLLM is told to accept each draft with a given probability (its synthetic rejection
 sampler); everything else runs as in real use, the meter included. Parts:
 
-- ``points``: plain states, with each number of drafts for ``FIXED_S``, then with Sparrow choosing it for ``SECONDS``,
-  the probing at the start included, and for ``SETTLED_S`` more. Sequences begin shorter by half of what they will grow,
-  as fast as the row before, so that their mean length is the state's.
+- ``points``: plain states, in stock vLLM and with each number of drafts for ``FIXED_S``, then with Sparrow choosing it
+  for ``SECONDS``, the probing at the start included, and for ``SETTLED_S`` more. Sequences begin shorter by half of
+  what they will grow, as fast as the row before, so that their mean length is the state's.
 - ``trace``: the trace of ``benchmarks/rollout.py`` with the sampled tokens' log-probs, estimated from states as
   there. The time of a token is a cycle's, divided by its tokens; the number of drafts is settled beforehand.
 - ``whole``: a smaller trace, generated from its first token to its last.
@@ -239,11 +239,10 @@ def measure(arguments: argparse.Namespace) -> None:
         if decoding is not None:
             rates = runner(bench).rejection_sampler.synthetic_conditional_rates
         for batch, length in (points or POINTS[arguments.shape]) if "points" in parts else ():
+            speed = point(bench, batch, length, 0.0)["tokens_per_s"]
             if decoding is None:
-                step = bench.step([length] * batch, None)
-                save("points", batch=batch, length=length, tokens_per_s=batch / step["mean"] * 1e3, **step)
+                save("points", batch=batch, length=length, **point(bench, batch, length, FIXED_S, speed))
                 continue
-            speed = 0.0
             for pages, rate in cases:
                 read = decoding.schedule.replace(top_k=(pages,))
                 bench.llm.collective_rpc("sparrow_set_schedule", args=(read.to_dict(),))
