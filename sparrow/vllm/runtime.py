@@ -231,9 +231,9 @@ class Runtime:
         cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
         if self.meter is None:
             return {"cycles": cycles}
-        report = {"cycles": cycles, **_told(self.meter.drafts.settle())}
+        report = {"cycles": cycles, **_acceptance_report(self.meter.drafts.settle())}
         if (metered := self.meter.metered) is not None:
-            report["metered"] = {"schedule": metered.schedule.to_dict(), **_told(metered.tally.settle())}
+            report["metered"] = {"schedule": metered.schedule.to_dict(), **_acceptance_report(metered.tally.settle())}
         return report
 
     def describe(self) -> dict[str, Any]:
@@ -288,7 +288,7 @@ class Runtime:
         self._counts.update({name: int(count) for name, count in settled.items()})
 
 
-def _told(acceptance: Any) -> dict[str, Any]:
+def _acceptance_report(acceptance: Any) -> dict[str, Any]:
     return {"bins": [asdict(each) for each in acceptance.bins()], "acceptance": acceptance.to_dict()}
 
 

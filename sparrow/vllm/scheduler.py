@@ -26,8 +26,8 @@ class LosslessScheduler(AsyncScheduler):
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
         # When the previous step ended, how many sequences it had, and how many drafts each of them had.
         self._last: tuple[float, int, int] | None = None
-        self._said: dict[str, int] = {}
-        self._say_from = 0  # the cycle from which the next line may be logged
+        self._logged: dict[str, int] = {}
+        self._log_from = 0  # the cycle from which the next line may be logged
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,8 +71,8 @@ class LosslessScheduler(AsyncScheduler):
         judged = tokens - emitted.count(drafts + 1)  # after the last of all drafts came one more token
         self.draft_length.observe(rows, length, drafts, now - last[0], tokens - rows, judged)
         cycles = self.draft_length.chosen.total()
-        if cycles >= self._say_from and (in_use := self.draft_length.in_use()):
-            self._say_from = cycles + LOG_EVERY
-            if in_use != self._said:
-                self._said = in_use
+        if cycles >= self._log_from and (in_use := self.draft_length.in_use()):
+            self._log_from = cycles + LOG_EVERY
+            if in_use != self._logged:
+                self._logged = in_use
                 self._logger.info("Sparrow drafts by sequences x tokens: %s", in_use)
