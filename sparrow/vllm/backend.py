@@ -11,7 +11,7 @@ Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M bl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ from sparrow import attention
 from sparrow.attention.pages import FP8
 from sparrow.errors import ConfigError
 from sparrow.vllm import config, fp8
-from sparrow.vllm.kv_cache import STORED, copied_blocks, copy_blocks, groups, tail_of_blocks
+from sparrow.vllm.kv_cache import STORED, copied_blocks, copy_blocks, groups, tail_of_blocks, with_tail
 from sparrow.vllm.runtime import Runtime, find
 
 if TYPE_CHECKING:
@@ -254,9 +254,6 @@ class SparseImpl(VLLMClass):
                 )
             marks = tail_of_blocks(kv_cache, scales_end, dtype, (blocks, pages, K, D))
             scales = None if self.fp8_scales is None else self.fp8_scales.values
-            if keys.dtype == FP8 and scales is None:  # vLLM's own, of the layer or by kv head
-                of_layer = (x.float().flatten().expand(K).clone() for x in (layer._k_scale, layer._v_scale))
-                scales = attention.CacheScales(*of_layer)
             if keys.dtype == torch.int8:  # those of a head's keys, then of its values, are each one aligned piece
                 exponents = tail_of_blocks(kv_cache, interior, torch.uint8, (blocks, K, 2, N))
                 scales = attention.CacheScales(exponents[:, :, 0], exponents[:, :, 1])
@@ -272,8 +269,7 @@ class SparseImpl(VLLMClass):
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor, store_tokens: Any
     ) -> None:
         """Write new keys and values with one of the functions ``store_tokens`` of ``sparrow.attention``."""
-        assert self.runtime is not None
-        clipped = self.runtime.drafts_clipped
+        clipped = None
         if self.fp8_scales is not None:
             self.fp8_scales.settle(key, value, slot_mapping)
             clipped = self.fp8_scales.cache.clipped
@@ -361,10 +357,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         max_pages = -(-max_length // spec.block_size) * spec.block_size // schedule.page_size
         runtime.workspace = layer.impl.make_workspace(max_rows, max_pages, device)
         stored = runtime.cache_in_8_bits = STORED.get(vllm_config.cache_config.cache_dtype)
-        if stored == FP8 and not runtime.is_lossless:
-            runtime.fp8_cache = fp8.Fp8Cache(device)
-        elif stored == FP8:
-            runtime.drafts_clipped = torch.zeros(1, dtype=torch.int64, device=device)
+        runtime.fp8_cache = fp8.Fp8Cache(device, not runtime.is_lossless) if stored == FP8 else None
         runtime.quantization = vllm_config.model_config.quantization
         model_dtype = vllm_config.model_config.dtype if stored else spec.dtype
         runtime.landmark_dtype = runtime.layout.landmark_type(model_dtype)
@@ -379,7 +372,7 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
     stored = runtime.cache_in_8_bits
     layer.impl.has_landmarks = layer.impl.is_sparse_layer or runtime.is_lossless or stored is not None
     if runtime.fp8_cache is not None and layer.impl.fp8_scales is None:
-        layer.impl.fp8_scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache)
+        layer.impl.fp8_scales = fp8.LayerScales(spec.num_kv_heads, runtime.fp8_cache, layer)
     layer.impl.kernels = runtime.kernels
     if layer.impl.runtime is None:
         layer.impl.runtime = runtime
@@ -391,17 +384,8 @@ def attach(layer: Any, spec: Any, vllm_config: Any) -> Any:
         if layer.impl.has_landmarks:
             layer.impl.begins_decode = runtime.last_decoded is not layer.impl.is_sparse_layer
             runtime.last_decoded = layer.impl.is_sparse_layer
-    scales = 0
-    if stored == torch.int8:
-        # vLLM would leave room for scales in float32 among the keys and values of some of its backends.
-        spec = replace(spec, kv_quant_mode=type(spec.kv_quant_mode).NONE)
-        scales = 2 * spec.block_size * spec.num_kv_heads
-    elements = spec.block_size // schedule.page_size * spec.num_kv_heads * spec.head_size
-    marks = elements * runtime.landmark_dtype.itemsize
-    marks = -(-marks // spec.dtype.itemsize) * spec.dtype.itemsize
-    block = spec.page_size_bytes + scales + marks
-    runtime.landmark_share = marks / block
-    return replace(spec, page_size_padded=block)
+    spec, runtime.landmark_share = with_tail(spec, schedule.page_size, runtime.landmark_dtype, stored)
+    return spec
 
 
 def is_requested() -> bool:

@@ -92,7 +92,7 @@ def _whole(weights: Iterable[tuple[str, Tensor]], model: Any) -> Iterable[tuple[
 def sparrow_renew_kv_scales(self: Any) -> None:
     """Have the next prefill set the scales of an fp8 KV cache again, after new weights; nothing may be cached by then.
 
-    Raises ConfigError: the engine has no fp8 KV cache.
+    Raises ConfigError: the engine has no fp8 KV cache, or one whose scales are vLLM's, as in lossless mode.
     """
     runtime = _runtime(self)
     cache = runtime.fp8_cache
@@ -101,12 +101,12 @@ def sparrow_renew_kv_scales(self: Any) -> None:
             f"kv_cache_dtype={kv_cache.INT8!r} gives every token scales of its own, so there are none to renew; drop "
             "the call"
         )
-    if runtime.cache_in_8_bits is not None and runtime.is_lossless:
-        raise ConfigError("in lossless mode the scales of an fp8 KV cache are vLLM's own, and stay; drop the call")
     if cache is None:
         raise ConfigError(
             "this vLLM engine has no fp8 KV cache, so it has no scales; start it with kv_cache_dtype='fp8'"
         )
+    if not cache.sets_scales:
+        raise ConfigError("in lossless mode the scales of an fp8 KV cache are vLLM's own, and stay; drop the call")
     cache.renew()
 
 

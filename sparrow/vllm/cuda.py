@@ -46,7 +46,7 @@ class CudaImpl(SparseImpl, FlashAttentionImpl):
     ) -> None:
         """Like vLLM's own, but for a cache in 8 bits, and where Sparrow decodes next: that may begin during the update.
 
-        Elsewhere such an overlap gains nothing, and CUDA takes eight times as long to launch a graph that has one.
+        In the dense passes of lossless mode nothing of Sparrow's comes next, and all that is dense is vLLM's.
         """
         if self.decodes_next or self.is_in_8_bits:
             self.store(layer, key, value, kv_cache, slot_mapping, store_tokens)

@@ -27,11 +27,15 @@ class LayerScales:
     Args:
         kv_heads: K.
         cache: what the layers of a worker share.
+        layer: vLLM's attention layer, whose scales are taken if they are not Sparrow's to set.
     """
 
-    def __init__(self, kv_heads: int, cache: Fp8Cache) -> None:
+    def __init__(self, kv_heads: int, cache: Fp8Cache, layer: Any = None) -> None:
         self.values = CacheScales(*(torch.ones(kv_heads, device=cache.clipped.device) for _ in "kv"))
-        self.cache, self.is_set = cache, False
+        self.cache, self.is_set = cache, not cache.sets_scales
+        if not cache.sets_scales:  # vLLM has one for the layer, or one for each kv head
+            self.values.k.copy_(layer._k_scale)
+            self.values.v.copy_(layer._v_scale)
         cache.layers.append(self)
 
     def settle(self, key_TKD: Tensor, value_TKD: Tensor, slot_mapping_T: Tensor) -> None:
@@ -56,9 +60,14 @@ class LayerScales:
 
 
 class Fp8Cache:
-    """What the layers of one worker share: their scales, and a count of what was clipped."""
+    """What the layers of one worker share: their scales, and a count of what was clipped.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        sets_scales: whether Sparrow sets the scales; in lossless mode they are vLLM's, which stores densely itself.
+    """
+
+    def __init__(self, device: torch.device, sets_scales: bool = True) -> None:
+        self.sets_scales = sets_scales
         self.layers: list[LayerScales] = []
         self.clipped = torch.zeros(1, dtype=torch.int64, device=device)  # tokens with a key or value beyond its range
         self.is_serving = False  # false while vLLM warms up, with prompts of its own
@@ -103,7 +112,9 @@ class Fp8Cache:
         return not bool(torch.isin(read, slots).all())
 
     def describe(self) -> dict[str, Any]:
-        """The range of scales, None before they are set."""
+        """The range of scales that Sparrow sets, None before they are set."""
+        if not self.sets_scales:
+            return {}
         scales = [x for layer in self.layers for x in (layer.values.k, layer.values.v)]
         low_high = [float(f(torch.stack(scales))) for f in (torch.min, torch.max)] if self.is_set else None
         return {"kv_scales": low_high}

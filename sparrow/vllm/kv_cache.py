@@ -10,7 +10,8 @@ Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,23 @@ def copy_blocks(cache: Tensor, blocks: Tensor, scales: Tensor, out: Tensor) -> N
     is_int8 = cache.dtype == torch.int8
     scale = scale_of(scales.index_select(0, blocks))[..., None] if is_int8 else scales[:, None, None]
     torch.mul(codes.to(out.dtype), scale.to(out.dtype), out=out)
+
+
+def with_tail(spec: Any, page_size: int, landmark_dtype: torch.dtype, stored: torch.dtype | None) -> tuple[Any, float]:
+    """vLLM's spec of a layer's cache, its blocks padded for scales of int8 and for landmarks; and the landmarks' share.
+
+    Args:
+        stored: float8_e4m3fn, int8, or None: the model's dtype.
+    """
+    scales = 0
+    if stored == torch.int8:
+        # vLLM would leave room for scales in float32 among the keys and values of some of its backends.
+        spec = replace(spec, kv_quant_mode=type(spec.kv_quant_mode).NONE)
+        scales = 2 * spec.block_size * spec.num_kv_heads
+    marks = spec.block_size // page_size * spec.num_kv_heads * spec.head_size * landmark_dtype.itemsize
+    marks = -(-marks // spec.dtype.itemsize) * spec.dtype.itemsize
+    block = spec.page_size_bytes + scales + marks
+    return replace(spec, page_size_padded=block), marks / block
 
 
 def tail_of_blocks(kv_cache: Tensor, first: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

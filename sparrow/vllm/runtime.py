@@ -53,8 +53,7 @@ class Runtime:
         self.landmark_share = 0.0  # the landmarks' share of the KV cache
         self.landmark_dtype = torch.get_default_dtype()
         self.cache_in_8_bits: torch.dtype | None = None  # float8_e4m3fn, int8, or None: the model's dtype
-        self.fp8_cache: Fp8Cache | None = None  # scales of an fp8 KV cache, but in lossless mode, where vLLM has them
-        self.drafts_clipped: Tensor | None = None  # tokens that drafts stored there beyond its range
+        self.fp8_cache: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
         self.quantization: str | None = None  # how vLLM quantises the weights
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
@@ -221,7 +220,7 @@ class Runtime:
         """What decode steps did since the last call; see ``control.sparrow_counters``."""
         self._settle()
         counts, self._counts = {"preemptions": 0, **self._counts}, Counter()
-        if self.fp8_cache is not None:
+        if self.fp8_cache is not None and self.fp8_cache.sets_scales:
             counts["kv_clipped"] = int(self.fp8_cache.clipped)
             self.fp8_cache.clipped.zero_()
         return counts

@@ -464,16 +464,31 @@ def test_what_an_int8_cache_is_is_told():
         control.sparrow_renew_kv_scales(worker)
 
 
-def test_in_lossless_mode_an_fp8_cache_has_vllms_scales():
-    made = Runtime(Decoding.lossless(SCHEDULE), 4, 100, torch.device("cpu"))
-    made.cache_in_8_bits = torch.float8_e4m3fn
+def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
+    decoding = Decoding.lossless(SCHEDULE)
+    made = Runtime(decoding, 4, 100, torch.device("cpu"))
+    made.cache_in_8_bits, made.meter = torch.float8_e4m3fn, SimpleNamespace(metered=None)
+    cache = made.fp8_cache = fp8.Fp8Cache(torch.device("cpu"), sets_scales=False)
+    for of_layer, expected in ((torch.tensor(0.25), [0.25, 0.25]), (torch.tensor([0.5, 2.0]), [0.5, 2.0])):
+        scales = fp8.LayerScales(2, cache, SimpleNamespace(_k_scale=of_layer, _v_scale=4 * of_layer))
+        assert scales.values.k.tolist() == expected and scales.values.v.tolist() == [4 * x for x in expected]
+        made.begin_serving()
+        scales.settle(torch.full((1, 2, 8), 1e4), torch.full((1, 2, 8), 1e4), torch.zeros(1, dtype=torch.int64))
+        assert scales.values.k.tolist() == expected
     assert made.describe()["kv_cache"] == "fp8_e4m3" and "kv_scales" not in made.describe()
+    assert "kv_clipped" not in made.counters()
     layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
-    worker = SimpleNamespace(
-        vllm_config=SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    )
+    compilation = SimpleNamespace(static_forward_context=layers)
+    worker = SimpleNamespace(vllm_config=SimpleNamespace(compilation_config=compilation))
     with pytest.raises(ConfigError, match="the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"):
         control.sparrow_renew_kv_scales(worker)
+    if importlib.util.find_spec("vllm"):
+        said: list[str] = []
+        logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+        monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
+        monkeypatch.setattr(config, "requested", lambda of: decoding)
+        control.check(worker.vllm_config)
+        assert "verifies them; samples are the policy's with a KV cache in fp8_e4m3; logits" in said[0]
 
 
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():
