@@ -53,12 +53,12 @@ def qwen3(shape: str, **changed: Any) -> Any:
     return Qwen3Config(**settings | changed)
 
 
-def tracing(path: str | Path, lines: int, count: int, seed: int, on: Any) -> tuple[Any, list[int], list[list[int]]]:
+def tracing(path: str | Path, lines: int, count: int, seed: int, device: Any) -> tuple[Any, list[int], list[list[int]]]:
     """A model of the task ``trace`` in float32, the tokens that end its responses, and token ids of prompts."""
     from sparrow.engines.hf import eos_ids, load_model
     from sparrow.tasks import Trace
 
-    model, tokenizer = load_model(str(path), "fp32", on)
+    model, tokenizer = load_model(str(path), "fp32", device)
     texts = [Trace(lines).problem(i, seed).prompt for i in range(count)]
     return model, eos_ids(model, tokenizer), tokenizer(texts, add_special_tokens=False).input_ids
 

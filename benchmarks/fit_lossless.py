@@ -41,10 +41,9 @@ def errors(cycles: list[dict[str, Any]]) -> list[float]:
 def fitted() -> str:
     """Errors of the shipped constants by shape, then those of a fit without that shape."""
     rows = []
-    measured_cycles = measured()
-    cycles, copied = (
-        [cycle for cycle in measured_cycles if (cycle["draft_weights"] == "fp8") is in_fp8] for in_fp8 in (False, True)
-    )
+    everything = measured()
+    cycles = [cycle for cycle in everything if cycle["draft_weights"] == "auto"]
+    in_fp8 = [cycle for cycle in everything if cycle["draft_weights"] == "fp8"]
     for shape in sorted({cycle["shape"] for cycle in cycles}):
         own = [cycle for cycle in cycles if cycle["shape"] == shape]
         others = fit_cycles([cycle for cycle in cycles if cycle["shape"] != shape], H200)
@@ -52,9 +51,9 @@ def fitted() -> str:
         off = errors(own)
         cells = [f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", f"{max(left_out, key=abs):+.1%}"]
         rows.append([shape, len(own), *cells])
-    off = errors(copied)  # of one shape, so none can be left out
-    name = f"{copied[0]['shape']}, drafts with weights in fp8"
-    rows.append([name, len(copied), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])
+    off = errors(in_fp8)  # of one shape, so none can be left out
+    name = f"{in_fp8[0]['shape']}, drafts with weights in fp8"
+    rows.append([name, len(in_fp8), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])
     return table(["shape", "cycles", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
 
 

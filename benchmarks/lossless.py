@@ -239,6 +239,8 @@ def measure(arguments: argparse.Namespace) -> None:
         if decoding is not None:
             rates = runner(bench).rejection_sampler.synthetic_conditional_rates
         for batch, length in (points or POINTS[arguments.shape]) if "points" in parts else ():
+            if decoding is not None:
+                scheduler(bench).draft_length.choose = lambda *_: 0
             speed = point(bench, batch, length, 0.0)["tokens_per_s"]
             if decoding is None:
                 save("points", batch=batch, length=length, **point(bench, batch, length, FIXED_S, speed))

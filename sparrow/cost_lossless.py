@@ -45,7 +45,7 @@ class Cycle:
 
     draft_layer_s: float  # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
     peak_share: float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
-    copied_layer_s: float = 0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    fp8_layer_s: float = 0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
@@ -66,11 +66,11 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
         shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
         free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf))
         layers = cycle["drafts"] * shape.layers * 1e-6
-        copied = layers if cycle.get("draft_weights", "auto") == "fp8" else 0.0
-        rows.append([layers / took, copied / took, _flops_s(shape, machine, cycle["drafts"] * cycle["batch"]) / took])
+        in_fp8 = layers if cycle.get("draft_weights", "auto") == "fp8" else 0.0
+        rows.append([layers / took, in_fp8 / took, _flops_s(shape, machine, cycle["drafts"] * cycle["batch"]) / took])
         left.append((took - free) / took)
-    (layer_us, copied_us, inverse), _ = nnls(np.array(rows), np.array(left))
-    return Cycle(layer_us * 1e-6, 1 / inverse, copied_us * 1e-6)
+    (layer_us, fp8_us, inverse), _ = nnls(np.array(rows), np.array(left))
+    return Cycle(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6)
 
 
 def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
@@ -114,7 +114,7 @@ def lossless_step(
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
-    layer_s = cycle.draft_layer_s + (cycle.copied_layer_s if drafting.weights == "fp8" else 0.0)
+    layer_s = cycle.draft_layer_s + (cycle.fp8_layer_s if drafting.weights == "fp8" else 0.0)
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
     # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are left out.
     read = shape.weight_bytes - _copied(shape, drafting.weights) / shape.weights

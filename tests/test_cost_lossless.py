@@ -147,7 +147,7 @@ def test_drafts_with_weights_in_8_bits_read_half_of_their_bytes_and_take_room_fr
     cycle = dict(shape="qwen3-14b", batch=32, length=15_000, pages=61, drafts=5)
     whole, halved = (cycle_seconds({**cycle, "draft_weights": kind}, H200, CYCLE_H200) for kind in ("auto", "fp8"))
     linear_layers = 40 * (5120 * 128 * (40 + 8 + 8) + 40 * 128 * 5120 + 3 * 5120 * 17408)
-    saved = 5 * (linear_layers / (H200.read_bytes_s * VLLM_H200.read_fraction) - 40 * CYCLE_H200.copied_layer_s)
+    saved = 5 * (linear_layers / (H200.read_bytes_s * VLLM_H200.read_fraction) - 40 * CYCLE_H200.fp8_layer_s)
     assert whole - halved == pytest.approx(saved, rel=1e-3)  # norms have no copy
     responses = np.full(200, 30_000)
     dense = predict(shape, H200, responses, SparsitySchedule.preset("qwen3-8b")).dense
