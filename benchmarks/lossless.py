@@ -18,11 +18,7 @@ sampler); everything else runs as in real use, the meter included. Parts:
 from __future__ import annotations
 
 import argparse
-import cProfile
-import io
 import json
-import pstats
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -166,32 +162,6 @@ def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) 
     text.write_text("\n".join(lines) + "\n")
 
 
-def profile_host(bench: Bench, batch: int, length: int, text: Path, steps: int = 300, traced: int = 40) -> None:
-    """Where the host spends its time in steps without drafts, in Python and, over fewer steps, in torch and CUDA."""
-    lengths = [length - 64 + i % 16 for i in range(batch)]  # sequences of real use do not end their blocks together
-    bench.start(lengths, [steps + 2 * traced + MARGIN] * batch, None)
-    for _ in range(traced):  # a graph's first launch takes longer than others
-        bench.llm.llm_engine.step()
-    recorded = cProfile.Profile()
-    recorded.enable()
-    for _ in range(steps):
-        bench.llm.llm_engine.step()
-    recorded.disable()
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as calls:
-        for _ in range(traced):
-            bench.llm.llm_engine.step()
-    abandon(bench, batch)
-    rows = sorted(calls.key_averages(), key=lambda r: -r.self_cpu_time_total)[:60]
-    lines = [f"{r.self_cpu_time_total / traced:9.1f} us {r.count / traced:7.1f} x  {r.key[:100]}" for r in rows]
-    stream = io.StringIO()
-    for order in ("tottime", "cumulative"):
-        pstats.Stats(recorded, stream=stream).sort_stats(order).print_stats(120)
-    profiled = stream.getvalue()
-    for folder in sorted({str(Path(p).resolve()) for p in sys.path}, key=len, reverse=True):
-        profiled = profiled.replace(f"{folder}/", "")  # modules by their names, wherever they are installed
-    text.write_text("\n".join(lines) + profiled)
-
-
 def measure(arguments: argparse.Namespace) -> None:
     out, began = Path(arguments.out), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -230,10 +200,6 @@ def measure(arguments: argparse.Namespace) -> None:
             scheduler(bench).draft_length.choose = lambda *_: k
             runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(cases[0][1])
             profile(bench, 64, 15000, out.with_suffix(".txt"))
-        if arguments.profile:
-            if decoding is not None:
-                scheduler(bench).draft_length.choose = lambda *_: 0
-            profile_host(bench, 64, 320, out.with_suffix(".host.txt"))
         points = [tuple(map(int, p.split("x"))) for p in arguments.points]
         parts = arguments.parts.split(",")
         if decoding is not None:
@@ -306,7 +272,7 @@ def main() -> None:
     )
     parser.add_argument("--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache, of both")
     parser.add_argument("--memory", type=float, default=0.93, help="vLLM's gpu_memory_utilization")
-    parser.add_argument("--profile", action="store_true", help="kernels at 64 x 15000, and the host at 64 x 320")
+    parser.add_argument("--profile", action="store_true", help="of lossless mode, the kernels at 64 x 15000")
     parser.add_argument("--out", required=True)
     measure(parser.parse_args())
 

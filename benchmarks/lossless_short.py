@@ -7,19 +7,29 @@ is asked about. So both engines live in one process, on one GPU, and take turns 
 the GPU has done its work. Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by
 ``GROWTH`` tokens; acceptance is synthetic (``benchmarks/lossless.py``). The number of drafts is held at none, or chosen
 from knowing nothing. A ratio is that of tokens per second over all turns; intervals resample pairs of turns.
+
+``--profile`` writes where the host spends its time in steps of both engines without drafts, for one sequence: in
+Python, then in torch and CUDA. Python comes first in both, for a trace of CUDA's calls slows those that come after it.
 """
 
 from __future__ import annotations
 
+import cProfile
+import io
 import json
+import pstats
+import sys
 import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from common import RESULTS, clock, parser, save
 from lossless import abandon, begin, generated, runner, scheduler
 from rollout import Bench
+from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
@@ -73,19 +83,70 @@ def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str
     }  # fmt: skip
 
 
+def in_python(bench: Bench, steps: int = 600) -> str:
+    """What the functions of Python take in the steps of running requests, by their own time and with what they call."""
+    engine, recorded, stream = bench.llm.llm_engine, cProfile.Profile(), io.StringIO()
+    recorded.enable()
+    for _ in range(steps):
+        engine.step()
+    recorded.disable()
+    for order in ("tottime", "cumulative"):
+        pstats.Stats(recorded, stream=stream).sort_stats(order).print_stats(120)
+    profiled = stream.getvalue()
+    for folder in sorted({str(Path(p).resolve()) for p in sys.path}, key=len, reverse=True):
+        profiled = profiled.replace(f"{folder}/", "")  # modules by their names, wherever they are installed
+    return profiled
+
+
+def in_cuda(bench: Bench, steps: int = 40) -> str:
+    """What the calls of torch and CUDA take of the host in a step of running requests, and kernels of the GPU."""
+    engine = bench.llm.llm_engine
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        for _ in range(steps):
+            engine.step()
+        torch.cuda.synchronize()
+    calls = recorded.key_averages()
+    kernels = sum(call.self_device_time_total for call in calls if call.device_type == torch.autograd.DeviceType.CUDA)
+    rows = sorted(calls, key=lambda call: -call.self_cpu_time_total)[:60]
+    lines = [
+        f"{call.self_cpu_time_total / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}" for call in rows
+    ]
+    return "\n".join([f"{kernels / steps:9.1f} us of kernels", *lines]) + "\n"
+
+
+def profile(benches: dict[str, Bench], length: int) -> None:
+    """Profile steps of one sequence, in the engines as in ``side_by_side``, and write a file for each."""
+    texts = []
+    for part in (in_python, in_cuda):
+        for name, bench in benches.items():
+            begin(bench, [length])
+            texts.append((name, part(bench)))
+            abandon(bench, 1)
+    for name in benches:
+        (RESULTS / f"{name}.txt").write_text("\n".join(text for owner, text in texts if owner == name))
+
+
 def main() -> None:
     import vllm
 
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
-    shape = options.parse_args().shape
+    options.add_argument(
+        "--profile", action="store_true", help="also write lossless_host.txt and lossless_host_stock.txt"
+    )
+    options.add_argument("--states", nargs="+", default=[], help="sequences x tokens, such as 1x1024; else all")
+    options.add_argument("--out", type=Path, help="the JSON file to write, if not the one above")
+    arguments = options.parse_args()
+    shape = arguments.shape
+    out = arguments.out or RESULTS / f"lossless_short_{shape}.json"
+    chosen = [tuple(map(int, state.split("x"))) for state in arguments.states]
     decoding = Decoding.lossless(SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         stock = Bench(shape, "stock", one, MEMORY["stock"])
         ours = Bench(shape, "lossless", other, MEMORY["lossless"], decoding)
         choices = scheduler(ours).draft_length.choices
-        for batch, length in STATES[shape]:
+        for batch, length in chosen or STATES[shape]:
             for rate in RATES:
                 chooser = scheduler(ours).draft_length = DraftLength(choices)
                 if rate is None:
@@ -95,10 +156,13 @@ def main() -> None:
                 row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
-                save(RESULTS / f"lossless_short_{shape}.json", {
+                save(out, {
                     "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
                     "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
+        if arguments.profile:
+            scheduler(ours).draft_length.choose = lambda *_: 0
+            profile({"lossless_host_stock": stock, "lossless_host": ours}, 1024)
 
 
 if __name__ == "__main__":

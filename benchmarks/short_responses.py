@@ -1,32 +1,37 @@
 """A rollout of many short responses with lists of the most likely tokens, where every step waits for the host.
 
     python benchmarks/short_responses.py --out benchmarks/results/short_responses_cpu.json
+    git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
 256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and Sparrow's engine with the
-same lists, each in processes of its own, by turns; a variant's time is its best. Sparrow decodes sparsely under the
-published 0.86 schedule, which keeps nearly everything at this length. *host* is the time per token of vLLM's scheduler,
-its output processor and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU
-the model and responses are smaller; there only *host* says something about a GPU.
+same lists, each in processes of its own, by turns; a variant's time is its best. ``--before`` adds the engine of an
+earlier source tree, here one whose lists were Python objects. Sparrow decodes sparsely under the published 0.86
+schedule, which keeps nearly everything at this length. *host* is the time per token of vLLM's scheduler, its output
+processor and the reading of the lists, from a separate rollout whose clock is read at every step. On a CPU the model
+and responses are smaller; there only *host* says something about a GPU.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
-from common import parser, qwen3, save
+from common import ROOT, parser, qwen3, save
 
-REQUESTS, PROMPT, TOP_N, ROUNDS = 256, 64, 20, 2
+REQUESTS, PROMPT, TOP_N = 256, 64, 20
 SCHEDULER, OUTPUT, READING = "scheduler", "output processor", "reading lists"
 
 
-def measure(variant: str) -> dict[str, float]:
-    """Tokens per second, and host microseconds per token, of one variant in this process."""
+def measure(variant: str, tree: Path) -> dict[str, float]:
+    """Tokens per second, and host microseconds per token, of one variant in this process, with a tree's package."""
+    sys.path.insert(0, str(tree))
     # Sparrow's engine registers the plugin itself; stock vLLM is to load none.
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", VLLM_PLUGINS="")
     import numpy as np
@@ -92,8 +97,7 @@ class Lists:
 def ours(folder: str, options: dict[str, Any], prompts: list[list[int]], tokens: int) -> Any:
     """Sparrow's engine."""
     from sparrow import SparsitySchedule
-    from sparrow.engines.vllm import VLLMEngine
-    from sparrow.rollout import Sampling
+    from sparrow.engines.vllm.engine import Sampling, VLLMEngine  # earlier trees have both here, too
 
     engine = VLLMEngine(
         folder, SparsitySchedule.preset("qwen3-1.7b", target=0.86).replace(dense_layers=(0,)), **options
@@ -129,22 +133,27 @@ def watch_host() -> dict[str, float]:
     watched(Scheduler, "update_from_output", SCHEDULER)
     assert "schedule" not in vars(AsyncScheduler), "it would be counted twice"
     watched(OutputProcessor, "process_outputs", OUTPUT)
-    watched(engine, "rollout_of", READING)
+    watched(engine, "rollout_of" if hasattr(engine, "rollout_of") else "_rollout", READING)  # its earlier name
     watched(Lists, "read", READING)
     return spent
 
 
 def main() -> None:
-    out = parser(__doc__, "short_responses").parse_args().out
+    options = parser(__doc__, "short_responses")
+    options.add_argument("--before", type=Path, metavar="TREE", help="an unpacked source tree, measured as well")
+    options.add_argument("--rounds", type=int, default=2, help="turns of each variant")
+    arguments = options.parse_args()
+    trees = {"stock": ROOT, "now": ROOT}
+    if arguments.before:
+        trees["before"] = arguments.before.resolve()
     best: dict[str, dict[str, float]] = {}
-    for variant in ("stock", "now") * ROUNDS:
+    for variant, tree in [*trees.items()] * arguments.rounds:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-            metrics = alone.submit(measure, variant).result()
+            metrics = alone.submit(measure, variant, tree).result()
         if variant not in best or metrics["tokens/s"] > best[variant]["tokens/s"]:
             best[variant] = metrics
-    for variant, metrics in best.items():
-        print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in metrics.items()))
-    save(out, {"rounds": ROUNDS, "variants": best})
+        print(f"{variant:8}", ", ".join(f"{name} {value:,.1f}" for name, value in metrics.items()), flush=True)
+    save(arguments.out, {"rounds": arguments.rounds, "variants": best})
 
 
 if __name__ == "__main__":

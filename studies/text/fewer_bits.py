@@ -1,10 +1,12 @@
 """What 8-bit keys and values, fp8 matrices and sparse attention each cost in acceptance, and together.
 
     python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16
 
 The policy is dense and in float32. Actors differ from it in what they round (``benchmarks/rounding.py``, products
 in float32) and in what they read; all have a history of their own from the prompt on. An actor that is the policy in
-bfloat16 is the noise floor. Texts, positions and statistics are those of ``acceptance.py``.
+bfloat16 is the noise floor; with ``--bfloat16`` all actors are in bfloat16. Texts, positions and statistics are those
+of ``acceptance.py``. ``p5_change`` is what rounding does to p5 at the same budget; its interval resamples texts.
 
 Shapes: as in ``acceptance.py``.
 """
@@ -17,10 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from acceptance import Study, distributions, lossy, schedule, study_parser
+from acceptance import Floats, Study, distributions, lossy, schedule, study_parser
+from numpy.typing import NDArray
 from torch import Tensor
 
+from sparrow.mismatch import sequence_bootstrap, weighted_percentile
 from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 
@@ -41,11 +46,14 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--context", type=int, help="tokens of a text; the model's if not given")
     parser.add_argument("--prompt", type=int, default=128, help="tokens of each text that set the scales of the cache")
+    parser.add_argument("--rounded", nargs="+", choices=ROUNDED, default=list(ROUNDED), help="what actors round")
+    parser.add_argument("--bfloat16", action="store_true", help="actors in bfloat16, rounding besides")
     parser.add_argument("--implementation", choices=("triton", "reference"), help="of sparse attention")
     args = parser.parse_args(argv)
 
     study = Study(args.checkpoint, args.texts, args.cycles, DRAFTED, args.context)
-    policy, history, in_bf16 = study.load(), study.load(), study.load(torch.bfloat16)
+    policy, in_bf16 = study.load(), study.load(torch.bfloat16)
+    history = in_bf16 if args.bfloat16 else study.load()
     for model in (history, in_bf16):
         actor.set_schedule(model, SparsitySchedule.dense(dense_layers=()))
     scales = scales_of(policy, study.ids[:, : args.prompt])
@@ -55,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ({"rounded": "all to bfloat16", "budget": None}, in_bf16, everything)
     ]
     for budget, kept in ((None, everything), *((b, schedule(b, args.dense_layers)) for b in args.budgets)):
-        for name in ROUNDED:
+        for name in args.rounded:
             if budget is not None or name != "nothing":  # the policy itself
                 actors.append(({"rounded": name, "budget": budget}, history, kept))
 
@@ -72,11 +80,25 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
                 alphas.append(lossy(model, ids, start, p, args.prompt, kept, implementation=args.implementation))
         return alphas
 
-    rows = []
+    rows, unrounded = [], None
     for (what, _, kept), values in zip(actors, study.measured(measure, batch=1), strict=True):
         rows.append({**what, "dense_layers": list(kept.dense_layers), **study.summary(values)})
+        if what["rounded"] == "nothing":
+            unrounded = values
+        elif what["budget"] is not None and unrounded is not None:
+            rows[-1]["p5_change"] = change(unrounded, values)
         print(f"{what}: mean {rows[-1]['mean'][0]}, p5 {rows[-1]['p5'][0]}", flush=True)
     return study.save(args, rows=rows)
+
+
+def change(before: Floats, after: Floats) -> list[float]:
+    """Difference of the p5 of acceptance ``[S, R, W]`` at the same tokens, with a 95 % interval."""
+    text = np.broadcast_to(np.arange(len(before))[:, None, None], before.shape).ravel()
+
+    def of(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
+        return weighted_percentile(after.ravel(), owner, weights) - weighted_percentile(values, owner, weights)
+
+    return [round(x, 4) for x in sequence_bootstrap(before.ravel(), text, of)[:3]]
 
 
 if __name__ == "__main__":

@@ -415,4 +415,25 @@ def test_each_rounding_is_measured_alone_and_with_sparse_attention(study, tmp_pa
     for name in ("cache", "matrices", "both", "int8 cache, matrices"):
         assert rows[name, None] == rows[name, everything] < rows["all to bfloat16", None] - 0.01
     assert rows["both", None] < rows["cache", None] < rows["int8 cache", None] < 1
+    changes = {(row["rounded"], row["budget"]): row.get("p5_change") for row in result["rows"]}
+    p5 = {(row["rounded"], row["budget"]): row["p5"][0] for row in result["rows"]}
+    assert changes["nothing", 64] is None and changes["both", None] is None  # nothing to compare with
+    change, low, high = changes["both", everything]
+    assert low <= change <= high < 0 and abs(change - (p5["both", everything] - 1)) < 2e-4
     assert json.loads((tmp_path / "bits.json").read_text())["model"] == card
+
+
+def test_actors_in_bfloat16_lose_what_bfloat16_takes_and_what_is_rounded_besides(study, tmp_path):
+    tiny_model(max_position_embeddings=CONTEXT).save_pretrained(tmp_path)
+    (tmp_path / "card.json").write_text(json.dumps({"context": CONTEXT}))
+    np.save(tmp_path / "held_out.npy", np.random.default_rng(0).integers(0, VOCAB, 3 * CONTEXT).astype(np.uint16))
+    everything = CONTEXT + 64
+    result = study.fewer_bits.main([
+        str(tmp_path), "--out", str(tmp_path / "bits.json"), "--budgets", str(everything), "--dense-layers",
+        "--texts", "3", "--cycles", "8", "--prompt", "32", "--implementation", "reference", "--bfloat16",
+        "--rounded", "nothing", "both",
+    ])  # fmt: skip
+    mean = {(row["rounded"], row["budget"]): row["mean"][0] for row in result["rows"]}
+    assert set(mean) == {("all to bfloat16", None), ("both", None), ("nothing", everything), ("both", everything)}
+    assert abs(mean["nothing", everything] - mean["all to bfloat16", None]) < 1e-3
+    assert mean["both", everything] < mean["nothing", everything] < 1
