@@ -13,6 +13,8 @@ from statistics import fmean
 PROBES, DENSE_PROBES = 4, 6
 """Cycles timed with a number of drafts, and dense steps, before anything is concluded about them: all else is compared
 with dense steps, and theirs are the times that scatter most."""
+DENSE_ALIKE, ALIKE = 3, 1.03
+"""So many dense steps are enough if the longest of them takes no more than this times the shortest."""
 THINK_EVERY = 8
 """Cycles between two comparisons of speed, which cost the host time."""
 WATCHED = 2
@@ -31,14 +33,17 @@ MARGIN = 0.01
 DENSE_LEAD = 0.06
 """By how much drafting must be faster than dense decoding to be chosen: times scatter by as much where steps wait for
 the host, and a wrong choice there would make lossless decoding the slower one."""
-HOPELESS = 0.9
+HOPELESS = 0.95
 """A number of drafts is not tried if its speed, predicted or at the nearest batch, is below this share of the best."""
-GIVE_UP = 0.8
+GIVE_UP = 0.85
 """A number of drafts is not timed to the end if its speed at its fastest time so far is below this share of dense's."""
 PRIOR = (9.0, 10.0)
 """Drafts accepted and judged that are assumed before any was seen."""
-REACH, OPTIMISM = 2, 0.95
-"""How many steps away a batch may be for its times to be taken over, and the factor on what is expected from them."""
+FIRST, UNDER_WAY = 2, 3
+"""Cycles with a number of drafts after which their times are waited for before there are more, and cycles until these
+times must have come: what loses shall not be drafted while its first times are still under way."""
+REACH = 2
+"""How many steps away a batch may be for its times to be taken over."""
 FORGET = 0.98
 """Factor by which each cycle weights the drafts accepted and judged before it."""
 
@@ -66,6 +71,8 @@ class DraftLength:
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
+        self._first_seconds: dict[tuple[Key, int], float] = {}  # of the first cycle after some with other drafts
+        self._begun: Counter[tuple[Key, int]] = Counter()  # cycles since a number was first tried; see ``_await``
         self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle at the nearest batch
         self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
         self._in_use: dict[Key, int] = {}
@@ -110,6 +117,7 @@ class DraftLength:
         choice = next((k for k in self._promising(key) if not self._is_timed(key, k)), None)
         if choice is not None:
             self._being_timed.add(key)
+            choice = self._await(key, choice)
         else:
             self._being_timed.discard(key)
             speed = self._speeds(key)
@@ -120,17 +128,24 @@ class DraftLength:
         self.chosen[choice] += 1
         return choice
 
-    def observe(self, rows: int, length: float, drafts: int, seconds: float, accepted: int, judged: int) -> None:
+    def observe(
+        self, rows: int, length: float, drafts: int, seconds: float, accepted: int, judged: int, *, first: bool = False
+    ) -> None:
         """Learn from one cycle of ``rows`` sequences that all had the same number of drafts.
 
         Args:
             seconds: time of the drafts and their verification.
             accepted, judged: drafts accepted, and drafts up to the first rejected one of each sequence.
+            first: the cycle before had another number of drafts. The host may have been late to see its end, which
+                makes this one seem short, so that its time can speak against the number only.
         """
         key = (_step(rows), _step(length))
         if key not in self._seconds:
             self._take_over(key)
-        self._seconds[key].setdefault(drafts, deque(maxlen=12)).append(seconds)
+        if first:
+            self._first_seconds[key, drafts] = seconds
+        else:
+            self._seconds[key].setdefault(drafts, deque(maxlen=12)).append(seconds)
         if judged:
             verdicts = self._verdicts.setdefault(key[1], self._judged(key[1]))
             for i, count in enumerate((accepted, judged)):
@@ -162,16 +177,29 @@ class DraftLength:
         if 0 in timed and 0 in expected:  # longer sequences make verification slower, other numbers of them drafts too
             more, factor = timed[0] - expected[0], timed[0] / expected[0]
             expected = {k: min(seconds + more, factor * seconds) for k, seconds in expected.items()}
-        return {**{k: OPTIMISM * seconds for k, seconds in expected.items()}, **timed}
+        return {**expected, **timed}
 
     def _is_timed(self, key: Key, drafts: int) -> bool:
         """Whether a number of drafts was timed often enough, or is too slow to be worth more."""
         times, dense = self._seconds[key].get(drafts, ()), self._seconds[key].get(0, ())
         if len(times) >= (PROBES if drafts else DENSE_PROBES):
             return True
-        if not drafts or len(times) < 2 or len(dense) < DENSE_PROBES:  # one time may be slow by chance
+        if not drafts and len(times) >= DENSE_ALIKE and max(times) <= ALIKE * min(times):
+            return True
+        known = [*times, *([self._first_seconds[key, drafts]] if (key, drafts) in self._first_seconds else [])]
+        if not drafts or len(known) < 2 or not self._is_timed(key, 0):  # one time may be slow by chance
             return False
-        return self._speed(key, drafts, min(times)) < GIVE_UP * self._speed(key, 0, _typical(dense))
+        return self._speed(key, drafts, min(known)) < GIVE_UP * self._speed(key, 0, _typical(dense))
+
+    def _await(self, key: Key, drafts: int) -> int:
+        """This number, or the fastest known one while the times of its first cycles are under way."""
+        if not drafts or len(self._seconds[key].get(drafts, ())) + ((key, drafts) in self._first_seconds) >= FIRST:
+            return drafts
+        self._begun[key, drafts] = begun = self._begun[key, drafts] % (FIRST + UNDER_WAY) + 1
+        if begun <= FIRST:
+            return drafts
+        known = self._known(key)
+        return max(known, key=lambda k: self._speed(key, k, known[k]), default=drafts)
 
     def _judged(self, step: int) -> list[float]:
         """Drafts accepted and judged at this length, else at the nearest, but scaled to so few that they soon fade."""

@@ -42,7 +42,7 @@ class LosslessScheduler(AsyncScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
-        """Note a step's time if its sequences all had equally many drafts and the step before had as many of both."""
+        """Note a step's time if its sequences all had equally many drafts and the step before had as many sequences."""
         last, self._last = self._last, None
         if not self.draft_length.is_watching:
             return
@@ -57,7 +57,7 @@ class LosslessScheduler(AsyncScheduler):
         if drafts and len(drafted) != rows:
             return
         self._last = (now, rows, drafts)
-        if last is None or last[1:] != (rows, drafts):
+        if last is None or last[1] != rows or (last[2] != drafts and not drafts):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
@@ -69,7 +69,7 @@ class LosslessScheduler(AsyncScheduler):
             return
         length, tokens = sum(lengths) / len(lengths), sum(emitted)
         judged = tokens - emitted.count(drafts + 1)  # after the last of all drafts came one more token
-        self.draft_length.observe(rows, length, drafts, now - last[0], tokens - rows, judged)
+        self.draft_length.observe(rows, length, drafts, now - last[0], tokens - rows, judged, first=last[2] != drafts)
         cycles = self.draft_length.chosen.total()
         if cycles >= self._log_from and (in_use := self.draft_length.in_use()):
             self._log_from = cycles + LOG_EVERY

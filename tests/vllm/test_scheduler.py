@@ -58,7 +58,7 @@ def step(scheduler, names, drafts, emitted, seconds=0.01):
 @pytest.fixture
 def observed(monkeypatch):
     found = []
-    monkeypatch.setattr(module.DraftLength, "observe", lambda self, *what: found.append(what))
+    monkeypatch.setattr(module.DraftLength, "observe", lambda self, *what, first: found.append((*what, first)))
     return found
 
 
@@ -83,11 +83,21 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     for emitted in ([1, 1, 1], [1, 3, 5]):  # the first has no step before it
         step(scheduler, ["a", "b", "c"], 4, emitted)
     # Accepted: 0, 2 and 4 of 4. Judged: the accepted ones and the first rejected one.
-    assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4)]
+    assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4, False)]
     observed.clear()
     for _ in range(2):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
-    assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0)]
+    assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0, False)]  # not the first, which came after drafts
+
+
+def test_the_first_step_with_other_drafts_is_marked(make, observed):
+    scheduler = make()
+    run(scheduler, {"a": 100, "b": 300})
+    for drafts in (0, 0, 2, 2, 4, 0, 0):
+        step(scheduler, ["a", "b"], drafts, [1, 1])
+    assert [(drafts, first) for _, _, drafts, *_, first in observed] == [
+        (0, False), (2, True), (2, False), (4, True), (0, False),
+    ]  # fmt: skip
 
 
 def test_steps_that_are_not_alike_are_not_timed(make, observed):
