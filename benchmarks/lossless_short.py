@@ -3,10 +3,15 @@
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
 
 Short steps wait for the host, whose speed changes from minute to minute and from process to process by more than what
-is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``, at whose end
-the GPU has done its work. Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by
-``GROWTH`` tokens; acceptance is synthetic (``benchmarks/lossless.py``). The number of drafts is held at none, or chosen
-from knowing nothing. A ratio is that of tokens per second over all turns; intervals resample pairs of turns.
+is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``. Sequences begin with
+their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens; acceptance is synthetic
+(``benchmarks/lossless.py``). The number of drafts is held at none, or chosen from knowing nothing. A ratio is that of
+tokens per second over all turns; intervals resample pairs of turns.
+
+Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
+start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
+first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What both engines hold
+when a state begins is kept out of Python's garbage collection, which would take twice as long as with one.
 
 ``--profile`` writes where the host spends its time in steps of both engines without drafts, for one sequence: in
 Python, then in torch and CUDA. Python comes first in both, for a trace of CUDA's calls slows those that come after it.
@@ -15,6 +20,7 @@ Python, then in torch and CUDA. Python comes first in both, for a trace of CUDA'
 from __future__ import annotations
 
 import cProfile
+import gc
 import io
 import json
 import pstats
@@ -49,37 +55,45 @@ MEMORY = {"stock": 0.42, "lossless": 0.46}
 """vLLM's ``gpu_memory_utilization`` of both engines."""
 
 
-def turn(bench: Bench, tokens: int) -> tuple[int, float]:
-    """Steps for ``TURN_S``, or until the requests have ``tokens`` together: new tokens, and seconds."""
-    before, began, steps = generated(bench), clock(), 0
-    while time.perf_counter() - began < TURN_S and generated(bench) < tokens:
+def turn(bench: Bench, tokens: int) -> list[float]:
+    """Steps for ``TURN_S``, or until the requests have ``tokens`` together: new tokens and seconds, without and with
+    those of the pauses."""
+    resumed, had = clock(), generated(bench)
+    for _ in range(UNDER_WAY):
         bench.llm.llm_engine.step()
-        steps += 1
-        if steps <= UNDER_WAY:
-            scheduler(bench)._last = None  # what ended in the pause says nothing about the time of a cycle
-    return generated(bench) - before, clock() - began
+        scheduler(bench)._last = None  # what ended in the pause says nothing about the time of a cycle
+    began = now = time.perf_counter()
+    before = generated(bench)
+    while now - began < TURN_S and generated(bench) < tokens:
+        bench.llm.llm_engine.step()
+        now = time.perf_counter()
+    new = generated(bench)
+    return [new - before, now - began, new - had, clock() - resumed]
 
 
 def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str, Any]:
-    """The ratio of speeds with its interval, tokens per second of both, and tokens and seconds of each turn of both."""
+    """The ratio of speeds with its interval, tokens per second of both, and each turn of both."""
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
     for bench in (stock, ours):
         begin(bench, lengths)
     ends = [generated(bench) + GROWTH * batch for bench in (stock, ours)]
     turns = []
+    gc.collect()
+    gc.freeze()
     while all(generated(bench) < end for bench, end in zip((stock, ours), ends, strict=True)):
         turns.append([turn(bench, end) for bench, end in zip((stock, ours), ends, strict=True)])
     for bench in (stock, ours):
         abandon(bench, batch)
-    new = np.array(turns)  # [turns, engine, tokens or seconds]
+    new = np.array(turns)  # [turns, engine, 4]
     draws = np.random.default_rng(0).integers(0, len(new), (2000, len(new)))
+    speeds = new.sum(0)[:, ::2] / new.sum(0)[:, 1::2]  # [engine, without and with pauses]
     resampled = new[draws].sum(1)
     ratios = resampled[:, 1, 0] / resampled[:, 1, 1] / (resampled[:, 0, 0] / resampled[:, 0, 1])
-    (stock_tokens, stock_s), (tokens, seconds) = new.sum(0)
     return {
-        "ratio": [tokens / seconds / (stock_tokens / stock_s), *np.percentile(ratios, [2.5, 97.5])],
-        "stock_tokens_per_s": stock_tokens / stock_s, "tokens_per_s": tokens / seconds,
-        "grown": [float(x) / batch for x in (stock_tokens, tokens)], "turns": turns,
+        "ratio": [speeds[1, 0] / speeds[0, 0], *np.percentile(ratios, [2.5, 97.5])],
+        "with_pauses": speeds[1, 1] / speeds[0, 1],
+        "stock_tokens_per_s": speeds[0, 0], "tokens_per_s": speeds[1, 0],
+        "grown": (new.sum(0)[:, 2] / batch).tolist(), "turns": turns,
     }  # fmt: skip
 
 
@@ -143,15 +157,14 @@ def main() -> None:
     decoding = Decoding.lossless(SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        stock = Bench(shape, "stock", one, MEMORY["stock"])
-        ours = Bench(shape, "lossless", other, MEMORY["lossless"], decoding)
+        most = max(batch for batch, _ in STATES[shape])
+        stock = Bench(shape, "stock", one, MEMORY["stock"], slots=most)
+        ours = Bench(shape, "lossless", other, MEMORY["lossless"], decoding, slots=most)
         choices = scheduler(ours).draft_length.choices
         for batch, length in chosen or STATES[shape]:
             for rate in RATES:
-                chooser = scheduler(ours).draft_length = DraftLength(choices)
-                if rate is None:
-                    chooser.choose = lambda *_: 0
-                else:
+                chooser = scheduler(ours).draft_length = DraftLength([0] if rate is None else choices)
+                if rate is not None:
                     runner(ours).rejection_sampler.synthetic_conditional_rates.fill_(rate)
                 row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
@@ -161,7 +174,7 @@ def main() -> None:
                     "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
         if arguments.profile:
-            scheduler(ours).draft_length.choose = lambda *_: 0
+            scheduler(ours).draft_length = DraftLength([0])
             profile({"lossless_host_stock": stock, "lossless_host": ours}, 1024)
 
 
