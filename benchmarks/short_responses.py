@@ -1,6 +1,5 @@
 """A rollout of many short responses with lists of the most likely tokens, where every step waits for the host.
 
-    python benchmarks/short_responses.py --out benchmarks/results/short_responses_cpu.json
     git archive a553f48 | tar -x -C old/ && python benchmarks/short_responses.py --before old/
 
 256 prompts of 64 tokens, 1,024 tokens each, top-20 lists, on random weights: stock vLLM and Sparrow's engine with the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import RESULTS, SHAPES, Column, declared, load, table
+from common import RESULTS, SHAPES, Column, Row, declared, interval, load, table
 from rollout_trace import SLOTS
 
 NAMES = {
@@ -97,21 +97,31 @@ def equalities() -> str:
     return table([*head, "prefill from decode"], lines)
 
 
+ROUNDED = {
+    "all to bfloat16": "everything, to bfloat16", "nothing": "nothing", "cache": "keys and values, to fp8",
+    "matrices": "matrices and their inputs, to fp8", "both": "both, to fp8",
+    "int8 cache": "keys and values, to int8", "int8 cache, matrices": "keys and values to int8, matrices to fp8",
+}  # fmt: skip
+
+
+def _rounded(row: Row) -> list[str]:
+    """The first columns of a row of ``studies/text/fewer_bits.py``."""
+    budget = "all" if row["budget"] is None else f"{row['budget']:,}"
+    return [budget, ROUNDED[row["rounded"]], *(interval(row[name], 3) for name in ("mean", "p5"))]
+
+
 def acceptance() -> str:
     """What each rounding costs in acceptance, alone and with sparse attention."""
-    names = {
-        "all to bfloat16": "everything, to bfloat16", "nothing": "nothing", "cache": "keys and values, to fp8",
-        "matrices": "matrices and their inputs, to fp8", "both": "both, to fp8",
-        "int8 cache": "keys and values, to int8", "int8 cache, matrices": "keys and values to int8, matrices to fp8",
-    }  # fmt: skip
-    rows = [
-        [
-            "all" if row["budget"] is None else f"{row['budget']:,}", names[row["rounded"]],
-            *("{:.3f} [{:.3f}, {:.3f}]".format(*row[name]) for name in ("mean", "p5")),
-        ]
-        for row in load("text_bits")["rows"]
-    ]  # fmt: skip
-    return table(["tokens read", "rounded", "mean", "p5"], rows)
+    return table(["tokens read", "rounded", "mean", "p5"], map(_rounded, load("text_bits")["rows"]))
+
+
+def acceptance_bf16() -> str:
+    """The same where actors run in bfloat16, with what rounding changes in p5 under the same budget."""
+    rows = (
+        [*_rounded(row), "{:+.3f} [{:+.3f}, {:+.3f}]".format(*row["p5_change"]) if "p5_change" in row else ""]
+        for row in load("text_bits_bf16")["rows"]
+    )
+    return table(["tokens read", "rounded, besides bfloat16", "mean", "p5", "change of p5"], rows)
 
 
 TABLES = {
@@ -119,4 +129,5 @@ TABLES = {
     "fp8 attention": attention,
     "fp8 equalities": equalities,
     "fp8 acceptance": acceptance,
+    "fp8 acceptance bf16": acceptance_bf16,
 }

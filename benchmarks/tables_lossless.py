@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import mean, stdev
 
-from common import SHAPES, Row, interval, load, table
+from common import SHAPES, Row, declared, interval, load, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
@@ -115,6 +115,21 @@ def lossless_short() -> str:
     return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
 
 
+def lossless_floor() -> str:
+    rows = [
+        {**row, "shape": SHAPES[shape], "growth": result["growth"]}
+        for shape in ("qwen3-1.7b", "qwen3-8b")
+        for result in [load(f"lossless_floor_{shape}")]
+        for row in result["rows"]
+    ]
+    return declared(rows, {
+        "shape": "{shape}", "sequences": "{batch}",
+        "tokens": lambda row: f"{row['length']:,} to {row['length'] + row['growth']:,}",
+        "stock step, ms": lambda row: f"{1e3 * row['batch'] / row['stock_tokens_per_s']:.2f}",
+        "no drafts": lambda row: interval(row["ratio"], 3),
+    })  # fmt: skip
+
+
 def lossless_memory() -> str:
     rows = []
     for shape, label in SHAPES.items():
@@ -183,6 +198,7 @@ TABLES = {
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
     "lossless short contexts": lossless_short,
+    "lossless floor": lossless_floor,
     "lossless memory": lossless_memory,
     "lossless exact": lossless_exact,
     "lossless invariant": lossless_invariant,

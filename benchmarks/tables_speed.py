@@ -232,13 +232,14 @@ def grpo_step() -> str:
 
 
 def host_time() -> str:
-    """Host microseconds per sequence and step, by part."""
+    """Many short responses with lists: tokens per second, and host microseconds per sequence and step, by part."""
     parts = ("scheduler", "output processor", "reading lists")
-    rows = []
-    for variant, name in {"stock": "stock vLLM", "now": "Sparrow"}.items():
-        us = [load("short_responses_cpu")["variants"][variant][f"{part}, us"] for part in parts]
-        rows.append([name, *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
-    return table(["us a sequence and step", *parts, "together"], rows)
+    rows, variants = [], load("short_responses")["variants"]
+    for variant, name in {"stock": "stock vLLM", "before": "Sparrow at `a553f48`", "now": "Sparrow"}.items():
+        speed, us = variants[variant]["tokens/s"], [variants[variant][f"{part}, us"] for part in parts]
+        gain = f"{speed / variants['stock']['tokens/s']:.2f}x"
+        rows.append([name, f"{speed:,.0f}", gain, *(f"{x:.1f}" for x in us), f"{sum(us):.1f}"])
+    return table(["", "tokens/s", "over stock", *(f"{part}, us" for part in parts), "together, us"], rows)
 
 
 def teacher_forced() -> str:
