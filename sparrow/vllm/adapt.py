@@ -28,8 +28,6 @@ DENSE_AGAIN = 64
 so on: the first times may have been slow by chance, and lossless decoding must not be slower than dense."""
 DENSE_NEAR = 0.7
 """Dense steps are timed again only if they had this share of the best speed; else they cannot win."""
-MARGIN = 0.01
-"""By how much a number of drafts must be faster than the one in use to replace it."""
 DENSE_LEAD = 0.06
 """By how much drafting must be faster than dense decoding to be chosen: times scatter by as much where steps wait for
 the host, and a wrong choice there would make lossless decoding the slower one."""
@@ -121,10 +119,7 @@ class DraftLength:
         else:
             self._being_timed.discard(key)
             speed = self._speeds(key)
-            best = max(speed, key=speed.__getitem__)
-            current = self._in_use.get(key, best)
-            choice = best if speed[best] > (1 + MARGIN) * speed.get(current, 0.0) else current
-            self._in_use[key] = choice
+            choice = self._in_use[key] = max(speed, key=speed.__getitem__)
         self.chosen[choice] += 1
         return choice
 
