@@ -7,20 +7,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
-import calibration
 import calibration_cost
-import relative_tau
 import tables_cost as cost
 import tables_distill as distill
 import tables_fp8 as fp8
 import tables_lossless as lossless
 import tables_runs as runs
 import tables_speed as speed
+from common import ROOT, render
+
+sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text")]
+import calibration
+import relative_tau
 import tables_text as text
 import tables_text_training as text_training
-from common import ROOT, render
 
 MODULES = (
     speed, runs, cost, calibration, calibration_cost, relative_tau, distill, lossless, text, text_training, fp8

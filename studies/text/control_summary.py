@@ -4,7 +4,7 @@ of acceptance ranks the runs, and the shortened logs.
     python studies/text/control_summary.py runs/control --checkpoint runs/text \\
         --out benchmarks/results/text_control.json
 
-``benchmarks/tables_text_training.py`` makes a table of it.
+``tables_text_training.py`` makes a table of it.
 """
 
 from __future__ import annotations

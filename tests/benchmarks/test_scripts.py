@@ -11,15 +11,19 @@ import pytest
 from sparrow.cost import SHAPES, ModelShape
 
 ROOT = Path(__file__).parents[2]
+FOLDERS = ("benchmarks", "studies/reasoner", "studies/text")
 SCRIPTS = sorted(
-    path.name for path in (ROOT / "benchmarks").glob("*.py") if "parser(__doc__" in path.read_text(encoding="utf-8")
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for path in (ROOT / folder).glob("*.py")
+    if "parser(__doc__" in path.read_text(encoding="utf-8")
 )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_explains_itself(name):
-    script = ROOT / "benchmarks" / name
+    script = ROOT / name
     text = script.read_text(encoding="utf-8")
     for module in ("vllm", "triton"):
         if module in text and find_spec(module) is None:

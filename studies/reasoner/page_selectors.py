@@ -1,8 +1,8 @@
 """Which pages should the sparse actor read? Selectors, page sizes, layers and reuse, ranked by p5 at equal bytes read.
 
-    python benchmarks/page_selectors.py    # writes benchmarks/results/selectors_reasoner.json
-    python benchmarks/page_selectors.py --show benchmarks/results/selectors_reasoner.json
-    python benchmarks/page_selectors.py --model M --lines 60 --count 96 --tokens 160 256 --dense-layers 0 1 --out ...
+    python studies/reasoner/page_selectors.py    # writes benchmarks/results/selectors_reasoner.json
+    python studies/reasoner/page_selectors.py --show benchmarks/results/selectors_reasoner.json
+    python studies/reasoner/page_selectors.py --model M --lines 60 --count 96 --tokens 160 256 --dense-layers 0 1
 
 Dense trajectories of the task ``trace`` are sampled once; every variant is a teacher-forced pass over them, and its
 acceptance rate is exact, over the whole vocabulary. Bytes are counted in tokens' worth of keys and values per sparse
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import REASONER, device, parser, rounded, save, table, tracing
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
@@ -38,6 +38,9 @@ from sparrow.mismatch import weighted_percentile
 from sparrow.model.scoring import Batch, micro_batches
 from sparrow.rollout import Rollout, Sampling
 from sparrow.schedule import ALL_PAGES
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import REASONER, device, parser, rounded, save, table, tracing
 
 RESAMPLES, SEED = 400, 7
 TOKEN_BUDGET = 65_536  # padded tokens in a forward pass

@@ -1,8 +1,8 @@
 """Does calibration hold its target, does its shortcut cost anything, and does the tail look like a Beta distribution?
 
-    python benchmarks/calibration.py table     # three targets x three seeds by `sparrow calibrate`, then fresh rollouts
-    python benchmarks/calibration.py shortcut  # trajectories once, against sampling anew at every budget
-    python benchmarks/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
+    python studies/reasoner/calibration.py table     # three targets x three seeds by `sparrow calibrate`, then rollouts
+    python studies/reasoner/calibration.py shortcut  # trajectories once, against sampling anew at every budget
+    python studies/reasoner/calibration.py tail      # goodness of fit of the published Beta tail, with intervals
 
 All run on the bundled reasoner, with pages of 4 tokens and length bins of 64, on whatever device is there. Results go
 to benchmarks/results/calibration_*.json; what --folder already holds is not sampled again.
@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import REASONER, RESULTS, Column, Row, clock, declared, device, load, machine, parser, save, table, tracing
 from scipy import stats
 
 from sparrow import SparsitySchedule
@@ -38,6 +38,9 @@ from sparrow.mismatch import (
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import REASONER, RESULTS, Column, Row, clock, declared, device, load, machine, parser, save, table, tracing
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 LINES, COUNT = 36, 512  # of a program, and responses sampled each time

@@ -1,6 +1,6 @@
 """Does the same tau ask for the same pages whichever engines sample and score? Absolute, and relative to the ceiling.
 
-    python benchmarks/relative_tau.py  # on a CPU; some minutes of two cores
+    python studies/reasoner/relative_tau.py  # on a CPU; some minutes of two cores
 
 Four pairs of a sampler and a scorer see the same tokens of the bundled reasoner, with pages of 4 tokens and length bins
 of 64. vLLM samples in bfloat16, densely and under each budget, and lists every token of the vocabulary. Transformers
@@ -16,19 +16,23 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import REASONER, load, parser, save, table, tracing
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
 from sparrow.mismatch import acceptance, relative_p5, split_by_bin, weighted_percentile
 from sparrow.rollout import Rollout, Sampling
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import REASONER, load, parser, save, table, tracing
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))
 ALWAYS = LAYOUT.sink_pages + LAYOUT.recent_pages

@@ -1,6 +1,6 @@
 """How much of the tail the sampled tokens alone can show, where both sides' top-20 lists show all of it.
 
-    python benchmarks/sampled_tail.py --out benchmarks/results/sampled_tail.json
+    python studies/reasoner/sampled_tail.py --out benchmarks/results/sampled_tail.json
 
 The bundled reasoner traces programs of 24 lines under fixed budgets, on CPU or GPU. For each: mean acceptance and its
 5th percentile (lower bound from top-20 lists), and, from the sampled tokens' own log-probs, the mean, the floor under
@@ -10,15 +10,19 @@ that percentile (``sparrow.mismatch.sampled``), and, for comparison only, the 5t
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
 import numpy as np
-from common import REASONER, device, parser, save, tracing
 
 from sparrow import SparsitySchedule
 from sparrow.engines.hf import HFEngine
 from sparrow.measure import flatten, token_acceptance
 from sparrow.mismatch import percentile_by_bin_interval, sampled_acceptance, tail_floor_by_bin
 from sparrow.rollout import Sampling
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+from common import REASONER, device, parser, save, tracing
 
 LAYOUT = {"bin_tokens": 1024, "page_size": 8, "dense_layers": (0,)}
 DENSE = SparsitySchedule.dense(**LAYOUT)
