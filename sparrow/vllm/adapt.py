@@ -39,7 +39,8 @@ PRIOR = (9.0, 10.0)
 """Drafts accepted and judged that are assumed before any was seen."""
 FIRST, UNDER_WAY = 2, 3
 """Cycles with a number of drafts after which their times are waited for before there are more, and cycles until these
-times must have come: what loses shall not be drafted while its first times are still under way."""
+times must have come: what loses shall not be drafted while its first times are still under way. One time alone decides
+nothing: it may be slow by chance."""
 REACH = 2
 """How many steps away a batch may be for its times to be taken over."""
 FORGET = 0.98
@@ -176,19 +177,25 @@ class DraftLength:
 
     def _is_timed(self, key: Key, drafts: int) -> bool:
         """Whether a number of drafts was timed often enough, or is too slow to be worth more."""
-        times, dense = self._seconds[key].get(drafts, ()), self._seconds[key].get(0, ())
-        if len(times) >= (PROBES if drafts else DENSE_PROBES):
+        times = self._seconds[key].get(drafts, ())
+        if not drafts:
+            alike = len(times) >= DENSE_ALIKE and max(times) <= ALIKE * min(times)
+            return alike or len(times) >= DENSE_PROBES
+        if len(times) >= PROBES:
             return True
-        if not drafts and len(times) >= DENSE_ALIKE and max(times) <= ALIKE * min(times):
-            return True
-        known = [*times, *([self._first_seconds[key, drafts]] if (key, drafts) in self._first_seconds else [])]
-        if not drafts or len(known) < 2 or not self._is_timed(key, 0):  # one time may be slow by chance
+        seen = self._seen(key, drafts)
+        if len(seen) < FIRST or not self._is_timed(key, 0):
             return False
-        return self._speed(key, drafts, min(known)) < GIVE_UP * self._speed(key, 0, _typical(dense))
+        return self._speed(key, drafts, min(seen)) < GIVE_UP * self._speed(key, 0, _typical(self._seconds[key][0]))
+
+    def _seen(self, key: Key, drafts: int) -> list[float]:
+        """All times with a number of drafts, that of a first cycle among them."""
+        first = self._first_seconds.get((key, drafts))
+        return [*self._seconds[key].get(drafts, ()), *([] if first is None else [first])]
 
     def _await(self, key: Key, drafts: int) -> int:
         """This number, or the fastest known one while the times of its first cycles are under way."""
-        if not drafts or len(self._seconds[key].get(drafts, ())) + ((key, drafts) in self._first_seconds) >= FIRST:
+        if not drafts or len(self._seen(key, drafts)) >= FIRST:
             return drafts
         self._begun[key, drafts] = begun = self._begun[key, drafts] % (FIRST + UNDER_WAY) + 1
         if begun <= FIRST:
