@@ -1,0 +1,77 @@
+"""What the benchmark of short contexts makes of the steps of two engines, on a clock that the test moves."""
+
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm.version")
+
+ROOT = Path(__file__).parents[2]
+ROWS = 4
+
+
+@pytest.fixture(scope="module")
+def short():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield importlib.import_module("lossless_short")
+
+
+class Engine:
+    """Results come one step late: after a pause the first is there at once, and the GPU has nothing to do at first."""
+
+    def __init__(self, clock, step_s, restart_s):
+        self.clock, self.step_s, self.restart_s = clock, step_s, restart_s
+        self.running = [SimpleNamespace(num_output_tokens=0) for _ in range(ROWS)]
+        self.llm = SimpleNamespace(llm_engine=self)
+        self.scheduler = SimpleNamespace(_last="before the pause")
+        self.served, self.since_pause, self.cleared = ROWS, 0, []
+
+    def step(self):
+        self.since_pause += 1
+        self.clock.now += [0.0, self.restart_s][self.since_pause - 1] if self.since_pause <= 2 else self.step_s
+        self.cleared.append(self.scheduler._last is None)
+        self.scheduler._last = "a step"
+        for request in self.running:
+            request.num_output_tokens += 1
+
+
+@pytest.fixture
+def engines(short, monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    stock, ours = Engine(clock, 0.010, 0.002), Engine(clock, 0.008, 0.050)
+
+    def synchronised():
+        for engine in (stock, ours):
+            if engine.since_pause:  # one step is under way when a turn ends
+                clock.now += engine.step_s
+            engine.since_pause = 0
+        return clock.now
+
+    monkeypatch.setattr(short, "clock", synchronised)
+    monkeypatch.setattr(short, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(short, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
+    monkeypatch.setattr(short, "begin", lambda *_: None)
+    monkeypatch.setattr(short, "abandon", lambda *_: None)
+    monkeypatch.setattr(short, "scheduler", lambda bench: bench.scheduler)
+    monkeypatch.setattr(short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running))
+    return stock, ours
+
+
+def test_the_ratio_leaves_out_what_pauses_cost(short, engines):
+    result = short.side_by_side(*engines, ROWS, 1024)
+    assert result["ratio"] == pytest.approx([1.25] * 3)
+    assert result["stock_tokens_per_s"] == pytest.approx(ROWS / 0.010)
+    assert result["with_pauses"] < 1.2  # a turn of ours begins with 48 ms more
+    assert max(result["grown"]) == short.GROWTH
+    turns = result["turns"]
+    assert all(one[0] < one[2] and one[1] < one[3] for turn in turns for one in turn)
+
+
+def test_times_from_before_a_pause_are_forgotten(short, engines):
+    _, ours = engines
+    short.turn(ours, 10**9)
+    # Before a step: what the step before it noted is gone until the first results after the pause are out.
+    assert ours.cleared[: short.UNDER_WAY + 2] == [False, *[True] * short.UNDER_WAY, False]
