@@ -26,22 +26,13 @@ ASKED = prompts(300, 17, 150, 64, seed=41)
 EVERYTHING = 40  # pages: then drafts differ from the policy by their weights alone
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with a model, the model, and another's weights."""
-    folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
-    model = checkpoint(folder, num_hidden_layers=2)
-    new = checkpoint(other, num_hidden_layers=2, seed=1)
-    return folder, model, new, str(other / "model.safetensors")
-
-
 @pytest.fixture
 def cycles(monkeypatch):
     return recorded_cycles(monkeypatch)
 
 
-def test_greedy_tokens_are_stock_vllms(made):
-    folder, model, *_ = made
+def test_greedy_tokens_are_stock_vllms(old_and_new):
+    folder, model, *_ = old_and_new
     with engine(folder) as llm:
         expected = tokens_of(generate(llm, ASKED, 24))
     for k, pages in ((1, 4), (4, EVERYTHING), (8, 1)):
@@ -103,8 +94,8 @@ def answered(llm, found, seed=3):
     return [[*p, *ids] for p, ids in zip(ASKED, tokens_of(completions), strict=True)]
 
 
-def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(made, cycles):
-    folder, model, *_ = made
+def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptance(old_and_new, cycles):
+    folder, model, *_ = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         llm.collective_rpc("sparrow_acceptance")
         written = answered(llm, cycles)
@@ -122,18 +113,18 @@ def test_drafts_are_those_of_rounded_weights_and_the_meter_tells_their_acceptanc
     assert gap(model, model, cycles, written, rounds=False) < 1e-4 and metered.mean > 0.9999
 
 
-def test_another_schedule_is_measured_with_the_weights_proper(made):
+def test_another_schedule_is_measured_with_the_weights_proper(old_and_new):
     decoding = lossless(K, pages=EVERYTHING, draft_weights="fp8")
-    with engine(made[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)) as llm:
+    with engine(old_and_new[0], replace(decoding, meter_schedule=decoding.schedule, meter_every=1)) as llm:
         generate(llm, ASKED, 24, temperature=1.0, seed=3)
         report = llm.collective_rpc("sparrow_acceptance")[0]
     drafts, metered = (DraftAcceptance.from_dict(part["acceptance"]) for part in (report, report["metered"]))
     assert metered.drafts > 20 and metered.mean > 0.9999 and drafts.mean < 0.98
 
 
-def test_a_compiled_model_drafts_with_the_copy_too(made, monkeypatch):
+def test_a_compiled_model_drafts_with_the_copy_too(old_and_new, monkeypatch):
     """Which weights are read is not fixed while torch.compile traces, which happens in a dense step."""
-    folder, model, *_ = made
+    folder, model, *_ = old_and_new
     monkeypatch.setattr(torch._dynamo.config, "disable", False)
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     monkeypatch.setenv("VLLM_CPU_CI_ENV", "1")  # vLLM's own way to compile without inductor
@@ -182,8 +173,8 @@ def test_a_model_without_a_layer_to_copy_is_refused(tmp_path):
         pass
 
 
-def test_an_engine_whose_drafts_have_no_copy_says_so(made):
-    with engine(made[0], lossless(2)) as llm:
+def test_an_engine_whose_drafts_have_no_copy_says_so(old_and_new):
+    with engine(old_and_new[0], lossless(2)) as llm:
         assert "draft_weight_bytes" not in llm.collective_rpc("sparrow_describe")[0]
         with pytest.raises(ConfigError, match=r"have no copy of the weights; start it with .* draft_weights 'fp8'"):
             llm.collective_rpc("sparrow_renew_draft_weights")
@@ -213,8 +204,8 @@ def negated(model):
     return other
 
 
-def test_the_copy_follows_the_weights_however_they_are_loaded(made, cycles):
-    folder, old, new, weights = made
+def test_the_copy_follows_the_weights_however_they_are_loaded(old_and_new, cycles):
+    folder, old, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         model, written = old, answered(llm, cycles)
         assert gap(model, model, cycles, written) < 0.01
@@ -248,9 +239,9 @@ def where_copies_are(worker):
     return [x.data_ptr() for method in copies(worker) for x in (method.values, method.scales)]
 
 
-def test_the_copy_is_made_again_after_sleep(made, cycles):
+def test_the_copy_is_made_again_after_sleep(old_and_new, cycles):
     """On a CPU vLLM itself does not sleep; here what its allocator would drop, the copy included, is overwritten."""
-    folder, _, new, weights = made
+    folder, _, new, weights = old_and_new
     with engine(folder, lossless(K, pages=EVERYTHING, draft_weights="fp8")) as llm:
         answered(llm, cycles)
         llm.collective_rpc(lose, args=(2,))
@@ -269,8 +260,8 @@ def lose_copies(worker):
 # --- tensor parallel ---
 
 
-def test_each_tensor_parallel_worker_copies_its_part(made, tmp_path, monkeypatch):
-    folder, model, new, weights = made
+def test_each_tensor_parallel_worker_copies_its_part(old_and_new, tmp_path, monkeypatch):
+    folder, model, new, weights = old_and_new
     monkeypatch.setenv("PYTHONPATH", on_v2(tmp_path))
     with engine(folder, lossless(4, pages=EVERYTHING, draft_weights="fp8"), tensor_parallel_size=2) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 16))

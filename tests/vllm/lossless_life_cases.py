@@ -12,19 +12,10 @@ from vllm import logger
 
 from sparrow.vllm.adapt import DraftLength
 from tests.vllm.lossless_cases import Landmarks, assert_greedy_and_dense, generate, logprobs_of, parameters, tokens_of
-from tests.vllm.tiny_vllm import checkpoint, prompts
+from tests.vllm.tiny_vllm import prompts
 
 ASKED = prompts(150, 17, 64, 33, seed=31)
 SIZES = (100, 1500, 1500)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """A folder with a model, the model, and another's weights."""
-    folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
-    model = checkpoint(folder, num_hidden_layers=2)
-    new = checkpoint(other, num_hidden_layers=2, seed=1)
-    return folder, model, new, str(other / "model.safetensors")
 
 
 # --- sleep ---
@@ -41,9 +32,9 @@ def lose(worker, level):
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_nothing_is_read_that_sleep_has_dropped(made, monkeypatch, level):
+def test_nothing_is_read_that_sleep_has_dropped(old_and_new, monkeypatch, level):
     """On a CPU vLLM itself does not sleep; here what its allocator would drop is overwritten."""
-    folder, model, new, weights = made
+    folder, model, new, weights = old_and_new
     found = Landmarks(monkeypatch)
     with cases.engine(folder, cases.lossless(4)) as llm:
         assert_greedy_and_dense(model, ASKED, generate(llm, ASKED, 12))
@@ -72,8 +63,8 @@ def mixed(old, new, ids, cached):
     return torch.cat([first.logits[0], rest.logits[0]]).double().log_softmax(-1).numpy()
 
 
-def test_drafts_of_old_weights_are_verified_by_new_ones(made):
-    folder, old, new, weights = made
+def test_drafts_of_old_weights_are_verified_by_new_ones(old_and_new):
+    folder, old, new, weights = old_and_new
     done, cached = {}, None
     with cases.engine(folder, cases.lossless(4)) as llm:
         for i, prompt in enumerate(ASKED):
@@ -103,8 +94,8 @@ def test_drafts_of_old_weights_are_verified_by_new_ones(made):
 # --- a run that is resumed ---
 
 
-def test_a_new_engine_repeats_samples_only_with_as_many_drafts(made, monkeypatch):
-    folder, *_ = made
+def test_a_new_engine_repeats_samples_only_with_as_many_drafts(old_and_new, monkeypatch):
+    folder, *_ = old_and_new
     first, second = (dict(tokens=10, temperature=1.0, seed=seed) for seed in (7, 8))
     with cases.engine(folder, cases.lossless(4)) as llm:
         generate(llm, ASKED, **first)
@@ -141,7 +132,7 @@ def metrics(llm):
     return {m.name: m.value for m in llm.get_metrics() if hasattr(m, "value")}
 
 
-def test_what_it_takes_is_said_at_start(made, monkeypatch):
+def test_what_it_takes_is_said_at_start(old_and_new, monkeypatch):
     said, init = [], logger.init_logger
     ours = SimpleNamespace(info=lambda text, *values: said.append(text % values))
     monkeypatch.setattr(logger, "init_logger", lambda name: ours if name == "vllm.sparrow" else init(name))
@@ -151,7 +142,7 @@ def test_what_it_takes_is_said_at_start(made, monkeypatch):
     assert 1 - stock / in_8_bits == pytest.approx(0.0078, abs=1e-4)
     blocks = []
     for decoding in (None, cases.lossless(2), cases.lossless(2, landmark_dtype="fp8_e4m3")):
-        with cases.engine(made[0], decoding) as llm:
+        with cases.engine(old_and_new[0], decoding) as llm:
             blocks.append(llm.llm_engine.vllm_config.cache_config.num_gpu_blocks)
     assert blocks == [2**26 // (2 * size) for size in (stock, padded, in_8_bits)]
     line, other = said
@@ -159,8 +150,8 @@ def test_what_it_takes_is_said_at_start(made, monkeypatch):
     assert line.endswith("landmarks (auto) 3.0% of the KV cache, drafts up to 2 tokens of it for each sequence")
 
 
-def test_thousands_of_requests_leave_nothing_behind(made):
-    folder, *_ = made
+def test_thousands_of_requests_leave_nothing_behind(old_and_new):
+    folder, *_ = old_and_new
     rng = np.random.default_rng(33)
     tensors = []
     with cases.engine(folder, cases.lossless(2), max_num_seqs=128, disable_log_stats=False) as llm:

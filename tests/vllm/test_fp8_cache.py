@@ -8,29 +8,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sparrow.engines.hf import HFEngine
 from sparrow.engines.vllm import client
 from sparrow.errors import ConfigError
 from sparrow.rollout import Sampling
 from sparrow.vllm import control, fp8
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.rounded_cache import PROMPTS, agree, flat, rounded, scales_of
-from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap
+from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, engine, logprob_gap
 
 SAMPLED = Sampling(max_new_tokens=24, temperature=1.0, top_n=0, seed=3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    pytest.importorskip("vllm.version")
-    path = tmp_path_factory.mktemp("model")
-    checkpoint(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    return HFEngine(tiny.tiny_model(), SMALL, eos_ids=[])
 
 
 def fp8_engine(folder, schedule=SMALL, **options):

@@ -6,32 +6,18 @@ import torch
 
 from sparrow.attention.int8 import scale_of
 from sparrow.attention.pages import FP8
-from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
 from sparrow.rollout import Sampling
 from sparrow.vllm import kv_cache
 from sparrow.vllm.kv_cache import INT8
 from tests.vllm import tiny_vllm as tiny
 from tests.vllm.rounded_cache import PROMPTS, agree, as_prompts, as_rounded, flat, gaps, scales_of
-from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, checkpoint, engine, logprob_gap, same_tokens
+from tests.vllm.tiny_vllm import SMALL, UNBOUNDED, engine, logprob_gap, same_tokens
 
 SAMPLED = Sampling(max_new_tokens=24, temperature=1.0, top_n=0, seed=3)
 GREEDY = Sampling(max_new_tokens=24, temperature=0.0, top_n=0)  # log-probs are those at a temperature of 1
 TOLD = {"fp8": None, INT8: 0}  # of scales, before the first prompts
 CACHES = pytest.mark.parametrize("name", ["fp8", INT8])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    pytest.importorskip("vllm.version")
-    path = tmp_path_factory.mktemp("model")
-    checkpoint(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def reference(folder):
-    return HFEngine(tiny.tiny_model(), SMALL, eos_ids=[])
 
 
 def is_far_from(rollouts, exact, name):

@@ -1,0 +1,30 @@
+"""Models that several files start vLLM with."""
+
+import pytest
+
+from sparrow.engines.hf import HFEngine
+from tests.vllm import tiny_vllm as tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with a model."""
+    pytest.importorskip("vllm.version")
+    path = tmp_path_factory.mktemp("model")
+    tiny.checkpoint(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The same model in transformers."""
+    return HFEngine(tiny.tiny_model(), tiny.SMALL, eos_ids=[])
+
+
+@pytest.fixture(scope="module")
+def old_and_new(tmp_path_factory):
+    """A folder with a model, the model, another model, and the file of its weights."""
+    folder, other = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("other")
+    model = tiny.checkpoint(folder, num_hidden_layers=2)
+    new = tiny.checkpoint(other, num_hidden_layers=2, seed=1)
+    return folder, model, new, str(other / "model.safetensors")
