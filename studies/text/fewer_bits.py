@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         ({"rounded": "all to bfloat16", "budget": None}, in_bf16, everything)
     ]
     for budget, kept in ((None, everything), *((b, schedule(b, args.dense_layers)) for b in args.budgets)):
-        for name in args.rounded:
+        for name in (each for each in ROUNDED if each in args.rounded):  # what is compared with comes first
             if budget is not None or name != "nothing":  # the policy itself
                 actors.append(({"rounded": name, "budget": budget}, history, kept))
 

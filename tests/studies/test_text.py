@@ -431,8 +431,10 @@ def test_actors_in_bfloat16_lose_what_bfloat16_takes_and_what_is_rounded_besides
     result = study.fewer_bits.main([
         str(tmp_path), "--out", str(tmp_path / "bits.json"), "--budgets", str(everything), "--dense-layers",
         "--texts", "3", "--cycles", "8", "--prompt", "32", "--implementation", "reference", "--bfloat16",
-        "--rounded", "nothing", "both",
+        "--rounded", "both", "nothing",
     ])  # fmt: skip
+    assert [row["rounded"] for row in result["rows"]] == ["all to bfloat16", "both", "nothing", "both"]
+    assert "p5_change" in result["rows"][-1]
     mean = {(row["rounded"], row["budget"]): row["mean"][0] for row in result["rows"]}
     assert set(mean) == {("all to bfloat16", None), ("both", None), ("nothing", everything), ("both", everything)}
     assert abs(mean["nothing", everything] - mean["all to bfloat16", None]) < 1e-3
