@@ -2,19 +2,19 @@
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
 
-Short steps wait for the host, whose speed changes from minute to minute and from process to process by more than what
-is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``. Sequences begin with
-their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens; acceptance is synthetic
-(``benchmarks/lossless.py``). The number of drafts is held at none, or chosen from knowing nothing. A ratio is that of
-tokens per second over all turns; intervals resample pairs of turns.
+A short step is bound by the host or nearly so, and the host's speed changes from minute to minute and from process to
+process by more than what is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``.
+Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens; acceptance is
+synthetic (``benchmarks/lossless.py``). The number of drafts is held at none, or chosen from knowing nothing. A ratio is
+that of tokens per second over all turns; intervals resample pairs of turns.
 
 Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
 start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
 first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What both engines hold
-when a state begins is kept out of Python's garbage collection, which would take twice as long as with one.
+when a state begins is left out of Python's garbage collection, which one engine alone would not have to go through.
 
 ``--profile`` writes where the host spends its time in steps of both engines without drafts, for one sequence: in
-Python, then in torch and CUDA. Python comes first in both, for a trace of CUDA's calls slows those that come after it.
+Python, then in torch and CUDA. Python comes first in both, since a trace of CUDA's calls may slow what comes after it.
 """
 
 from __future__ import annotations
@@ -148,12 +148,8 @@ def main() -> None:
     options.add_argument(
         "--profile", action="store_true", help="also write lossless_host.txt and lossless_host_stock.txt"
     )
-    options.add_argument("--states", nargs="+", default=[], help="sequences x tokens, such as 1x1024; else all")
-    options.add_argument("--out", type=Path, help="the JSON file to write, if not the one above")
     arguments = options.parse_args()
     shape = arguments.shape
-    out = arguments.out or RESULTS / f"lossless_short_{shape}.json"
-    chosen = [tuple(map(int, state.split("x"))) for state in arguments.states]
     decoding = Decoding.lossless(SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"))
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
@@ -161,7 +157,7 @@ def main() -> None:
         stock = Bench(shape, "stock", one, MEMORY["stock"], slots=most)
         ours = Bench(shape, "lossless", other, MEMORY["lossless"], decoding, slots=most)
         choices = scheduler(ours).draft_length.choices
-        for batch, length in chosen or STATES[shape]:
+        for batch, length in STATES[shape]:
             for rate in RATES:
                 chooser = scheduler(ours).draft_length = DraftLength([0] if rate is None else choices)
                 if rate is not None:
@@ -169,7 +165,7 @@ def main() -> None:
                 row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
-                save(out, {
+                save(RESULTS / f"lossless_short_{shape}.json", {
                     "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
                     "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip

@@ -22,11 +22,13 @@ from common import ROOT, render
 sys.path += [str(ROOT / "studies" / name) for name in ("reasoner", "text")]
 import calibration
 import relative_tau
+import sampled_tail
 import tables_text as text
 import tables_text_training as text_training
 
 MODULES = (
-    speed, runs, cost, calibration, calibration_cost, relative_tau, distill, lossless, text, text_training, fp8
+    speed, runs, cost, calibration, calibration_cost, relative_tau, sampled_tail, distill, lossless, text,
+    text_training, fp8,
 )  # fmt: skip
 TABLES: dict[str, Callable[[], str]] = {name: write for module in MODULES for name, write in module.TABLES.items()}
 NAMES = (

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import mean, stdev
 
-from common import SHAPES, Row, declared, interval, load, table
+from common import SHAPES, Row, interval, load, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
@@ -100,34 +101,20 @@ def lossless_whole() -> str:
     )
 
 
-def lossless_short() -> str:
+def short_contexts(results: str, digits: int) -> str:
+    """Ratios of speeds by acceptance, from the files of ``lossless_short.py`` whose names begin with ``results``."""
     rows, rates = [], dict[str, None]()
     for shape in ("qwen3-1.7b", "qwen3-8b"):
-        result, groups = load(f"lossless_short_{shape}"), dict[tuple[int, int], list[Row]]()
+        result, groups = load(f"{results}_{shape}"), dict[tuple[int, int], list[Row]]()
         for row in result["rows"]:
             groups.setdefault(at(row), []).append(row)
         for (batch, length), ours in groups.items():
             step = 1e3 * batch / mean(row["stock_tokens_per_s"] for row in ours)
-            gains = {"no drafts" if r["rate"] is None else f"{r['rate']}": interval(r["ratio"], 2) for r in ours}
+            gains = {"no drafts" if r["rate"] is None else f"{r['rate']}": interval(r["ratio"], digits) for r in ours}
             rates |= dict.fromkeys(gains)
             where = [SHAPES[shape], batch, f"{length:,} to {length + result['growth']:,}"]
             rows.append([*where, f"{step:.2f}", *(gains.get(rate, "") for rate in rates)])
     return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
-
-
-def lossless_floor() -> str:
-    rows = [
-        {**row, "shape": SHAPES[shape], "growth": result["growth"]}
-        for shape in ("qwen3-1.7b", "qwen3-8b")
-        for result in [load(f"lossless_floor_{shape}")]
-        for row in result["rows"]
-    ]
-    return declared(rows, {
-        "shape": "{shape}", "sequences": "{batch}",
-        "tokens": lambda row: f"{row['length']:,} to {row['length'] + row['growth']:,}",
-        "stock step, ms": lambda row: f"{1e3 * row['batch'] / row['stock_tokens_per_s']:.2f}",
-        "no drafts": lambda row: interval(row["ratio"], 3),
-    })  # fmt: skip
 
 
 def lossless_memory() -> str:
@@ -197,8 +184,8 @@ TABLES = {
     "lossless exact draft weights": lossless_exact_draft_weights,
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
-    "lossless short contexts": lossless_short,
-    "lossless floor": lossless_floor,
+    "lossless short contexts": partial(short_contexts, "lossless_short", 2),
+    "lossless floor": partial(short_contexts, "lossless_floor", 3),
     "lossless memory": lossless_memory,
     "lossless exact": lossless_exact,
     "lossless invariant": lossless_invariant,

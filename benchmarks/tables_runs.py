@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from common import Row, declared, load, table
+from common import Row, load, table
 from tables_speed import PHASES
 
 
@@ -112,16 +112,6 @@ def trainers() -> str:
     return table([*head, "p5's floor, mean", "s a step, median"], rows)
 
 
-def sampled_tail() -> str:
-    cells = {
-        "pages of 8": "{pages}", "mean acceptance": "{mean:.4f}", "from sampled tokens": "{mean_sampled:.4f}",
-        "p5": "{p5[0]:.3f}",
-        "its floor (95 % interval)": "{p5_floor[0]:.3f} ({p5_floor[1]:.3f} to {p5_floor[2]:.3f})",
-        "p5 of min(1, p/q)": "{p5_of_sampled:.3f}",
-    }  # fmt: skip
-    return declared(load("sampled_tail")["rows"], cells)
-
-
 TABLES = {
     "equalities": equalities,
     "training": training,
@@ -129,5 +119,4 @@ TABLES = {
     "scaling": scaling,
     "failures": failures,
     "trainers": trainers,
-    "sampled tail": sampled_tail,
 }

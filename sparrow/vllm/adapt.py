@@ -37,10 +37,10 @@ GIVE_UP = 0.85
 """A number of drafts is not timed to the end if its speed at its fastest time so far is below this share of dense's."""
 PRIOR = (9.0, 10.0)
 """Drafts accepted and judged that are assumed before any was seen."""
-FIRST, UNDER_WAY = 2, 3
-"""Cycles with a number of drafts after which their times are waited for before there are more, and cycles until these
-times must have come: what loses shall not be drafted while its first times are still under way. One time alone decides
-nothing: it may be slow by chance."""
+TRIED, UNDER_WAY = 2, 3
+"""Cycles with a new number of drafts before the chooser waits for their times, and cycles until these must have come: a
+number that loses is not used again while its first times are still under way. One time alone decides nothing, since it
+may be slow by chance."""
 REACH = 2
 """How many steps away a batch may be for its times to be taken over."""
 FORGET = 0.98
@@ -71,7 +71,7 @@ class DraftLength:
         self.is_watching = True  # whether the cycle chosen last is to be observed
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
         self._first_seconds: dict[tuple[Key, int], float] = {}  # of the first cycle after some with other drafts
-        self._begun: Counter[tuple[Key, int]] = Counter()  # cycles since a number was first tried; see ``_await``
+        self._begun: Counter[tuple[Key, int]] = Counter()  # cycles since a number was first tried; see ``_try``
         self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle at the nearest batch
         self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
         self._in_use: dict[Key, int] = {}
@@ -116,7 +116,7 @@ class DraftLength:
         choice = next((k for k in self._promising(key) if not self._is_timed(key, k)), None)
         if choice is not None:
             self._being_timed.add(key)
-            choice = self._await(key, choice)
+            choice = self._try(key, choice)
         else:
             self._being_timed.discard(key)
             speed = self._speeds(key)
@@ -184,7 +184,7 @@ class DraftLength:
         if len(times) >= PROBES:
             return True
         seen = self._seen(key, drafts)
-        if len(seen) < FIRST or not self._is_timed(key, 0):
+        if len(seen) < TRIED or not self._is_timed(key, 0):
             return False
         return self._speed(key, drafts, min(seen)) < GIVE_UP * self._speed(key, 0, _typical(self._seconds[key][0]))
 
@@ -193,12 +193,12 @@ class DraftLength:
         first = self._first_seconds.get((key, drafts))
         return [*self._seconds[key].get(drafts, ()), *([] if first is None else [first])]
 
-    def _await(self, key: Key, drafts: int) -> int:
+    def _try(self, key: Key, drafts: int) -> int:
         """This number, or the fastest known one while the times of its first cycles are under way."""
-        if not drafts or len(self._seen(key, drafts)) >= FIRST:
+        if not drafts or len(self._seen(key, drafts)) >= TRIED:
             return drafts
-        self._begun[key, drafts] = begun = self._begun[key, drafts] % (FIRST + UNDER_WAY) + 1
-        if begun <= FIRST:
+        self._begun[key, drafts] = begun = self._begun[key, drafts] % (TRIED + UNDER_WAY) + 1
+        if begun <= TRIED:
             return drafts
         known = self._known(key)
         return max(known, key=lambda k: self._speed(key, k, known[k]), default=drafts)

@@ -57,6 +57,7 @@ class LosslessScheduler(AsyncScheduler):
         if drafts and len(drafted) != rows:
             return
         self._last = (now, rows, drafts)
+        # Right after drafts a dense step seems short where steps wait for the host, which drafting has let run ahead.
         if last is None or last[1] != rows or (last[2] != drafts and not drafts):
             return
         emitted = list(map(len, sampled))

@@ -22,10 +22,23 @@ from sparrow.mismatch import percentile_by_bin_interval, sampled_acceptance, tai
 from sparrow.rollout import Sampling
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-from common import REASONER, device, parser, save, tracing
+from common import REASONER, declared, device, load, parser, save, tracing
 
 LAYOUT = {"bin_tokens": 1024, "page_size": 8, "dense_layers": (0,)}
 DENSE = SparsitySchedule.dense(**LAYOUT)
+
+
+def sampled_tail() -> str:
+    cells = {
+        "pages of 8": "{pages}", "mean acceptance": "{mean:.4f}", "from sampled tokens": "{mean_sampled:.4f}",
+        "p5": "{p5[0]:.3f}",
+        "its floor (95 % interval)": "{p5_floor[0]:.3f} ({p5_floor[1]:.3f} to {p5_floor[2]:.3f})",
+        "p5 of min(1, p/q)": "{p5_of_sampled:.3f}",
+    }  # fmt: skip
+    return declared(load("sampled_tail")["rows"], cells)
+
+
+TABLES = {"sampled tail": sampled_tail}
 
 
 def main() -> None:

@@ -30,14 +30,14 @@ from typing import Any
 import drafts
 import numpy as np
 import torch
-from acceptance import Floats, acceptance, distributions, lossy, starts, summary
+from acceptance import Floats, acceptance, distributions, gain, lossy, starts, summary
 from numpy.typing import NDArray
 from task import Continue
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from sparrow.engines.hf import HFEngine
-from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
+from sparrow.mismatch import plain
 from sparrow.model.actor import set_schedule, teacher_forced
 from sparrow.model.scoring import Batch, TokenScorer
 from sparrow.rollout import Sampling
@@ -200,24 +200,6 @@ class Study:
         position = (start_SR[..., None].cpu() + torch.arange(W)).numpy()
         found = summary(alpha, position, [self.prompt, self.prompt + tokens], ks)
         return {k: v for k, v in found.items() if k != "bins"}
-
-
-def gain(before: Floats, after: Floats) -> dict[str, list[float]]:
-    """How far mean and p5 of acceptance ``[S, R]`` rose on the same responses, with 95 % intervals.
-
-    Whole responses are resampled, the same ones before and after.
-    """
-    owner = np.broadcast_to(np.arange(len(before))[:, None], before.shape).ravel()
-    old, new = before.ravel(), after.ravel()
-    found = {}
-    for name, statistic in (("mean", weighted_mean), ("p5", weighted_percentile)):
-
-        def of(at: Floats, who: NDArray[np.int64], weights: Floats, statistic: Any = statistic) -> Floats:
-            index = at.astype(np.int64)
-            return statistic(new[index], who, weights) - statistic(old[index], who, weights)
-
-        found[name] = [round(x, 4) for x in sequence_bootstrap(np.arange(len(old)), owner, of)[:3]]
-    return found
 
 
 def trained(study: Study, name: str, rate: float) -> Iterator[tuple[int, Adapter, float]]:

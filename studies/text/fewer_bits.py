@@ -1,7 +1,8 @@
 """What 8-bit keys and values, fp8 matrices and sparse attention each cost in acceptance, and together.
 
     python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits.json
-    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16
+    python studies/text/fewer_bits.py CHECKPOINT --out benchmarks/results/text_bits_bf16.json --bfloat16 \\
+      --texts 32 --cycles 24 --budgets 512 1024 --rounded nothing both "int8 cache" "int8 cache, matrices"
 
 The policy is dense and in float32. Actors differ from it in what they round (``benchmarks/rounding.py``, products
 in float32) and in what they read; all have a history of their own from the prompt on. An actor that is the policy in
@@ -19,13 +20,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from acceptance import Floats, Study, distributions, lossy, schedule, study_parser
-from numpy.typing import NDArray
+from acceptance import Study, distributions, gain, lossy, schedule, study_parser
 from torch import Tensor
 
-from sparrow.mismatch import sequence_bootstrap, weighted_percentile
 from sparrow.model import actor
 from sparrow.schedule import SparsitySchedule
 
@@ -86,19 +84,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         if what["rounded"] == "nothing":
             unrounded = values
         elif what["budget"] is not None and unrounded is not None:
-            rows[-1]["p5_change"] = change(unrounded, values)
+            rows[-1]["p5_change"] = gain(unrounded, values)["p5"]
         print(f"{what}: mean {rows[-1]['mean'][0]}, p5 {rows[-1]['p5'][0]}", flush=True)
     return study.save(args, rows=rows)
-
-
-def change(before: Floats, after: Floats) -> list[float]:
-    """Difference of the p5 of acceptance ``[S, R, W]`` at the same tokens, with a 95 % interval."""
-    text = np.broadcast_to(np.arange(len(before))[:, None, None], before.shape).ravel()
-
-    def of(values: Floats, owner: NDArray[np.int64], weights: Floats) -> Floats:
-        return weighted_percentile(after.ravel(), owner, weights) - weighted_percentile(values, owner, weights)
-
-    return [round(x, 4) for x in sequence_bootstrap(before.ravel(), text, of)[:3]]
 
 
 if __name__ == "__main__":

@@ -176,7 +176,7 @@ def late(chooser, steps, machine, acceptance, rows=8, length=1024, under_way=2):
 def test_what_loses_is_not_drafted_while_its_first_times_are_under_way():
     machine = dict(dense=7.3, draft=6.1, verified=0.1)
     chosen = late(DraftLength((0, 4, 8, 12)), 300, machine, 0.5)
-    assert Counter(chosen) == {0: 298, 4: adapt.FIRST}
+    assert Counter(chosen) == {0: 298, 4: adapt.TRIED}
 
 
 def test_what_wins_is_drafted_though_its_first_times_come_late():
@@ -280,7 +280,7 @@ def test_times_at_other_lengths_follow_those_of_dense_steps():
         machine = dict(dense=9.5 + 0.0003 * length, draft=8.6, verified=0.5)
         chosen, _ = simulate(chooser, 1, 0.9, machine, length=length, seed=length)
         drafted.append(chosen[0])
-    assert drafted[:40].count(4) >= adapt.FIRST and drafted[40:].count(4) <= 2 * adapt.PROBES
+    assert drafted[:40].count(4) >= adapt.TRIED and drafted[40:].count(4) <= 2 * adapt.PROBES
 
 
 def test_tokens_of_a_cycle_by_hand():
