@@ -30,6 +30,8 @@ class ArrayLogprobs(FlatLogprobs):
 
     def add(self, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
         """Appends the lists of T tokens; each rank is that of the sampled token, from 1 on."""
+        if logprobs_TN.shape[1] > self.width:  # another request of the batch asked for more
+            ids_TN, logprobs_TN = ids_TN[:, : self.width], logprobs_TN[:, : self.width]
         self.token_ids.frombytes(ids_TN.tobytes())
         self.logprobs.frombytes(logprobs_TN.tobytes())
         self.sampled_ranks.extend(rank_T.tolist())
@@ -51,12 +53,15 @@ class ArrayLogprobs(FlatLogprobs):
         return [None] * len(self.logprobs)
 
 
-def update(processor: Any, ids_TN: np.ndarray, logprobs_TN: np.ndarray, rank_T: np.ndarray) -> None:
-    """Does what ``LogprobsProcessor`` does with the lists of new tokens, for flat lists without a tokenizer."""
-    wanted = processor.num_logprobs + 1
-    if 0 < wanted < logprobs_TN.shape[1]:  # another request of the batch asked for more
-        ids_TN, logprobs_TN = ids_TN[:, :wanted], logprobs_TN[:, :wanted]
+def update(processor: Any, lists: tuple[Any, ...]) -> None:
+    """Does what ``LogprobsProcessor`` does with the lists of new tokens, for flat lists without a tokenizer.
+
+    Called for each request at every step; with many requests and short contexts, the GPU waits for it.
+    """
+    ids_TN, logprobs_TN, rank_T, _ = lists
     if not isinstance(processor.logprobs, ArrayLogprobs):
-        processor.logprobs = ArrayLogprobs(ids_TN, logprobs_TN)
+        wanted = processor.num_logprobs + 1 or None  # -1 asks for the whole vocabulary
+        processor.logprobs = ArrayLogprobs(ids_TN[:, :wanted], logprobs_TN[:, :wanted])
     processor.logprobs.add(ids_TN, logprobs_TN, rank_T)
-    processor.cumulative_logprob += sum(logprobs_TN[:, 0].tolist())
+    alone = len(rank_T) == 1
+    processor.cumulative_logprob += logprobs_TN.item(0) if alone else sum(logprobs_TN[:, 0].tolist())

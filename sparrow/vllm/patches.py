@@ -267,12 +267,13 @@ def _with_prefill_flags(stock: Any) -> Any:
 def _lists_in_arrays(stock: Any) -> Any:
     from vllm.logprobs import FlatLogprobs
 
-    from sparrow.vllm import lists
+    from sparrow.vllm.lists import ArrayLogprobs, update
 
     @wraps(stock)
     def _update_sample_logprobs(self: Any, logprobs_lists: Any) -> None:
-        if self.tokenizer is None and isinstance(self.logprobs, FlatLogprobs):
-            lists.update(self, *logprobs_lists[:3])
+        begun = isinstance(self.logprobs, ArrayLogprobs)
+        if begun or (self.tokenizer is None and isinstance(self.logprobs, FlatLogprobs)):
+            update(self, logprobs_lists)
         else:
             stock(self, logprobs_lists)
 
