@@ -1,11 +1,13 @@
 """Lossless mode in vLLM on a GPU: what comes out is the dense model's.
 
-    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] [--draft-weights fp8] --out FILE
+    python benchmarks/lossless_check.py equal [--dtype bfloat16] [--tensor-parallel 1] [--draft-weights fp8]
+        [--cache fp8] --out FILE
     python benchmarks/lossless_check.py samples [--count 1000000] --out samples.json
     python benchmarks/lossless_check.py invariant [--dtype bfloat16] --out invariant.json
 
 ``equal``: log-probs against transformers in float32, with the yardstick of ``vllm_check.py``; greedy tokens against
-stock vLLM's, and where they first differ, how far apart the float32 model's log-probs of the two tokens are.
+stock vLLM's, and where they first differ, how far apart the float32 model's log-probs of the two tokens are. With
+``--cache fp8`` stock vLLM has such a cache too; how far its own log-probs are from float32 is the yardstick.
 ``samples``: counts of one prompt's continuations at temperature 1 from a small vocabulary, against their probabilities,
 which transformers enumerates in float32 (chi-square). ``invariant``: with ``drafter_invariant``, the tokens of a seed
 against stock vLLM's, up to the first that differs; the yardstick is stock vLLM with fewer sequences at a time, whose
@@ -27,6 +29,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
+from fp8_check import sampled
 from scipy import stats
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
@@ -63,7 +66,8 @@ def equal(arguments: argparse.Namespace) -> None:
     )
     alone = arguments.tensor_parallel == 1
     shared = options(
-        arguments.dtype, tensor_parallel_size=arguments.tensor_parallel, compilation_config=GRAPHS
+        arguments.dtype, tensor_parallel_size=arguments.tensor_parallel, compilation_config=GRAPHS,
+        kv_cache_dtype=arguments.cache,
     )  # fmt: skip
 
     with tempfile.TemporaryDirectory() as name:
@@ -80,6 +84,8 @@ def equal(arguments: argparse.Namespace) -> None:
         llm = LLM(str(folder), skip_tokenizer_init=True, **shared)  # kept to the end: its graphs hold their pool
         parameters = SamplingParams(temperature=0.0, max_tokens=192, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": p} for p in prompts()], parameters, use_tqdm=False)
+        if arguments.cache != "auto":
+            judge("stock vLLM with this cache", sampled(llm))
 
         engine = VLLMEngine(str(folder), decoding, **{**shared, "enable_sleep_mode": alone})
         note("engine", engine.describe())
@@ -241,6 +247,7 @@ def main() -> None:
     parser.add_argument(
         "--draft-weights", choices=get_args(DraftWeights), default="auto", help="what drafts multiply with in equal"
     )
+    parser.add_argument("--cache", choices=["auto", "fp8"], default="auto", help="dtype of the KV cache in equal")
     parser.add_argument("--count", type=int, default=1_000_000)
     parser.add_argument(
         "--processes", type=int, default=8, help="that draw samples, each with an engine on the same GPU"
