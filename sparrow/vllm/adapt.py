@@ -23,9 +23,9 @@ TRY_AGAIN = 2000
 """Cycles after which the numbers that lost are tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
 """Cycles after which a number that nearly won is timed again: the first times of a batch are the least reliable."""
-DENSE_AGAIN = 64
-"""Cycles of a batch after which dense steps are timed again, as they are after twice as many, four times as many and
-so on: the first times may have been slow by chance, and lossless decoding must not be slower than dense."""
+DENSE_AGAIN = 8
+"""Cycles with drafts after which dense steps are timed anew, as they are after twice as many, four times as many and so
+on: the first times of a batch may have been slow, and lossless decoding must not be slower than dense."""
 DENSE_NEAR = 0.7
 """Dense steps are timed again only if they had this share of the best speed; else they cannot win."""
 DENSE_LEAD = 0.06
@@ -77,6 +77,7 @@ class DraftLength:
         self._in_use: dict[Key, int] = {}
         self._being_timed: set[Key] = set()
         self._cycles: Counter[Key] = Counter()
+        self._drafting: Counter[Key] = Counter()  # cycles since drafts came into use
 
     def acceptance(self, length: float) -> float:
         """Share of the drafts judged lately that were accepted, at similar length, else at the nearest length."""
@@ -95,7 +96,11 @@ class DraftLength:
         self._cycles[key] = cycle = self._cycles[key] + 1
         current = self._settled(key)
         self.is_watching = True
+        if current is not None:
+            self._drafting[key] = self._drafting[key] + 1 if current else 0
         if current and self._dense_is_due(key):
+            if self._drafting[key].bit_count() == 1:  # the first of these steps: what was timed before may mislead
+                self._seconds[key].pop(0, None)
             self.chosen[0] += 1
             return 0
         if current is not None and cycle % THINK_EVERY:
@@ -165,6 +170,7 @@ class DraftLength:
         if nearest is not None:
             self._taken_over[key] = self._known(nearest)
             self._cycles[key] = self._cycles[nearest] % TRY_AGAIN
+            self._drafting[key] = self._drafting[nearest]
 
     def _known(self, key: Key) -> dict[int, float]:
         """Seconds of a cycle with each number of drafts: as timed here if often enough, else as expected."""
@@ -200,8 +206,8 @@ class DraftLength:
         self._begun[key, drafts] = begun = self._begun[key, drafts] % (TRIED + UNDER_WAY) + 1
         if begun <= TRIED:
             return drafts
-        known = self._known(key)
-        return max(known, key=lambda k: self._speed(key, k, known[k]), default=drafts)
+        speed = self._expected(key)
+        return max(speed, key=speed.__getitem__, default=drafts)
 
     def _judged(self, step: int) -> list[float]:
         """Drafts accepted and judged at this length, else at the nearest, but scaled to so few that they soon fade."""
@@ -222,17 +228,20 @@ class DraftLength:
         timed = self._seconds[key]
         return {k: self._speed(key, k, _typical(of)) for k, of in timed.items() if self._is_timed(key, k)}
 
+    def _expected(self, key: Key) -> dict[int, float]:
+        """Tokens per second of a sequence with each number of drafts, as timed or as expected."""
+        return {k: self._speed(key, k, seconds) for k, seconds in self._known(key).items()}
+
     def _dense_is_due(self, key: Key) -> bool:
-        cycles = self._cycles[key]
+        cycles = self._drafting[key]
         if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_PROBES:  # after a power of two
             return False
-        speed = self._speeds(key)
-        return speed.get(0, 0.0) >= DENSE_NEAR * max(speed.values())
+        speed = self._expected(key)
+        return speed.get(0, math.inf) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, key: Key) -> list[int]:
         """The numbers of drafts worth timing, the fastest known first; at most one unknown number, the smallest."""
-        known = self._known(key)
-        speed = {k: self._speed(key, k, seconds) for k, seconds in known.items()}
+        known, speed = self._known(key), self._expected(key)
         promising = [k for k in sorted(speed, key=lambda k: -speed[k]) if speed[k] >= HOPELESS * max(speed.values())]
         drafts = next((k for k in self.choices if k not in known), None)
         if drafts is None:

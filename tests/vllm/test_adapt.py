@@ -65,14 +65,26 @@ def test_one_hiccup_does_not_change_the_choice():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed):
+@pytest.mark.parametrize("growth", [0, 5])  # tokens a cycle, at which the batch soon counts as another one
+def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, growth):
     """One sequence, every step waiting for the host: four drafts are a fifth slower than none."""
-    machine = dict(dense=2.1, draft=2.0, verified=0.0)
-    chooser = DraftLength(CHOICES)
-    chosen, _ = simulate(chooser, 200, 0.9, machine, rows=1, seed=seed, hiccup=lambda i: 1.6 if i < 3 else 1.0)
-    assert 0 not in chosen[20:60]  # it was misled
-    chosen, _ = simulate(chooser, 300, 0.9, machine, rows=1, seed=seed + 100)
-    assert chosen[100:].count(0) >= 0.95 * len(chosen[100:])
+    machine, chooser, chosen = dict(dense=2.1, draft=2.0, verified=0.0), DraftLength(CHOICES), []
+    for i in range(120):
+        machine["dense"] = 3.4 if i < 3 else 2.1
+        chosen += simulate(chooser, 1, 0.9, machine, rows=1, length=1190 + growth * i, seed=1000 * seed + i)[0]
+    assert chosen[3:16].count(4) >= 4  # it was misled
+    assert chosen[40:].count(0) >= 0.9 * len(chosen[40:])
+
+
+def test_dense_steps_are_timed_again_however_late_drafts_came_into_use():
+    machine, chooser = dict(dense=2.1, draft=2.0, verified=0.0), DraftLength(CHOICES)
+    assert simulate(chooser, 1100, 0.9, machine, rows=1)[0][-1] == 0
+    for seed in range(200):  # dense steps are slow for a while
+        if not chooser.settled(1, 15_000):
+            simulate(chooser, 1, 0.9, dict(machine, dense=4.2), rows=1, seed=seed)
+    assert chooser.settled(1, 15_000) == 4
+    chosen, _ = simulate(chooser, 60, 0.9, machine, rows=1, seed=1)
+    assert chosen[30:].count(0) >= 27
 
 
 def test_what_lost_is_tried_again_when_acceptance_has_changed():
