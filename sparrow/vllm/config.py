@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparrow.errors import ConfigError, UnsupportedModel
 from sparrow.mode import Decoding
-from sparrow.vllm import kv_cache, lossless, versions
+from sparrow.vllm import kv_cache, lossless
 
 if TYPE_CHECKING:
     from sparrow.attention import Implementation
@@ -121,8 +121,6 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         lossless.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
             lossless.check_draft_weights(vllm_config, on_cpu)
-        if cache.cache_dtype in kv_cache.STORED:
-            versions.check_ran(f"kv_cache_dtype={cache.cache_dtype!r} in lossless mode", on_cpu)
     decoding.schedule.check_model(model.get_total_num_hidden_layers(), model.get_total_num_kv_heads())
 
 

@@ -50,24 +50,12 @@ def check_lossless(on_cpu: bool) -> None:
     major, minor = Version(vllm.__version__).release[:2]
     if (major, minor) < (0, 26):
         raise ConfigError(f"mode 'lossless' needs vLLM 0.26 to 0.33, got {vllm.__version__}; install one of those")
-    if not on_cpu and not _tries_untested() and f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
+    tries_untested = os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1"
+    if not on_cpu and not tries_untested and f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
         raise ConfigError(
             f"mode 'lossless' was never run on a GPU with vLLM {vllm.__version__}, only with {LOSSLESS_ON_CUDA}; "
             f"install one of those, or set {UNTESTED_ENVIRONMENT}=1 to try it"
         )
-
-
-def check_ran(setting: str, on_cpu: bool) -> None:
-    """Raises ConfigError: on a GPU, where vLLM never ran with this setting, unless ``SPARROW_UNTESTED_VLLM`` is 1."""
-    if not on_cpu and not _tries_untested():
-        raise ConfigError(
-            f"Sparrow never ran in vLLM on a GPU with {setting}; "
-            f"leave it out, or set {UNTESTED_ENVIRONMENT}=1 to try it"
-        )
-
-
-def _tries_untested() -> bool:
-    return os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1"
 
 
 def drafts_have_own_noise() -> bool:

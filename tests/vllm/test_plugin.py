@@ -392,21 +392,16 @@ def test_what_would_be_dense_or_wrong_is_refused_by_name(wrong, message):
         config.check_supported(vllm_config(**wrong), Decoding.lossy(SCHEDULE), on_cpu=True)
 
 
-def test_lossless_mode_takes_fp8_caches_alone_and_on_a_gpu_if_told_to(monkeypatch):
-    monkeypatch.delenv(versions.UNTESTED_ENVIRONMENT, raising=False)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_lossless_mode_takes_fp8_caches_alone(monkeypatch, on_cpu):
+    monkeypatch.setattr("sparrow.vllm.lossless.check_supported", lambda _: None)
     for name in ("fp8", "fp8_e4m3", "int8_per_token_head"):
         made = vllm_config(cache_config=SimpleNamespace(cache_dtype=name))
-        for on_cpu in (True, False):
-            config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)
+        config.check_supported(made, Decoding.lossy(SCHEDULE), on_cpu)
+        if name != "int8_per_token_head":
+            config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
     with pytest.raises(ConfigError, match=r"in lossless mode, where vLLM would have to read int8 itself; set .* 'fp8'"):
-        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=True)
-    made = vllm_config(cache_config=SimpleNamespace(cache_dtype="fp8"))
-    monkeypatch.setattr("sparrow.vllm.lossless.check_supported", lambda _: None)
-    config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=True)
-    with pytest.raises(ConfigError, match="GPU with kv_cache_dtype='fp8' in lossless mode; leave it out, or set SPARR"):
-        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=False)
-    monkeypatch.setenv(versions.UNTESTED_ENVIRONMENT, "1")
-    config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu=False)
+        config.check_supported(made, Decoding.lossless(SCHEDULE), on_cpu)
 
 
 def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
