@@ -40,25 +40,20 @@ def attention() -> str:
     """The decode kernels alone, with keys and values in 16 and in 8 bits and landmarks in 16."""
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
     stored: dict[str, list[Any]] = {"auto": [], "fp8": [], "int8": []}
-    for row in cases:  # results from before int8 say whether it was fp8
-        stored[row["cache"] if "cache" in row else "fp8" if row["fp8_cache"] else "auto"].append(row)
+    for row in cases:
+        stored[row["cache"]].append(row)
     wide, narrow, int8 = stored.values()
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
         "16 bits, us": "{step[us]:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
-        "8 bits, us": "{fp8[step][us]:.0f}",
-        "of its limit": lambda row: f"{row['fp8']['limit_us'] / row['fp8']['step']['us']:.0%}",
-        "time": lambda row: f"{row['fp8']['step']['us'] / row['step']['us']:.2f}",
-        "every page, 8 bits, us": "{fp8[dense][us]:.0f}",
-        "of its limit, every page": lambda row: f"{row['fp8']['dense_limit_us'] / row['fp8']['dense']['us']:.0%}",
     }  # fmt: skip
-    rows = [{**row, "fp8": fp8} for row, fp8 in zip(wide, narrow, strict=True)]
-    if int8:
-        rows = [{**row, "int8": its} for row, its in zip(rows, int8, strict=True)]
+    for name in ("fp8", "int8"):
         cells |= {
-            "int8, us": "{int8[step][us]:.0f}", "every page, int8, us": "{int8[dense][us]:.0f}",
-            "int8, of its limit": lambda row: f"{row['int8']['limit_us'] / row['int8']['step']['us']:.0%}",
-        }  # fmt: skip
+            f"{name}, us": f"{{{name}[step][us]:.0f}}",
+            f"{name}, of its limit": lambda row, name=name: f"{row[name]['limit_us'] / row[name]['step']['us']:.0%}",
+            f"{name}, every page, us": f"{{{name}[dense][us]:.0f}}",
+        }
+    rows = [{**row, "fp8": fp8, "int8": its} for row, fp8, its in zip(wide, narrow, int8, strict=True)]
     return declared(rows, cells)
 
 
