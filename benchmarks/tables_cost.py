@@ -14,10 +14,13 @@ from rollout_trace import PROMPT, responses, simulate, states
 from tables_speed import PHASES, PUBLISHED, measured, trace_seconds
 
 from sparrow.cluster import Cluster, plan
-from sparrow.cost import MACHINES, VLLM_H200, Overheads, decode_step, predict, response_lengths
+from sparrow.cost import MACHINES, VLLM_H200, Overheads, Prediction, decode_step, predict, response_lengths
 from sparrow.cost import SHAPES as SHAPES_OF
-from sparrow.cost import rows as cost_rows
+from sparrow.cost_lossless import LosslessPrediction, predict_lossless
+from sparrow.cost_lossless import rows as cost_rows
 from sparrow.schedule import SparsitySchedule
+
+ACCEPTANCE = 0.94  # of drafts that read 1,024 tokens
 
 
 def limits(requests: str = "240") -> str:
@@ -97,9 +100,14 @@ def planned() -> str:
 
 def cost_example() -> str:
     """What the first block of docs/cost.md finds."""
-    lengths = response_lengths(14_000, 32_768, 240)
-    prediction = predict(SHAPES_OF["qwen3-4b"], MACHINES["h200"], lengths, SparsitySchedule.preset("qwen3-4b"))
-    return table(["", ""], cost_rows(prediction))
+    return table(["", ""], cost_rows(*priced("qwen3-4b", 14_000, 240)))
+
+
+def priced(shape: str, median: int, count: int) -> tuple[Prediction, LosslessPrediction]:
+    """Rollouts on an H200: dense and lossy, then lossless with drafts accepted with probability ``ACCEPTANCE``."""
+    known, machine, lengths = SHAPES_OF[shape], MACHINES["h200"], response_lengths(median, 32_768, count)
+    lossy = predict(known, machine, lengths, SparsitySchedule.preset(shape))
+    return lossy, predict_lossless(known, machine, lengths, lossy.dense, ACCEPTANCE)
 
 
 STEPS = {"qwen3-1.7b": 1.97, "qwen3-4b": 2.11, "qwen3-8b": 1.81, "qwen3-14b": 1.35}
@@ -128,11 +136,9 @@ def predicted() -> str:
 def short_responses() -> str:
     rows = []
     for count, median in ((240, 14_000), (240, 4_000), (240, 1_000), (8, 14_000), (1, 30_000)):
-        lengths = response_lengths(median, 32_768, count)
-        predictions = [
-            predict(SHAPES_OF[shape], MACHINES["h200"], lengths, SparsitySchedule.preset(shape)) for shape in SHAPES
-        ]
-        rows.append([f"{count} x {median:,}", *(f"{p.speedup:.2f} ({p.speculative:.2f})" for p in predictions)])
+        pairs = [priced(shape, median, count) for shape in SHAPES]
+        cells = (f"{lossy.speedup:.2f} ({lossless.speedup:.2f})" for lossy, lossless in pairs)
+        rows.append([f"{count} x {median:,}", *cells])
     return table(["responses, median", *SHAPES.values()], rows)
 
 

@@ -27,7 +27,6 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 MEMORY_FRACTION = 0.85  # of device memory, for weights and KV: gives the H200's known KV capacities within 4 %
 PREFILL_MFU = 0.5  # assumed share of the peak FLOP/s
 SCORE_MFU, UPDATE_MFU = 0.24, 0.28  # of our trainer's log-probs and update, as measured by benchmarks/grpo_step.py
-WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
 CHUNK = 256  # decode steps priced at once, at their middle length
 
 
@@ -315,20 +314,16 @@ class Prediction:
     train_s: float  # the rest of the step
     speedup: float  # of the rollout
     step_speedup: float
-    speculative: float  # speed-up of a rollout with lossless speculative decoding instead
-    verdict: str  # whether sparse rollouts pay and, where they do not, why: one sentence
 
 
 def predict(
     shape: ModelShape, machine: Machine, responses: ArrayLike, schedule: SparsitySchedule,
     prompt: int = 256, max_batch: int = 256, overheads: Overheads = VLLM_H200, *,
-    rollout_share: float | None = None, drafted: int = 3, acceptance: float = 0.6, draft_cost: float = 0.1,
+    rollout_share: float | None = None,
 ) -> Prediction:  # fmt: skip
     """Predicted speed-ups of a rollout, and of an RL step on the same machine; errors as in ``simulate_rollout``.
 
-    ``rollout_share`` is the rollout's share of a dense step's time; without it training is priced by its FLOPs. The
-    result is compared with speculation that drafts ``drafted`` tokens per step, each accepted with probability
-    ``acceptance`` and each costing ``draft_cost`` of a step.
+    ``rollout_share`` is the rollout's share of a dense step's time; without it training is priced by its FLOPs.
     """
     batching = (prompt, max_batch, overheads)
     dense, sparse = (simulate_rollout(shape, machine, responses, kind, *batching) for kind in (None, schedule))
@@ -336,34 +331,5 @@ def predict(
         train_s = sum(train_seconds(shape, machine, prompt + np.asarray(responses)))
     else:
         train_s = dense.seconds * (1 / rollout_share - 1)
-    # A step verifies drafted + 1 tokens per sequence with one read of weights and KV, until the FLOPs take longer.
-    weight_s = max(dense.weight_s, 2 * shape.weights * (drafted + 1) * dense.tokens / machine.flops)
-    steps = (1 + drafted * draft_cost) / sum(acceptance**i for i in range(drafted + 1))  # per dense step
-    sampled_s = drafted * (overheads.row_s + overheads.lists_s) * dense.tokens
-    step_s = dense.overhead_s + sampled_s + weight_s + dense.attention_s
-    speculative = dense.seconds / (steps * step_s + dense.prefill_s)
     speedup, step_speedup = dense.seconds / sparse.seconds, (dense.seconds + train_s) / (sparse.seconds + train_s)
-    pays = "pay" if speedup >= WORTHWHILE else "will not pay"
-    verdict = f"Sparse rollouts {pays}: {speedup:.2f}x on the rollout and {step_speedup:.2f}x on the step."
-    if speedup < max(WORTHWHILE, speculative):
-        _, limit = max(
-            (sparse.attention_s, "kept pages: responses are short for this schedule"),
-            (sparse.weight_s, "weights: the model is large for this batch"),
-            (sparse.overhead_s, "fixed overheads: the batch is small"),
-        )
-        verdict += f" Most of their time goes to {limit}."
-    if speculative > speedup:
-        verdict += f" Lossless speculative decoding is the better buy at this batch, about {speculative:.2f}x."
-    return Prediction(dense, sparse, train_s, speedup, step_speedup, speculative, verdict)
-
-
-def rows(prediction: Prediction) -> list[tuple[str, str]]:
-    """A prediction as (name, value) pairs for printing."""
-    return [
-        ("dense rollout", str(prediction.dense)),
-        ("sparse rollout", str(prediction.sparse)),
-        ("rollout speed-up", f"{prediction.speedup:.2f}x"),
-        ("step speed-up", f"{prediction.step_speedup:.2f}x"),
-        ("speculative", f"{prediction.speculative:.2f}x"),
-        ("verdict", prediction.verdict),
-    ]
+    return Prediction(dense, sparse, train_s, speedup, step_speedup)
