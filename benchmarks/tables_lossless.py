@@ -58,15 +58,24 @@ def lossless_fp8_cache() -> str:
     gains = [x["tokens_per_s"] / speed for x in (chosen, chosen["settled"])]
     equal = load("lossless_equal_fp8_cache")
     missed = [equal[name]["missed"]["mean"] for name in ("stock vLLM with this cache", "sampled")]
-    greedy = equal["greedy tokens before the first that is not stock's"]
-    gaps = [row["gap"] for row in equal["partings from stock"]]
     return (
         f"{point[0]} x {point[1]:,} at 1.7B, drafts of 1,024 tokens at 0.95: stock vLLM {speed:,.0f} tokens/s "
         f"({wide[point]:,.0f} with a cache in bfloat16), lossless **{gains[0]:.2f}x** in the first four seconds and "
         f"{gains[1]:.2f}x after. Log-probs miss those of transformers in float32 by {missed[1]:.3f} on average, stock "
-        f"vLLM's by {missed[0]:.3f}. Greedy, {greedy} tokens come before the first that differs from stock's; where "
-        f"{len(gaps)} of 8 responses part, the float32 model puts {min(gaps):.3f} to {max(gaps):.3f} nats between the "
-        f"two tokens. A seed repeats {equal['responses that a seed repeats']} responses to the bit.\n"
+        f"vLLM's by {missed[0]:.3f}. {beside_stock(equal)}\n"
+    )
+
+
+def beside_stock(result: Row) -> str:
+    """What ``lossless_check.py equal`` found of greedy tokens and of a seed."""
+    gaps = [row["gap"] for row in result["partings from stock"]]
+    agreed, repeated = (
+        result[name] for name in ("greedy tokens before the first that is not stock's", "responses that a seed repeats")
+    )
+    return (
+        f"Greedy: {agreed} tokens come before the first that differs from stock's; where {len(gaps)} of 8 responses "
+        f"part, the float32 model puts {min(gaps):.3f} to {max(gaps):.3f} nats between the two tokens. A seed repeats "
+        f"{repeated} responses to the bit."
     )
 
 
@@ -156,14 +165,8 @@ def lossless_exact() -> str:
         if name.startswith("sampled"):
             far = [f"{row[of][which]:.4f}" for of in ("missed", "yardstick") for which in ("mean", "p99")]
             rows.append([name.removeprefix("sampled").strip(", ") or "sampled", *far])
-    gaps = [row["gap"] for row in result["partings from stock"]]
-    agreed, repeated = (
-        result[name] for name in ("greedy tokens before the first that is not stock's", "responses that a seed repeats")
-    )
     text = (
-        f"\nGreedy: {agreed} tokens come before the first that differs from stock's; where {len(gaps)} of 8 responses "
-        f"part, the float32 model puts {min(gaps):.3f} to {max(gaps):.3f} nats between the two tokens. A seed repeats "
-        f"{repeated} responses to the bit. {samples['samples']:,} continuations of 3 tokens over 6 words: "
+        f"\n{beside_stock(result)} {samples['samples']:,} continuations of 3 tokens over 6 words: "
         f"chi-square {samples['chi-square']:.0f} with {samples['degrees of freedom']} degrees of freedom, "
         f"p = {samples['p']:.2f}.\n"
     )
