@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from dataclasses import astuple, replace
 
@@ -16,7 +17,7 @@ from tables_speed import PHASES, PUBLISHED, measured, trace_seconds
 from sparrow.cluster import Cluster, plan
 from sparrow.cost import MACHINES, VLLM_H200, Overheads, Prediction, decode_step, predict, response_lengths
 from sparrow.cost import SHAPES as SHAPES_OF
-from sparrow.cost_lossless import LosslessPrediction, predict_lossless
+from sparrow.cost_lossless import REFERENCE_TOKENS, LosslessPrediction, choices, lossless_step, predict_lossless
 from sparrow.cost_lossless import rows as cost_rows
 from sparrow.schedule import SparsitySchedule
 
@@ -142,6 +143,30 @@ def short_responses() -> str:
     return table(["responses, median", *SHAPES.values()], rows)
 
 
+STATES = (
+    ("qwen3-1.7b", 64, 4096), ("qwen3-1.7b", 64, 15000), ("qwen3-1.7b", 32, 30000), ("qwen3-1.7b", 8, 30000),
+    ("qwen3-8b", 48, 4096), ("qwen3-8b", 48, 15000), ("qwen3-8b", 24, 30000),
+)  # fmt: skip
+
+
+def draft_budgets() -> str:
+    """What drafts should read, with as many drafts as pay, and what that gains over ``REFERENCE_TOKENS``."""
+    plain = replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    acceptances, rows = (0.9, 0.945, 0.97, 0.99), []
+    for shape, batch, length in STATES:
+        cells = []
+        for acceptance in acceptances:
+            fastest = dict[int, float]()
+            for drafting in choices(acceptance):
+                [budget] = drafting.schedule.tokens_read([length])
+                step = lossless_step(SHAPES_OF[shape], MACHINES["h200"], [length] * batch, drafting, plain)
+                fastest[budget] = min(step.seconds, fastest.get(budget, math.inf))
+            best = min(fastest, key=fastest.__getitem__)
+            cells.append(f"{best:,} ({fastest[REFERENCE_TOKENS] / fastest[best]:.2f}x)")
+        rows.append([SHAPES[shape], f"{batch} x {length:,}", *cells])
+    return table(["shape", "sequences x tokens", *(f"acceptance {a}" for a in acceptances)], rows)
+
+
 def published_run() -> str:
     """Hours of 53,000 examples, 14B, 32 H200s."""
     schedule, rows = SparsitySchedule.preset("qwen3-14b"), []
@@ -179,4 +204,5 @@ TABLES = {
     "published run": published_run,
     "paper runs": paper_runs,
     "lossless fit": fit_lossless.fitted,
+    "draft budgets": draft_budgets,
 }
