@@ -23,9 +23,8 @@ def measured() -> list[dict[str, Any]]:
     points = []
     for path in sorted(RESULTS.glob("lossless_*.json")):
         result = load(path.stem)
-        if result.get("variant") != "lossless" or "kv_cache_dtype" in result["settings"]:
-            continue
-        if "H200" in result["device"]:
+        in_16_bits = "kv_cache_dtype" not in result.get("settings", {})
+        if result.get("variant") == "lossless" and "H200" in result["device"] and in_16_bits:
             decoding = result["decoding"]
             stored = decoding["draft_schedule"].get("landmark_dtype", "auto")
             for point in result.get("points", ()):

@@ -254,6 +254,8 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
+    if arguments.what != "equal" and (arguments.cache, arguments.draft_weights) != ("auto", "auto"):
+        parser.error(f"{arguments.what} takes neither --cache nor --draft-weights; leave them out, or check equal")
     {"equal": equal, "samples": samples, "invariant": invariant}[arguments.what](arguments)
 
 

@@ -213,3 +213,5 @@ def test_rows_advise_by_what_pays():
     assert wrong.startswith("Sparse rollouts pay and lossless ones do not (")
     short = dict(rows(*predicted("qwen3-14b", np.full(16, 500))))["verdict"]
     assert short.startswith("Neither pays (") and "decode densely" in short and "weights" in short
+    lone = dict(rows(*predicted("qwen3-1.7b", np.full(2, 500))))["verdict"]
+    assert lone.startswith("Neither pays (") and "fixed overheads: the batch is small" in lone
