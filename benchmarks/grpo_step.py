@@ -1,19 +1,22 @@
-"""One whole GRPO step at Qwen3-1.7B's shape, stock dense rollouts against Sparrow's, on one GPU and on several.
+"""Whole GRPO steps at Qwen3-1.7B's shape, stock dense rollouts against Sparrow's, on one GPU and on several.
 
     python benchmarks/grpo_step.py --variant stock --out benchmarks/results/grpo_step_stock.json
     python benchmarks/grpo_step.py --variant sparse --out benchmarks/results/grpo_step_sparse.json
+    python benchmarks/grpo_step.py --variant lossless --scale 4 --steps 3 --out .../grpo_steps_lossless.json
     accelerate launch --num_processes 4 [--use_fsdp --fsdp_version 2] benchmarks/grpo_step.py --variant sparse --out ...
 
 Sparrow's own trainer does everything it always does: rollouts in vLLM with top-20 log-probs, dense log-probs of the
 policy, acceptance, correction, update (AdamW, float32 weights, bfloat16 autocast, gradient checkpointing), and the new
 weights into vLLM. Weights are random, rewards are coin tosses, and each response ends at a length drawn beforehand.
-A step with a sixteenth of the lengths comes first and is left out: it compiles, and gives AdamW its moments.
+A step with a sixteenth of the lengths comes first and is left out: it compiles, and gives AdamW its moments. The drafts
+of ``lossless`` are accepted with a given probability, as in ``benchmarks/lossless.py``.
 
 A real step, 240 responses of 14,268 tokens on average, would take most of an hour. There are two ways to shorten it:
 
 - ``--scale 8``: all 240 responses at once, each an eighth as long (mean 1,783, cut at 4,096), with the schedule scaled
   to match (an eighth of the pages, in bins an eighth as wide). A decode step then reads as many bytes of KV as one of
-  30 responses at full length. The longest responses are alone at the end, as they are in a real step.
+  30 responses at full length; with ``--scale 4`` as one of 60. The longest responses are alone at the end, as they are
+  in a real step.
 - ``--part 15``: every fifteenth response by length, at its full length. Training time adds up over responses, rollout
   time does not. ``--variant given`` has random tokens in place of rollouts.
 """
@@ -21,6 +24,7 @@ A real step, 240 responses of 14,268 tokens on average, would take most of an ho
 from __future__ import annotations
 
 import json
+import os
 import random
 import tempfile
 import time
@@ -33,15 +37,18 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from common import REASONER, parser, qwen3
-from rollout_trace import CUTOFF, responses
+from rollout_trace import CUTOFF, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed to stock vLLM on the device, too
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.engines.vllm.engine import rollout_of
+from sparrow.mode import DRAFT_SCHEDULE, DRAFT_TOKENS, Decoding
 from sparrow.rollout import Rollout, Sampling
 from sparrow.tasks import Problem
 from sparrow.train.config import LossConfig, OptimizerConfig, RolloutConfig, TrainConfig
@@ -50,6 +57,10 @@ from sparrow.train.trainer import Trainer
 RESPONSES, SAMPLES = 240, 8
 SHAPE = "qwen3-1.7b"
 VOCABULARY = 151_936
+PROMPT, TOKEN_BYTES = 64, 28 * 2 * 8 * 128 * 2
+"""Tokens of a prompt; bytes of a token's keys and values."""
+ACCEPTANCE = 0.945
+"""Of drafts of 1,024 tokens, on the text model."""
 
 
 class Coin:
@@ -57,11 +68,11 @@ class Coin:
 
     def problem(self, index: int, seed: int = 0) -> Problem:
         chance = random.Random(index)
-        return Problem(str(index), " 1" * 64, lambda text: float(chance.random() < 0.5))
+        return Problem(str(index), " 1" * PROMPT, lambda text: float(chance.random() < 0.5))
 
 
 class Given:
-    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each step."""
+    """Stands in for an engine: random tokens, as many as ``lengths`` has for each response of each call."""
 
     def __init__(self, lengths: Iterator[Sequence[int]]) -> None:
         self._lengths = lengths
@@ -69,7 +80,7 @@ class Given:
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         rng, rollouts = np.random.default_rng(0), []
-        for prompt, n in zip(prompts, next(self._lengths), strict=True):
+        for prompt, n in zip(prompts, next(self._lengths)[: len(prompts)], strict=True):
             ids = rng.integers(0, VOCABULARY, n, dtype=np.int32)
             top = (ids[:, None] + np.arange(sampling.top_n, dtype=np.int32)) % VOCABULARY
             even = np.full(top.shape, -np.log(VOCABULARY), dtype=np.float32)
@@ -110,7 +121,9 @@ class Engine(Given):
                 max_tokens=length, temperature=sampling.temperature, logprobs=sampling.top_n, ignore_eos=True,
                 seed=seed, detokenize=False, flat_logprobs=True,
             )
-            for length, seed in zip(next(self._lengths), sampling.request_seeds(len(prompts)), strict=True)
+            for length, seed in zip(
+                next(self._lengths)[: len(prompts)], sampling.request_seeds(len(prompts)), strict=True
+            )
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._ends = [time.perf_counter()]
@@ -155,46 +168,55 @@ def chosen(part: int, scale: int) -> list[int]:
     return [max(1, int(n) // scale) for n in lengths[np.sort(np.argsort(lengths, kind="stable")[part // 2 :: part])]]
 
 
-def start(variant: str, folder: str, schedule: SparsitySchedule, responses: int, longest: int) -> LLM:
-    """vLLM for the model in ``folder``."""
+def start(variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int) -> LLM:
+    """vLLM for the model in ``folder``, with room for all responses at once."""
+    spans = simulate([PROMPT] * len(lengths), lengths, len(lengths))
+    cached = max(int(held.sum()) + steps * len(held) for steps, held, _ in spans)
     options: dict[str, Any] = dict(
         load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest + 256,
-        max_num_seqs=-(-responses // 8) * 8,  # otherwise some batches would have no CUDA graph
-        gpu_memory_utilization=0.5, kv_cache_memory_bytes=88 * 10**9,
+        max_num_seqs=-(-len(lengths) // 8) * 8,  # otherwise some batches would have no CUDA graph
+        gpu_memory_utilization=0.5, kv_cache_memory_bytes=int(1.15 * cached * TOKEN_BYTES),
         enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )  # fmt: skip
     if variant == "stock":
         return LLM(folder, attention_backend="FLASH_ATTN", **options)
+    if variant == "lossless":
+        rates = [ACCEPTANCE ** (i + 1) for i in range(DRAFT_TOKENS)]  # that this draft and all before it are accepted
+        synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+        return VLLMEngine(folder, Decoding.lossless(schedule), speculative_config=synthetic, **options).llm
     return VLLMEngine(folder, schedule, **options).llm
 
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--variant", choices=["stock", "sparse", "given"], required=True)
+    options.add_argument("--variant", choices=["stock", "sparse", "lossless", "given"], required=True)
     options.add_argument("--out", type=Path, required=True)
     options.add_argument("--scale", type=int, default=8, help="what lengths and schedule are divided by")
     options.add_argument("--part", type=int, default=1, help="of so many responses one")
+    options.add_argument("--steps", type=int, default=1, help="steps to measure, all of the same lengths")
     arguments = options.parse_args()
     state = PartialState()
     scale = arguments.scale
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     lengths = chosen(arguments.part, scale)
     dealt = lengths[state.process_index :: state.num_processes]
-    steps = iter([[max(1, n // 16) for n in dealt], dealt])
+    short = [max(1, n // 16) for n in dealt]
+    calls = iter([short, short, *[dealt] * arguments.steps])  # the first to measure the ceiling of p5
     schedule = scaled(SparsitySchedule.preset(SHAPE), scale)
+    read = scaled(DRAFT_SCHEDULE, scale) if arguments.variant == "lossless" else schedule
     with tempfile.TemporaryDirectory() as folder:
         shape = qwen3(SHAPE, dtype="float32")
         shape.save_pretrained(folder)
-        engine = Given(steps)
+        engine = Given(calls)
         if arguments.variant != "given":
-            engine = Engine(start(arguments.variant, folder, schedule, len(dealt), CUTOFF // scale), steps)
+            engine = Engine(start(arguments.variant, folder, read, dealt, CUTOFF // scale), calls)
         torch.manual_seed(0)
         with state.device:
             model = Qwen3ForCausalLM(shape)
         config = TrainConfig(
             run_dir=f"{folder}/run",
-            steps=2,
+            steps=1 + arguments.steps,
             save_every=10**9,
             rollout=RolloutConfig(prompts=len(lengths) // SAMPLES, samples=SAMPLES, max_new_tokens=CUTOFF // scale),
             optimizer=OptimizerConfig(precision="bf16", gradient_checkpointing=True, token_budget=65536),
@@ -203,7 +225,8 @@ def main() -> None:
         result: dict[str, Any] = {
             "device": torch.cuda.get_device_name(), "shape": SHAPE, "variant": arguments.variant, "scale": scale,
             "part": arguments.part, "responses": len(lengths), "tokens": sum(lengths), "longest": max(lengths),
-            "schedule": schedule.to_dict()["top_k"] if arguments.variant == "sparse" else None,
+            "schedule": read.to_dict()["top_k"] if arguments.variant in ("sparse", "lossless") else None,
+            "steps": [],
         }  # fmt: skip
 
         def listen(event: str, metrics: dict[str, Any]) -> None:
@@ -211,12 +234,14 @@ def main() -> None:
                 torch.cuda.reset_peak_memory_stats()
             elif event == "step":
                 if state.is_main_process:
+                    result["steps"].append(metrics["seconds"])
                     result.update({key: metrics[key] for key in ("seconds", "response", "entropy", "imbalance")})
                     result["acceptance"] = metrics["mismatch"]["mean"]
                     result["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
                     result["engine"] = engine.measured
                     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
-                raise Done  # before a checkpoint is written
+                if metrics["step"] > arguments.steps:
+                    raise Done  # before a checkpoint is written
 
         tokenizer = AutoTokenizer.from_pretrained(str(REASONER))
         trainer = Trainer(config, model, tokenizer, Coin(), engine, schedule, listener=listen)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from common import SHAPES, Column, Row, declared, load, table
 from rollout_trace import PROMPT, responses
-from scipy.stats import t
+from scipy.stats import t, ttest_1samp, ttest_ind
 
 from sparrow.cost import MACHINES, train_seconds
 from sparrow.cost import SHAPES as SHAPES_OF
@@ -231,6 +232,36 @@ def grpo_step() -> str:
     return table(["seconds", "lengths / 8: stock", "Sparrow", "full length: stock", "Sparrow"], rows)
 
 
+def grpo_steps() -> str:
+    """Whole steps at a quarter of the lengths, each measured several times; 95 % t-intervals are over these steps."""
+    runs = {name: load(f"grpo_steps_{name}") for name in ("stock", "sparse", "lossless")}
+    steps = {name: [sum(step.values()) for step in run["steps"]] for name, run in runs.items()}
+    rows = []
+    for key, phase in PHASES.items():
+        rows.append([phase, *(f"{statistics.mean(step[key] for step in run['steps']):.1f}" for run in runs.values())])
+    rows.append(["whole step", *(f"{statistics.mean(seconds):.1f}" for seconds in steps.values())])
+    rows.append(["steps measured", *map(len, steps.values())])
+    parts = [
+        [step["rollout"] / total for step, total in zip(run["steps"], steps[name], strict=True)]
+        for name, run in runs.items()
+    ]
+    rows.append(["rollout's part", *(with_limits(part, ttest_1samp(part, 0), ".1%") for part in parts)])
+    gains = []
+    for name in ("sparse", "lossless"):
+        logs = [np.log(steps[which]) for which in ("stock", name)]
+        found = ttest_ind(*logs, equal_var=False).confidence_interval()
+        low, high = np.exp([found.low, found.high])
+        gains.append(f"{np.exp(np.mean(logs[0]) - np.mean(logs[1])):.2f}x [{low:.2f}, {high:.2f}]")
+    rows.append(["speed-up", "", *gains])
+    return table(["seconds", "stock", "lossy", "lossless"], rows)
+
+
+def with_limits(values: list[float], found: Any, form: str) -> str:
+    """The mean, with the confidence interval of scipy's test."""
+    low, high = found.confidence_interval()
+    return f"{statistics.mean(values):{form}} [{low:{form}}, {high:{form}}]"
+
+
 def host_time() -> str:
     """Many short responses with lists: tokens per second, and host microseconds per sequence and step, by part."""
     parts = ("scheduler", "output processor", "reading lists")
@@ -276,5 +307,6 @@ TABLES = {
     "validation": validation,
     "profile": profile,
     "grpo step": grpo_step,
+    "grpo steps": grpo_steps,
     "teacher-forced": teacher_forced,
 }
