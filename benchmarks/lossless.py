@@ -32,9 +32,10 @@ from rollout_trace import SLOTS, responses, simulate, states
 from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
-from sparrow.mode import Decoding, DraftWeights
+from sparrow.mode import Decoding, DraftWeights, acceptance_at
 from sparrow.schedule import LandmarkDtype
 from sparrow.vllm.adapt import DraftLength
+from sparrow.vllm.runtime import Runtime, find
 
 SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 2.0
@@ -51,6 +52,24 @@ def scheduler(bench: Bench) -> Any:
 
 def runner(bench: Bench) -> Any:
     return bench.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+
+
+def runtime(bench: Bench) -> Runtime:
+    found = find(runner(bench).vllm_config)
+    assert found is not None
+    return found
+
+
+def accept(bench: Bench, rate: float) -> None:
+    """Have vLLM accept each draft with this probability, and drafts of other budgets with the one that it makes
+    expected (``acceptance_at``)."""
+    shared, rates = runtime(bench), runner(bench).rejection_sampler.synthetic_conditional_rates
+
+    def use_budget(budget: int) -> None:  # after a verification, and before the drafts of the next
+        Runtime.use_budget(shared, budget)
+        rates.fill_(acceptance_at(rate, shared.budgets[budget]))
+
+    shared.use_budget = use_budget  # type: ignore[method-assign]
 
 
 def generated(bench: Bench) -> int:

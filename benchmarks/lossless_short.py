@@ -5,8 +5,8 @@
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute and from process to
 process by more than what is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens; acceptance is
-synthetic (``benchmarks/lossless.py``). The number of drafts is held at none, or chosen from knowing nothing. A ratio is
-that of tokens per second over all turns; intervals resample pairs of turns.
+synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they read are chosen from
+knowing nothing. A ratio is that of tokens per second over all turns; intervals resample pairs of turns.
 
 Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
 start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import RESULTS, clock, parser, save
-from lossless import abandon, begin, generated, runner, scheduler
+from common import RESULTS, clock, parser, save, speed_ratio
+from lossless import abandon, accept, begin, generated, scheduler
 from rollout import Bench
 from torch.profiler import ProfilerActivity
 
@@ -85,12 +85,9 @@ def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str
     for bench in (stock, ours):
         abandon(bench, batch)
     new = np.array(turns)  # [turns, engine, 4]
-    draws = np.random.default_rng(0).integers(0, len(new), (2000, len(new)))
     speeds = new.sum(0)[:, ::2] / new.sum(0)[:, 1::2]  # [engine, without and with pauses]
-    resampled = new[draws].sum(1)
-    ratios = resampled[:, 1, 0] / resampled[:, 1, 1] / (resampled[:, 0, 0] / resampled[:, 0, 1])
     return {
-        "ratio": [speeds[1, 0] / speeds[0, 0], *np.percentile(ratios, [2.5, 97.5])],
+        "ratio": speed_ratio(new[..., :2]),
         "with_pauses": speeds[1, 1] / speeds[0, 1],
         "stock_tokens_per_s": speeds[0, 0], "tokens_per_s": speeds[1, 0],
         "grown": (new.sum(0)[:, 2] / batch).tolist(), "turns": turns,
@@ -150,7 +147,8 @@ def main() -> None:
     )
     arguments = options.parse_args()
     shape = arguments.shape
-    decoding = Decoding.lossless(SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"))
+    drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
+    decoding = Decoding.lossless(drafts, adapt_draft_budget=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         most = max(batch for batch, _ in STATES[shape])
@@ -159,9 +157,10 @@ def main() -> None:
         choices = scheduler(ours).draft_length.choices
         for batch, length in STATES[shape]:
             for rate in RATES:
-                chooser = scheduler(ours).draft_length = DraftLength([0] if rate is None else choices)
+                numbers = [0] if rate is None else choices
+                chooser = scheduler(ours).draft_length = DraftLength(numbers, decoding.draft_budgets)
                 if rate is not None:
-                    runner(ours).rejection_sampler.synthetic_conditional_rates.fill_(rate)
+                    accept(ours, rate)
                 row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
@@ -170,7 +169,7 @@ def main() -> None:
                     "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
         if arguments.profile:
-            scheduler(ours).draft_length = DraftLength([0])
+            scheduler(ours).draft_length = DraftLength([0], decoding.draft_budgets)
             profile({"lossless_host_stock": stock, "lossless_host": ours}, 1024)
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from statistics import mean, stdev
 
-from common import SHAPES, Row, interval, load, table
+from common import SHAPES, Row, interval, load, speed_ratio, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
+SHORT = ("lossless_short_qwen3-1.7b", "lossless_short_qwen3-1.7b_again", "lossless_short_qwen3-8b")
 POINTS = ("lossless_qwen3-1.7b_points", "lossless_qwen3-1.7b_again")
 
 
@@ -131,20 +133,41 @@ def lossless_whole() -> str:
     )
 
 
-def short_contexts(results: str, digits: int) -> str:
-    """Ratios of speeds by acceptance, from the files of ``lossless_short.py`` whose names begin with ``results``."""
-    rows, rates = [], dict[str, None]()
-    for shape in ("qwen3-1.7b", "qwen3-8b"):
-        result, groups = load(f"{results}_{shape}"), dict[tuple[int, int], list[Row]]()
+def short_contexts(names: Sequence[str], digits: int) -> str:
+    """Ratios of speeds by acceptance, from files of ``lossless_short.py``; turns of the same case are pooled."""
+    cases = dict[tuple[str, int, int], dict[float | None, list[Row]]]()
+    for result in map(load, names):
         for row in result["rows"]:
-            groups.setdefault(at(row), []).append(row)
-        for (batch, length), ours in groups.items():
-            step = 1e3 * batch / mean(row["stock_tokens_per_s"] for row in ours)
-            gains = {"no drafts" if r["rate"] is None else f"{r['rate']}": interval(r["ratio"], digits) for r in ours}
-            rates |= dict.fromkeys(gains)
-            where = [SHAPES[shape], batch, f"{length:,} to {length + result['growth']:,}"]
-            rows.append([*where, f"{step:.2f}", *(gains.get(rate, "") for rate in rates)])
+            cases.setdefault((result["shape"], *at(row)), {}).setdefault(row["rate"], []).append(row)
+    rows, rates = [], dict[str, None]()
+    for (shape, batch, length), ours in cases.items():
+        step = 1e3 * batch / mean(row["stock_tokens_per_s"] for runs in ours.values() for row in runs)
+        gains = {}
+        for rate, (run, *more) in ours.items():
+            pooled = [turn for each in (run, *more) for turn in each["turns"]]
+            ratio = speed_ratio([[one[:2] for one in turn] for turn in pooled]) if more else run["ratio"]
+            gains["no drafts" if rate is None else f"{rate}"] = interval(ratio, digits)
+        rates |= dict.fromkeys(gains)
+        where = [SHAPES[shape], batch, f"{length:,} to {length + result['growth']:,}"]
+        rows.append([*where, f"{step:.2f}", *(gains.get(rate, "") for rate in rates)])
     return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
+
+
+def lossless_budgets() -> str:
+    """Speeds with each budget held, over those with 1,024 tokens, and the budget that was found."""
+    rows = []
+    for shape in ("qwen3-1.7b", "qwen3-8b"):
+        groups = dict[tuple[int, int, float], dict[float | None, Row]]()
+        for row in load(f"lossless_budgets_{shape}")["rows"]:
+            groups.setdefault((row["batch"], row["length"], row["rate"]), {})[row["held"]] = row
+        for (batch, length, rate), runs in groups.items():
+            usual = runs[1.0]["tokens_per_s"]
+            held = [f"{runs[multiple]['tokens_per_s'] / usual:.2f}x" for multiple in (0.5, 2.0)]
+            found = sorted({int(1024 * multiple) for multiple in runs[None]["budgets"].values()} or {1024})
+            rows.append([
+                SHAPES[shape], f"{batch} x {length:,}", rate, f"{usual:,.0f}", *held, ", ".join(f"{n:,}" for n in found)
+            ])  # fmt: skip
+    return table(["shape", "sequences x tokens", "acceptance", "1,024 tokens: tokens/s", "512", "2,048", "found"], rows)
 
 
 def lossless_memory() -> str:
@@ -209,8 +232,9 @@ TABLES = {
     "lossless exact draft weights": lossless_exact_draft_weights,
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
-    "lossless short contexts": partial(short_contexts, "lossless_short", 2),
-    "lossless floor": partial(short_contexts, "lossless_floor", 3),
+    "lossless short contexts": partial(short_contexts, SHORT, 2),
+    "lossless floor": partial(short_contexts, ("lossless_floor_qwen3-1.7b", "lossless_floor_qwen3-8b"), 3),
+    "lossless budgets": lossless_budgets,
     "lossless memory": lossless_memory,
     "lossless exact": lossless_exact,
     "lossless invariant": lossless_invariant,

@@ -29,11 +29,10 @@ from sparrow.cost import (
     decode_step,
     simulate_rollout,
 )
-from sparrow.mode import DraftWeights
+from sparrow.mode import DraftWeights, acceptance_at
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
 REFERENCE_TOKENS = 1024  # the draft budget at which an acceptance is given
-BUDGET_POWER = 0.7  # the rejected share falls with the budget to the power -0.7, as published for p5
 WORTHWHILE = 1.15  # a smaller rollout speed-up is within the error of these predictions
 DRAFT_TOKENS = (2, 4, 8, 16)
 DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink page and the two recent ones, in every layer
@@ -152,8 +151,8 @@ def choices(
     for pages in DRAFT_PAGES:
         schedule = SparsitySchedule.fixed(pages, dense_layers=(), landmark_dtype=landmark_dtype)
         budget = (pages + schedule.sink_pages + schedule.recent_pages) * schedule.page_size
-        rejected = min(1.0, (1 - acceptance) * (budget / REFERENCE_TOKENS) ** -BUDGET_POWER)
-        candidates += [Drafting(k, schedule, 1 - rejected, draft_weights) for k in DRAFT_TOKENS]
+        accepted = acceptance_at(acceptance, budget / REFERENCE_TOKENS)
+        candidates += [Drafting(k, schedule, accepted, draft_weights) for k in DRAFT_TOKENS]
     return candidates
 
 

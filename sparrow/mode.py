@@ -20,13 +20,17 @@ DraftWeights = Literal["auto", "fp8"]
 
 DRAFT_SCHEDULE = SparsitySchedule.fixed(61, dense_layers=())
 """What drafts read by default: 64 pages of 16 tokens in every layer, at any length."""
+DRAFT_BUDGETS = (0.5, 1.0, 2.0)
+"""What drafts may read where that adapts, in multiples of the draft schedule."""
+BUDGET_POWER = 0.7
+"""The rejected share of drafts falls with what they read to the power of minus this, as published for p5."""
 DRAFT_TOKENS = 12
 """The most tokens drafted at a time; the default is the fastest at long context and 95 % acceptance."""
 METER_EVERY = 16
 """One in this many cycles measures another schedule; one sparse step in that many cycles costs about half a percent."""
 LOSSLESS_SETTINGS = (
-    "draft_schedule", "draft_tokens", "adapt_draft_tokens", "drafter_invariant", "draft_weights", "meter_schedule",
-    "meter_every",
+    "draft_schedule", "adapt_draft_budget", "draft_tokens", "adapt_draft_tokens", "drafter_invariant", "draft_weights",
+    "meter_schedule", "meter_every",
 )  # fmt: skip
 """What lossless mode has settings for, as ``Decoding.load`` and the command line name them."""
 
@@ -44,8 +48,11 @@ class Decoding:
     # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
     schedule: SparsitySchedule
     draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
-    # lossless: choose the number of drafts, 0 included, by the speed and acceptance measured; else always as many
+    # lossless in vLLM: choose the number of drafts, 0 included, by measured speed and acceptance; else always as many
     adapt_draft_tokens: bool = True
+    # lossless in vLLM: choose by the same whether drafts read half of their schedule, all of it, or twice as much;
+    # None: if their number adapts and the schedule is the default
+    adapt_draft_budget: bool | None = None
     # lossless: draw drafts with the random numbers that draw the tokens, so that a seed gives the tokens that dense
     # decoding gives, whatever was drafted; else with numbers of their own, so that more drafts are accepted
     drafter_invariant: bool = False
@@ -62,17 +69,22 @@ class Decoding:
             count = getattr(self, name)
             if isinstance(count, bool) or not isinstance(count, int) or count < 1:
                 raise ConfigError(f"{name} must be a whole number from 1 on, got {count!r}")
-        for name in ("adapt_draft_tokens", "drafter_invariant"):
-            if not isinstance(value := getattr(self, name), bool):
+        for name in ("adapt_draft_tokens", "adapt_draft_budget", "drafter_invariant"):
+            value = getattr(self, name)
+            if not (isinstance(value, bool) or (value is None and name == "adapt_draft_budget")):
                 raise ConfigError(f"{name} must be true or false, got {value!r}")
+        if self.adapt_draft_budget and not self.adapt_draft_tokens:
+            raise ConfigError("adapt_draft_budget is true, but adapt_draft_tokens false; switch both on, or both off")
         if self.draft_weights not in get_args(DraftWeights):
             raise ConfigError(f"draft_weights must be one of {get_args(DraftWeights)}, got {self.draft_weights!r}")
 
     @classmethod
-    def lossless(cls, draft_schedule: Any = DRAFT_SCHEDULE, meter_schedule: Any = None, **options: Any) -> Decoding:
-        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes them."""
+    def lossless(cls, draft_schedule: Any = None, meter_schedule: Any = None, **options: Any) -> Decoding:
+        """Lossless with this draft schedule; schedules are given as ``SparsitySchedule.load`` takes them, and None
+        means ``DRAFT_SCHEDULE``."""
+        schedule = DRAFT_SCHEDULE if draft_schedule is None else _schedule(draft_schedule)
         metered = None if meter_schedule is None else _schedule(meter_schedule)
-        return cls("lossless", _schedule(draft_schedule), meter_schedule=metered, **options)
+        return cls("lossless", schedule, meter_schedule=metered, **options)
 
     @classmethod
     def lossy(cls, schedule: Any) -> Decoding:
@@ -122,6 +134,14 @@ class Decoding:
             raise ConfigError("mode 'lossy' needs a schedule, such as 'qwen3-4b-0.86'; or use mode 'lossless'")
         return cls.lossy(settings.get("schedule", "dense"))
 
+    @property
+    def draft_budgets(self) -> tuple[float, ...]:
+        """What vLLM's drafts may read, in multiples of their schedule."""
+        adapts = self.adapt_draft_budget
+        if adapts is None:
+            adapts = self.adapt_draft_tokens and self.schedule == DRAFT_SCHEDULE
+        return DRAFT_BUDGETS if self.mode == "lossless" and adapts else (1.0,)
+
     def to_dict(self) -> dict[str, Any]:
         """What ``load`` reads back, in plain types."""
         if self.mode == "lossless":
@@ -131,6 +151,7 @@ class Decoding:
             return {
                 "mode": self.mode,
                 "draft_schedule": self.schedule.to_dict(),
+                **({} if self.adapt_draft_budget is None else {"adapt_draft_budget": self.adapt_draft_budget}),
                 "draft_tokens": self.draft_tokens,
                 "adapt_draft_tokens": self.adapt_draft_tokens,
                 **({"drafter_invariant": True} if self.drafter_invariant else {}),
@@ -142,6 +163,11 @@ class Decoding:
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
         """The same mode under another schedule; the schedule decides between dense and lossy."""
         return replace(self, schedule=schedule) if self.mode in ("lossless", "auto") else Decoding.lossy(schedule)
+
+
+def acceptance_at(acceptance: float, multiple: float) -> float:
+    """The acceptance to expect of drafts that read ``multiple`` times what those with this acceptance read."""
+    return 1 - min(1.0, (1 - acceptance) * multiple**-BUDGET_POWER)
 
 
 def _schedule(value: Any) -> SparsitySchedule:

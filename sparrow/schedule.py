@@ -169,6 +169,15 @@ class SparsitySchedule:
                 f"{num_layers} of {kv_heads}; take a schedule made for this model, or leave head_budgets out"
             )
 
+    def times(self, multiple: float) -> SparsitySchedule:
+        """The schedule that reads ``multiple`` times as many pages, sink and recent ones included.
+
+        A page by score is left where there was one, and a bin that reads everything still does.
+        """
+        always = self.sink_pages + self.recent_pages
+        pages = [k if k >= ALL_PAGES else max(min(k, 1), round((k + always) * multiple) - always) for k in self.top_k]
+        return self.replace(top_k=tuple(pages))
+
     def replace(self, **changes: Any) -> SparsitySchedule:
         """A copy with some fields changed, validated again."""
         return replace(self, **changes)

@@ -111,6 +111,14 @@ def test_pages_never_shrink_with_length(schedule, some):
     assert (np.diff(schedule.pages(sorted(some))) >= 0).all()
 
 
+def test_a_multiple_counts_the_pages_that_are_always_read():
+    table = SparsitySchedule(top_k=(0, 1, 61, ALL_PAGES), bin_tokens=64)  # beside a sink page and two recent ones
+    assert table.times(1) == table
+    assert table.times(2).top_k == (3, 5, 125, ALL_PAGES)
+    assert table.times(0.5).top_k == (0, 1, 29, ALL_PAGES)
+    assert table.times(2).page_layout == table.page_layout
+
+
 def test_tokens_read_is_the_budget_or_everything():
     schedule = SparsitySchedule(top_k=(2, 29), bin_tokens=160)  # kept: 2 + 3 = 5 pages, then 29 + 3 = 32
     assert schedule.tokens_read([1, 80, 81, 144]).tolist() == [1, 80, 80, 80]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparrow import files
@@ -40,6 +40,8 @@ class Measure(DecodingOptions, FromPrompts):
                 "say what to measure: give --schedule, or --mode lossless (how drafts fare), or --mode dense"
             )
         decoding = self.decoding(self.schedule)
+        if decoding.mode == "lossless" and decoding.adapt_draft_budget is None:
+            decoding = replace(decoding, adapt_draft_budget=False)  # acceptance is measured for one schedule
         schedule, tau = decoding.schedule, Tau.chosen(self.tau, self.relative_tau)
         if self.out:
             files.check_file(self.out)

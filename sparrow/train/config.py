@@ -87,6 +87,9 @@ class DecodingOptions(Settings):
     mode: Mode | None = None
     # Lossless: what drafts read, in any form that a schedule has; unset: 64 pages, in every layer at any length.
     draft_schedule: str | None = None
+    # Lossless in vLLM: choose by measured speed and acceptance whether drafts read half of that, all of it, or twice as
+    # much; unset: if draft_schedule is unset and adapt_draft_tokens on.
+    adapt_draft_budget: bool | None = None
     draft_tokens: Count = DRAFT_TOKENS  # Lossless and auto: the most tokens drafted before each verification.
     # Lossless in vLLM: draft as many as measured speed and acceptance make worth it, 0 included; else always as many.
     adapt_draft_tokens: bool = True
@@ -119,12 +122,7 @@ class DecodingOptions(Settings):
                     f"schedule is {schedule!r}, but lossless samples are the dense policy's whatever drafts read; "
                     "leave schedule out, or give it as draft_schedule if drafts are to read that"
                 )
-            draft = {} if self.draft_schedule is None else {"draft_schedule": self.draft_schedule}
-            return Decoding.lossless(
-                **draft, draft_tokens=self.draft_tokens, adapt_draft_tokens=self.adapt_draft_tokens,
-                drafter_invariant=self.drafter_invariant, draft_weights=self.draft_weights,
-                meter_schedule=self.meter_schedule, meter_every=self.meter_every,
-            )  # fmt: skip
+            return Decoding.lossless(**{name: getattr(self, name) for name in LOSSLESS_SETTINGS})
         if self.mode == "auto":
             is_rollout = isinstance(self, RolloutConfig)
             require(self, "mode", is_rollout, "one of dense, lossless and lossy: only sparrow train moves auto")

@@ -1,6 +1,7 @@
-"""How many tokens to draft: as many as gave the most tokens per second in similar batches, as measured while running.
+"""How many tokens to draft, and what drafts read: what gave the most tokens per second in similar batches, as measured
+while running.
 
-Nothing here changes what is sampled, only how fast: any number of drafts is exact.
+Nothing here changes what is sampled, only how fast: any drafts are exact.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable
 from statistics import fmean
+
+from sparrow.mode import acceptance_at
 
 PROBES, DENSE_PROBES = 4, 6
 """Cycles timed with a number of drafts, and dense steps, before anything is concluded about them: all else is compared
@@ -45,6 +48,15 @@ REACH = 2
 """How many steps away a batch may be for its times to be taken over."""
 FORGET = 0.98
 """Factor by which each cycle weights the drafts accepted and judged before it."""
+TRY_BUDGETS = 48
+"""Cycles with drafts after which they are tried with the budgets next to theirs, as they are after twice as many, four
+times as many and so on; at other cycles than those in which dense steps are timed anew."""
+BUDGET_PROBES = 5
+"""Cycles in a row with another budget; the first of them is not timed."""
+BUDGET_LEAD = 0.02
+"""By how much another budget must be faster to be taken."""
+BUDGET_PRIOR = 500.0
+"""Drafts judged that count for the acceptance to expect with a budget that was not tried yet: five cycles judge few."""
 
 
 def tokens_per_cycle(acceptance: float, drafts: int) -> float:
@@ -52,45 +64,50 @@ def tokens_per_cycle(acceptance: float, drafts: int) -> float:
     return drafts + 1.0 if acceptance >= 1 else (1 - acceptance ** (drafts + 1)) / (1 - acceptance)
 
 
-Key = tuple[int, int]  # steps of the number of sequences, and of their mean length
+Batch = tuple[int, int]  # steps of the number of sequences, and of their mean length
+Key = tuple[int, int, int]  # a batch, and what its drafts read: an index of ``DraftLength.budgets``
 
 
 class DraftLength:
-    """Chooses the number of drafts of each cycle.
+    """Chooses the number of drafts of each cycle, and what they read.
 
     Batches are told apart by the number of sequences and by their mean length, both in steps of a factor of sqrt(2).
     A new batch takes over what is known of the nearest one, so that little is timed anew as sequences grow and end.
+    The number of drafts is chosen for the budget in use; once it is settled, the budgets next to it are tried with it.
 
     Args:
         choices: numbers of drafts to choose from, 0 (no drafting) included.
+        budgets: what drafts may read, in multiples of the draft schedule, 1 included.
     """
 
-    def __init__(self, choices: Iterable[int]) -> None:
-        self.choices = tuple(sorted(choices))
+    def __init__(self, choices: Iterable[int], budgets: tuple[float, ...] = (1.0,)) -> None:
+        self.choices, self.budgets = tuple(sorted(choices)), budgets
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
         self._first_seconds: dict[tuple[Key, int], float] = {}  # of the first cycle after some with other drafts
         self._begun: Counter[tuple[Key, int]] = Counter()  # cycles since a number was first tried; see ``_try``
         self._taken_over: dict[Key, dict[int, float]] = {}  # seconds of a cycle at the nearest batch
-        self._verdicts: dict[int, list[float]] = {}  # by length: accepted, judged
+        self._verdicts: dict[tuple[int, int], list[float]] = {}  # by length and budget: accepted, judged
+        self._budget_of: dict[Batch, int] = {}  # the budget in use
         self._in_use: dict[Key, int] = {}
         self._being_timed: set[Key] = set()
         self._cycles: Counter[Key] = Counter()
         self._drafting: Counter[Key] = Counter()  # cycles since drafts came into use
 
-    def acceptance(self, length: float) -> float:
-        """Share of the drafts judged lately that were accepted, at similar length, else at the nearest length."""
-        accepted, judged = self._judged(_step(length))
+    def acceptance(self, length: float, budget: int) -> float:
+        """Share of the drafts of this budget judged lately that were accepted, at similar length, else at the nearest
+        length or budget."""
+        accepted, judged = self._judged(_step(length), budget)
         return accepted / judged
 
     def settled(self, rows: int, length: float) -> int | None:
         """The number of drafts in use for similar batches; None while other numbers are being timed."""
-        return self._settled((_step(rows), _step(length)))
+        return self._settled(self._key(rows, length))
 
     def choose(self, rows: int, length: float) -> int:
         """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens)."""
-        key = (_step(rows), _step(length))
+        key = self._key(rows, length)
         if key not in self._seconds:
             self._take_over(key)
         self._cycles[key] = cycle = self._cycles[key] + 1
@@ -129,18 +146,38 @@ class DraftLength:
         self.chosen[choice] += 1
         return choice
 
+    def choose_budget(self, rows: int, length: float, drafts: int) -> int:
+        """What the drafts of the next cycle read, an index of ``budgets``; called after ``choose``, with its result."""
+        key = self._key(rows, length)
+        budget = key[2]
+        if len(self.budgets) == 1 or not drafts or self._settled(key) != drafts:
+            return budget
+        cycles = self._drafting[key]
+        if cycles < TRY_BUDGETS:
+            return budget
+        since = cycles - (TRY_BUDGETS << (cycles // TRY_BUDGETS).bit_length() - 1)
+        others = [b for b in (budget - 1, budget + 1) if 0 <= b < len(self.budgets)]
+        if since < BUDGET_PROBES * len(others):
+            return others[since // BUDGET_PROBES]
+        if since == BUDGET_PROBES * len(others) + UNDER_WAY:
+            self._compare_budgets(key, others, drafts)
+        return budget
+
     def observe(
-        self, rows: int, length: float, drafts: int, seconds: float, accepted: int, judged: int, *, first: bool = False
-    ) -> None:
+        self, rows: int, length: float, drafts: int, seconds: float, accepted: int, judged: int, *,
+        first: bool = False, budget: int | None = None,
+    ) -> None:  # fmt: skip
         """Learn from one cycle of ``rows`` sequences that all had the same number of drafts.
 
         Args:
             seconds: time of the drafts and their verification.
             accepted, judged: drafts accepted, and drafts up to the first rejected one of each sequence.
-            first: the cycle before had another number of drafts. The host may have been late to see its end, which
-                makes this one seem short, so that its time can speak against the number only.
+            first: the cycle before had other drafts. The host may have been late to see its end, which makes this one
+                seem short, so that its time can speak against the number only.
+            budget: what the drafts read, if not what is in use for such batches.
         """
-        key = (_step(rows), _step(length))
+        key = self._key(rows, length)
+        key = key if budget is None else (*key[:2], budget)
         if key not in self._seconds:
             self._take_over(key)
         if first:
@@ -148,24 +185,53 @@ class DraftLength:
         else:
             self._seconds[key].setdefault(drafts, deque(maxlen=12)).append(seconds)
         if judged:
-            verdicts = self._verdicts.setdefault(key[1], self._judged(key[1]))
+            verdicts = self._verdicts.setdefault(key[1:], self._judged(*key[1:]))
             for i, count in enumerate((accepted, judged)):
                 verdicts[i] = FORGET * verdicts[i] + count
 
     def in_use(self) -> dict[str, int]:
         """The numbers of drafts in use, by sequences and mean length (rounded to the steps told apart)."""
-        return {f"{2 ** (b / 2):.0f} x {2 ** (n / 2):.0f}": k for (b, n), k in sorted(self._in_use.items())}
+        return {_name(key): drafts for key, drafts in sorted(self._in_use.items()) if self._budget(key[:2]) == key[2]}
+
+    def budgets_in_use(self) -> dict[str, float]:
+        """What drafts read, in multiples of their schedule, for the batches of ``in_use`` where it is another one."""
+        others = ((key, self.budgets[key[2]]) for key in sorted(self._in_use) if self._budget(key[:2]) == key[2])
+        return {_name(key): multiple for key, multiple in others if multiple != 1}
+
+    def _key(self, rows: int, length: float) -> Key:
+        batch = (_step(rows), _step(length))
+        return (*batch, self._budget(batch))
+
+    def _budget(self, batch: Batch) -> int:
+        """The budget in use for a batch, at first that of the nearest one."""
+        budget = self._budget_of.get(batch)
+        if budget is None:
+            nearest = min(self._budget_of, key=lambda other: _steps(other, batch), default=None)
+            is_near = nearest is not None and _steps(nearest, batch) <= REACH
+            budget = self._budget_of[nearest] if nearest and is_near else self.budgets.index(1.0)
+            self._budget_of[batch] = budget
+        return budget
+
+    def _compare_budgets(self, key: Key, others: Iterable[int], drafts: int) -> None:
+        """Use another of these budgets if so many drafts were faster with it."""
+        speed = {key: (1 + BUDGET_LEAD) * self._speed(key, drafts, _typical(self._seconds[key][drafts]))}
+        for other in ((*key[:2], budget) for budget in others):
+            times = self._seconds.get(other, {}).get(drafts, ())
+            if len(times) >= BUDGET_PROBES - 1:
+                speed[other] = self._speed(other, drafts, _typical(times))
+        best = max(speed, key=speed.__getitem__)
+        if best != key:
+            self._budget_of[key[:2]] = best[2]
+            self._in_use[best] = drafts
+            self._cycles[best], self._drafting[best] = self._cycles[key], self._drafting[key]
 
     def _settled(self, key: Key) -> int | None:
         return None if key in self._being_timed else self._in_use.get(key)
 
     def _take_over(self, key: Key) -> None:
         """Begin with the times of the nearest batch that has any, and go on counting its cycles."""
-
-        def steps(other: Key) -> int:
-            return max(abs(a - b) for a, b in zip(other, key, strict=True))
-
-        nearest = min((k for k in self._seconds if steps(k) <= REACH and self._known(k)), key=steps, default=None)
+        near = (k for k in self._seconds if _steps(k[:2], key[:2]) <= REACH and self._known(k))
+        nearest = min(near, key=lambda k: (abs(k[2] - key[2]), _steps(k[:2], key[:2])), default=None)
         self._seconds[key], self._taken_over[key] = {}, {}
         if nearest is not None:
             self._taken_over[key] = self._known(nearest)
@@ -209,19 +275,23 @@ class DraftLength:
         speed = self._expected(key)
         return max(speed, key=speed.__getitem__, default=drafts)
 
-    def _judged(self, step: int) -> list[float]:
-        """Drafts accepted and judged at this length, else at the nearest, but scaled to so few that they soon fade."""
-        if step in self._verdicts:
-            return self._verdicts[step]
+    def _judged(self, length: int, budget: int) -> list[float]:
+        """Drafts accepted and judged at this length with this budget; else those that the nearest ones make expected,
+        but scaled to so few that they soon fade."""
+        if (length, budget) in self._verdicts:
+            return self._verdicts[length, budget]
         if not self._verdicts:
             return list(PRIOR)
-        accepted, judged = self._verdicts[min(self._verdicts, key=lambda other: abs(other - step))]
-        return [PRIOR[1] * accepted / judged, PRIOR[1]]
+        nearest = min(self._verdicts, key=lambda other: (abs(other[1] - budget), abs(other[0] - length)))
+        accepted, judged = self._verdicts[nearest]
+        expected = acceptance_at(accepted / judged, self.budgets[budget] / self.budgets[nearest[1]])
+        weight = PRIOR[1] if nearest[1] == budget else BUDGET_PRIOR
+        return [weight * expected, weight]
 
     def _speed(self, key: Key, drafts: int, seconds: float) -> float:
         """Tokens per second of a sequence with so many drafts; dense decoding has its lead in it."""
         lead = 1.0 if drafts else 1 + DENSE_LEAD
-        return lead * tokens_per_cycle(self.acceptance(2 ** (key[1] / 2)), drafts) / seconds
+        return lead * tokens_per_cycle(self.acceptance(2 ** (key[1] / 2), key[2]), drafts) / seconds
 
     def _speeds(self, key: Key) -> dict[int, float]:
         """Tokens per second of a sequence with each number of drafts that was timed in such batches."""
@@ -264,3 +334,11 @@ def _typical(seconds: Iterable[float]) -> float:
 
 def _step(value: float) -> int:
     return round(2 * math.log2(max(value, 1.0)))
+
+
+def _steps(batch: Batch, other: Batch) -> int:
+    return max(abs(a - b) for a, b in zip(batch, other, strict=True))
+
+
+def _name(key: Key) -> str:
+    return f"{2 ** (key[0] / 2):.0f} x {2 ** (key[1] / 2):.0f}"

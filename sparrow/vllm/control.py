@@ -43,8 +43,9 @@ def sparrow_acceptance(self: Any) -> dict[str, Any]:
 
     ``cycles``: dense passes by the number of tokens drafted after them. ``bins``: by length, how many drafts
     verification looked at, the mean of their acceptance and its 5th percentile. ``acceptance``: the same as counts, for
-    ``DraftAcceptance.from_dict``. ``metered``: bins and acceptance of the schedule ``meter_schedule``, if one was asked
-    for. All of it is for a dense history: a lossy actor reads what it wrote itself and has lower acceptance.
+    ``DraftAcceptance.from_dict``. ``budgets``: both by what drafts read, as ``multiple`` of their schedule, where that
+    adapts. ``metered``: bins and acceptance of the schedule ``meter_schedule``, if one was asked for. All of it is for
+    a dense history: a lossy actor reads what it wrote itself and has lower acceptance.
     """
     return _runtime(self).acceptance()
 
@@ -198,11 +199,12 @@ def check(vllm_config: Any) -> None:
                 )  # fmt: skip
             logger.info(
                 "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
-                "tokens by %d: %s), vLLM's dense attention verifies them%s%s; logits of drafts take %.2f GiB, "
+                "tokens by %d: %s%s), vLLM's dense attention verifies them%s%s; logits of drafts take %.2f GiB, "
                 "landmarks (%s) %.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
                 f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens,
                 runtime.backend, runtime.kernels, runtime.dense_layers or "none", schedule.page_size,
                 schedule.bin_tokens, schedule.to_dict()["top_k"],
+                ", or half or twice as many where that is faster" if len(runtime.budgets) > 1 else "",
                 " by drawing with the same random numbers" if decoding.drafter_invariant else "",
                 "" if stored is None else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}",
                 runtime.draft_bytes / 2**30, schedule.landmark_dtype, 100 * runtime.landmark_share,

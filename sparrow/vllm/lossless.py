@@ -14,6 +14,7 @@ from sparrow.vllm import versions
 
 ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 SCHEDULER = "sparrow.vllm.scheduler.LosslessScheduler"
+BUDGET = "sparrow_budget"  # the attribute of vLLM's ``SchedulerOutput`` that says what the drafts of this step read
 DEFAULT_ROWS = 256
 """Sequences to make CUDA graphs for where vLLM will choose ``max_num_seqs`` itself."""
 

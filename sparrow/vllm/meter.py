@@ -6,6 +6,7 @@ k drafts; V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -161,13 +162,23 @@ class Meter:
     Greedy drafts are not counted: they have no distribution.
 
     Args:
-        drafts: where drafts are counted.
+        drafts: where drafts are counted, by what they read: one for each of ``Runtime.budgets``.
+        budget: the one that drafts read at first.
         temper: see ``overlap``.
         metered: another schedule to count for, if any.
     """
 
-    def __init__(self, drafts: Tally, temper: bool, metered: Metered | None = None) -> None:
-        self.drafts, self.temper, self.metered = drafts, temper, metered
+    def __init__(self, drafts: Sequence[Tally], budget: int, temper: bool, metered: Metered | None = None) -> None:
+        self._drafts, self.temper, self.metered = drafts, temper, metered
+        self.use(budget)
+
+    def use(self, budget: int) -> None:
+        """Count drafts, from the next verification on, as ones that read this budget."""
+        self._in_use = self._drafts[budget]
+
+    def settle(self) -> list[DraftAcceptance]:
+        """What was counted since the last call, by budget."""
+        return [tally.settle() for tally in self._drafts]
 
     def add(
         self, target_TV: Tensor, draft_SkV: Tensor, first_B1: Tensor, position_T: Tensor, sequence_T: Tensor,
@@ -188,6 +199,6 @@ class Meter:
         value_T = overlap(
             target_TV, draft_SkV, sequence_T, torch.where(is_judged_T, place_T, -1), temperature_S, self.temper
         )
-        self.drafts.add(value_T, position_T)
+        self._in_use.add(value_T, position_T)
         if self.metered is not None:
             self.metered.add(target_TV, is_judged_T & (place_T == 0), position_T, sequence_T, temperature_S)

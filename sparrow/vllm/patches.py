@@ -195,6 +195,7 @@ def _telling_how_many_drafts(stock: Any) -> Any:
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self.speculator, "num_drafts"):
             self.speculator.num_drafts = scheduler_output.num_spec_tokens_to_schedule
+            self.speculator.budget = getattr(scheduler_output, lossless.BUDGET, self.speculator.budget)
         return stock(self, scheduler_output, *args, **kwargs)
 
     return execute_model
@@ -336,7 +337,8 @@ LOSSLESS = (
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", ">=0.26", "tell the speculator how many tokens "
-        "to draft, which the scheduler says of every step; versions before 0.32 do not pass it on",
+        "to draft and what they read, which the scheduler says of every step; versions before 0.32 do not pass the "
+        "number on, and none passes on what Sparrow's scheduler adds",
         _telling_how_many_drafts, ("scheduler_output",),
     ),
     Patch(

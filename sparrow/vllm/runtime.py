@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -56,6 +58,9 @@ class Runtime:
         self.fp8_cache: Fp8Cache | None = None  # scales of an engine with an fp8 KV cache
         self.quantization: str | None = None  # how vLLM quantises the weights
         self.meter: Any = None  # set in lossless mode; see ``sparrow.vllm.meter``
+        # What drafts may read, in multiples of the schedule; a lossy actor reads just that.
+        self.budgets = decoding.draft_budgets
+        self._budget = self.base_budget = self.budgets.index(1.0)
         self._cycles: Counter[int] = Counter()  # dense passes, by how many tokens were drafted afterwards
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
         # The same of passes without drafts: sequences, and tokens read.
@@ -63,10 +68,12 @@ class Runtime:
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
+        self._tables = self._top_k_at_length.repeat(len(self.budgets), 1)  # the same for every budget
         self._top_k_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # How often a row was decoded at each length. Everything that is counted follows from it and the
         # schedule, and a step pays for one addition on the device and no synchronisation.
         self._decoded = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
+        self._decoded_before = self._decoded.repeat(len(self.budgets), 1)  # by budget, without the latest steps
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)  # 0 for rows in prefill
         self._all_decode = True
@@ -141,6 +148,19 @@ class Runtime:
         """Page counts ``[rows]``, int32, that leave nothing out."""
         return self._everything_B[:rows]
 
+    def use_budget(self, budget: int) -> None:
+        """Have drafts read what this budget says from now on; ``budget`` is an index of ``budgets``.
+
+        Called on the host between cycles; the device need not wait for it.
+        """
+        if budget == self._budget:
+            return
+        self._decoded_before[self._budget] += self._decoded
+        self._decoded.zero_()
+        self._top_k_at_length.copy_(self._tables[budget])
+        self.meter.use(budget)
+        self._budget = budget
+
     def begin_serving(self) -> None:
         """vLLM's warm-up is over: steps are a user's from now on."""
         if self.fp8_cache is not None:
@@ -213,7 +233,9 @@ class Runtime:
             )
 
     def _fill(self, schedule: SparsitySchedule) -> None:
-        self._top_k_at_length.copy_(self.page_table(schedule))
+        for budget, multiple in enumerate(self.budgets):
+            self._tables[budget].copy_(self.page_table(schedule.times(multiple)))
+        self._top_k_at_length.copy_(self._tables[self._budget])
         self.schedule = schedule
 
     def counters(self) -> dict[str, int]:
@@ -230,7 +252,14 @@ class Runtime:
         cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
         if self.meter is None:
             return {"cycles": cycles}
-        report = {"cycles": cycles, **_acceptance_report(self.meter.drafts.settle())}
+        drafts = self.meter.settle()
+        report = {"cycles": cycles, **_acceptance_report(reduce(add, drafts))}
+        if len(drafts) > 1:
+            report["budgets"] = [
+                {"multiple": multiple, **_acceptance_report(acceptance)}
+                for multiple, acceptance in zip(self.budgets, drafts, strict=True)
+                if acceptance.drafts
+            ]
         if (metered := self.meter.metered) is not None:
             report["metered"] = {"schedule": metered.schedule.to_dict(), **_acceptance_report(metered.tally.settle())}
         return report
@@ -239,12 +268,15 @@ class Runtime:
         """What runs where, in plain types."""
         settings = self.decoding.to_dict() if self.is_lossless else {}
         settings.pop("draft_schedule", None)  # it may have changed since; ``schedule`` has the one in use
+        if self.is_lossless:
+            settings["adapt_draft_budget"] = len(self.budgets) > 1
         return {
             "mode": self.decoding.mode,
             **settings,
             "backend": self.backend,
             "kernels": str(self.kernels),
             "schedule": self.schedule.to_dict(),
+            **({"draft_budget": self.budgets[self._budget]} if len(self.budgets) > 1 else {}),
             "sparse_layers": self.sparse_layers,
             "dense_layers": self.dense_layers,
             **({} if self.cache_in_8_bits is None else {"kv_cache": kv_cache.NAMES[self.cache_in_8_bits]}),
@@ -255,36 +287,41 @@ class Runtime:
 
     def _settle(self) -> None:
         """Add what was decoded under the present schedule to the counts."""
-        decoded = self._decoded.cpu().numpy().copy()
+        self._decoded_before[self._budget] += self._decoded
+        settled = Counter({"dense_rows_prefill": self._prefill_rows})
+        for multiple, decoded in zip(self.budgets, self._decoded_before.cpu().numpy(), strict=True):
+            settled.update(self._decode_counts(self.schedule.times(multiple), decoded.copy()))
         self._decoded.zero_()
+        self._decoded_before.zero_()
+        self._prefill_rows = 0
+        if self.is_lossless:  # the steps counted above are drafts
+            read, held, emitted, passes = self._verified.tolist()
+            layers = len(self.sparse_layers) + len(self.dense_layers)
+            settled["tokens_read"] += layers * (read + self._plain_tokens)
+            settled["tokens_held"] = layers * (held + self._plain_tokens)
+            settled["drafted"], settled["accepted"] = settled["rows"], emitted - passes
+            settled["emitted"] = emitted + self._plain_rows
+            self._verified.zero_()
+            self._plain_rows = self._plain_tokens = 0
+        self._counts.update(settled)
+
+    def _decode_counts(self, schedule: SparsitySchedule, decoded: np.ndarray) -> dict[str, int]:
+        """The counts of decode steps under ``schedule``, of which there were ``decoded`` at each length."""
         decoded[0] = 0  # padding rows, and rows in prefill
         length = np.flatnonzero(decoded)
         rows = decoded[length]
-        schedule, sparse, dense = self.schedule, len(self.sparse_layers), len(self.dense_layers)
+        sparse, dense = len(self.sparse_layers), len(self.dense_layers)
         read = schedule.tokens_read(length)
         everything = schedule.pages(length) >= ALL_PAGES
-        settled = {
+        counts = {
             "rows": rows.sum(),
             "tokens_read": (rows * (sparse * read + dense * length)).sum(),
             "tokens_held": (rows * (sparse + dense) * length).sum(),
             "pages_read": (rows * sparse * schedule.pages_read(length)).sum(),
             "dense_rows_schedule": rows[everything].sum(),
             "dense_rows_short": rows[~everything & (read == length)].sum(),
-            "dense_rows_prefill": self._prefill_rows,
         }
-        self._prefill_rows = 0
-        if self.is_lossless:  # the steps counted above are drafts
-            read, held, emitted, passes = self._verified.tolist()
-            settled |= {
-                "tokens_read": settled["tokens_read"] + (sparse + dense) * (read + self._plain_tokens),
-                "tokens_held": (sparse + dense) * (held + self._plain_tokens),
-                "drafted": rows.sum(),
-                "accepted": emitted - passes,
-                "emitted": emitted + self._plain_rows,
-            }
-            self._verified.zero_()
-            self._plain_rows = self._plain_tokens = 0
-        self._counts.update({name: int(count) for name, count in settled.items()})
+        return {name: int(count) for name, count in counts.items()}
 
 
 def _acceptance_report(acceptance: Any) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""vLLM's scheduler, which also chooses the next number of drafts; for lossless mode with ``adapt_draft_tokens``."""
+"""vLLM's scheduler, which also chooses how many tokens to draft next, and what the drafts read.
+
+For lossless mode with ``adapt_draft_tokens``.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +11,49 @@ from typing import Any
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from sparrow.vllm import config, lossless
 from sparrow.vllm.adapt import DraftLength
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
+VERIFIED = "sparrow_verified_budget"  # the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
 
 
 class LosslessScheduler(AsyncScheduler):
-    """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before each step."""
+    """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before each step.
+
+    What these drafts read is an attribute of the step's ``SchedulerOutput``, named ``lossless.BUDGET``.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.dynamic_sd_lookup is not None
         # Not from the table, which has only as many numbers as ``max_num_seqs``: the first of them is 0.
         speculative: Any = self.vllm_config.speculative_config
-        self.draft_length = DraftLength(k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
+        decoding = config.requested(self.vllm_config)
+        assert decoding is not None
+        choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
+        self.draft_length = DraftLength(choices, decoding.draft_budgets)
+        self._budget = self.draft_length.budgets.index(1.0)  # of the drafts that the next step verifies
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
-        # When the previous step ended, how many sequences it had, and how many drafts each of them had.
-        self._last: tuple[float, int, int] | None = None
-        self._logged: dict[str, int] = {}
+        # When the previous step ended, its sequences, how many drafts each of them had, and what these read.
+        self._last: tuple[float, int, int, int] | None = None
+        self._logged: tuple[dict[str, int], dict[str, float]] | None = None
         self._log_from = 0  # the cycle from which the next line may be logged
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        verified = self._budget
         if self.running:
             rows = len(self.running)
             length = sum([request.num_computed_tokens for request in self.running]) / rows
-            self.dynamic_sd_lookup = self._tables[self.draft_length.choose(rows, length)]
-        return super().schedule(*args, **kwargs)
+            drafts = self.draft_length.choose(rows, length)
+            self.dynamic_sd_lookup = self._tables[drafts]
+            self._budget = self.draft_length.choose_budget(rows, length, drafts)
+        scheduled = super().schedule(*args, **kwargs)
+        setattr(scheduled, lossless.BUDGET, self._budget)
+        setattr(scheduled, VERIFIED, verified)
+        return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._learn(scheduler_output, model_runner_output.sampled_token_ids)
@@ -56,7 +74,8 @@ class LosslessScheduler(AsyncScheduler):
             return
         if drafts and len(drafted) != rows:
             return
-        self._last = (now, rows, drafts)
+        budget = getattr(scheduled, VERIFIED)
+        self._last = (now, rows, drafts, budget)
         # Right after drafts a dense step seems short where steps wait for the host, which drafting has let run ahead.
         if last is None or last[1] != rows or (last[2] != drafts and not drafts):
             return
@@ -70,10 +89,15 @@ class LosslessScheduler(AsyncScheduler):
             return
         length, tokens = sum(lengths) / len(lengths), sum(emitted)
         judged = tokens - emitted.count(drafts + 1)  # after the last of all drafts came one more token
-        self.draft_length.observe(rows, length, drafts, now - last[0], tokens - rows, judged, first=last[2] != drafts)
+        is_first = (last[2], last[3] if drafts else budget) != (drafts, budget)
+        self.draft_length.observe(
+            rows, length, drafts, now - last[0], tokens - rows, judged, first=is_first, budget=budget
+        )
         cycles = self.draft_length.chosen.total()
         if cycles >= self._log_from and (in_use := self.draft_length.in_use()):
             self._log_from = cycles + LOG_EVERY
-            if in_use != self._logged:
-                self._logged = in_use
-                self._logger.info("Sparrow drafts by sequences x tokens: %s", in_use)
+            budgets = self.draft_length.budgets_in_use()
+            if self._logged != (in_use, budgets):
+                self._logged = in_use, budgets
+                read = f"; they read, in multiples of the draft schedule: {budgets}" if budgets else ""
+                self._logger.info("Sparrow drafts by sequences x tokens: %s%s", in_use, read)

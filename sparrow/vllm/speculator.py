@@ -78,7 +78,8 @@ def _begin_kernel(
 class SparseSpeculator(DraftModelSpeculator):
     """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft model.
 
-    ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense decoding.
+    ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense decoding, and ``budget``
+    which of ``Runtime.budgets`` they read.
     """
 
     num_query_per_req = 1
@@ -92,7 +93,7 @@ class SparseSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         decoding = config.requested(vllm_config)
         assert decoding is not None and self.draft_logits is not None
-        self.num_drafts = self.num_speculative_steps
+        self.num_drafts, self.budget = self.num_speculative_steps, 0
         self._invariant = decoding.drafter_invariant
         self._copies_weights = decoding.draft_weights == "fp8"
         self.draft_weights: DraftWeights | None = None
@@ -143,8 +144,9 @@ class SparseSpeculator(DraftModelSpeculator):
         assert runtime is not None
         self.runtime = runtime
         self.block_tables = block_tables
-        drafts = Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device)
-        runtime.meter = Meter(drafts, self._logits_argument == "logits_cache", self._metered(runtime))
+        drafts = [Tally(runtime.schedule.bin_tokens, self.max_model_len, self.device) for _ in runtime.budgets]
+        self.budget = runtime.base_budget
+        runtime.meter = Meter(drafts, self.budget, self._logits_argument == "logits_cache", self._metered(runtime))
         runtime.draft_bytes = sum(x.nbytes for x in (self.draft_logits, self._metered_logits) if x is not None)
         runtime.draft_weights = self.draft_weights
         self.draft_logits.sparrow = runtime  # where verification finds it
@@ -239,6 +241,8 @@ class SparseSpeculator(DraftModelSpeculator):
             NOISE=0 if self._invariant or self._vllm_separates_noise else DRAFT_NOISE,
             ROWS=triton.next_power_of_2(S), num_warps=4,
         )  # fmt: skip
+        if drafts:
+            self.runtime.use_budget(self.budget)
         if drafts and self.draft_weights is not None:
             self.draft_weights.renew()
         metered = self.runtime.meter.metered

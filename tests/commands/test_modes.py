@@ -7,6 +7,7 @@ import pytest
 from sparrow import loading
 from sparrow.cli import main
 from sparrow.commands.demo import Demo
+from sparrow.commands.measure import Measure
 from sparrow.commands.train import Train
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
@@ -138,6 +139,20 @@ def test_a_lossless_run_trains_on_the_policys_own_samples(checkpoint, tmp_path, 
     message = fails(capsys, "train", "--model", checkpoint, "--task", "trace:lines=4", "--schedule", "auto",
                     "--rollout.mode", "lossless", "--run-dir", str(tmp_path / "no"))  # fmt: skip
     assert "auto moves pages to hold the actor's p5" in message and not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(("asked", "adapts"), [((), False), (("--adapt-draft-budget", "True"), True)])
+def test_measuring_is_about_one_draft_schedule(asked, adapts, monkeypatch, capsys):
+    """An engine that changes what drafts read would tell the acceptance of a mixture."""
+    given = []
+
+    def load_sampler(self, decoding):
+        given.append(decoding)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(Measure, "load_sampler", load_sampler)
+    assert "seen" in fails(capsys, "measure", "--mode", "lossless", "--model", "m", "--task", "trace", *asked)
+    assert (len(given[0].draft_budgets) > 1) is adapts
 
 
 @pytest.mark.slow

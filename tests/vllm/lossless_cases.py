@@ -26,7 +26,8 @@ from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
 from sparrow import SparsitySchedule
 from sparrow.attention.pages import landmarks
-from sparrow.mode import Decoding
+from sparrow.mismatch.drafts import DraftAcceptance
+from sparrow.mode import DRAFT_BUDGETS, Decoding
 from sparrow.vllm import lossless as sparrow_in_vllm
 from sparrow.vllm import speculator
 from sparrow.vllm.adapt import DraftLength
@@ -40,12 +41,10 @@ RAGGED = [300, 17, 150, 511, 64, 33, 400, 90, 16, 15, 31, 222, 275, 128, 47, 350
 FEW = [300, 17, 150, 64, 33, 15]
 
 
-def lossless(k=4, adapt=False, pages=1, drafter_invariant=False, draft_weights="auto", **layout):
+def lossless(k=4, adapt=False, pages=1, **options):
+    layout = {name: options.pop(name) for name in list(options) if hasattr(DRAFTS, name)}
     schedule = DRAFTS.replace(top_k=(pages,), **layout)
-    return Decoding.lossless(
-        schedule, draft_tokens=k, adapt_draft_tokens=adapt, drafter_invariant=drafter_invariant,
-        draft_weights=draft_weights,
-    )  # fmt: skip
+    return Decoding.lossless(schedule, draft_tokens=k, adapt_draft_tokens=adapt, **options)
 
 
 @contextlib.contextmanager
@@ -640,6 +639,39 @@ def test_the_draft_schedule_changes_between_calls(folder, model):
             shares[pages] = counts["accepted"] / counts["drafted"]
     # The context's and the response's end cut off some that would have been accepted.
     assert shares[1] < 0.4 and shares[40] > 0.7
+
+
+def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
+    """Each budget's drafts are verified, and counted, as its own; tokens and counters are those of the budgets held."""
+    asked = prompts(*FEW, seed=9)
+    found = Landmarks(monkeypatch)
+    monkeypatch.setattr(DraftLength, "choose", lambda *_: 4)
+
+    def run(budgets):
+        turns = cycle(budgets)
+        monkeypatch.setattr(DraftLength, "choose_budget", lambda *_: next(turns))
+        with engine(folder, lossless(4, adapt=True, pages=6, adapt_draft_budget=True)) as llm:
+            counters(llm), llm.collective_rpc("sparrow_acceptance")
+            assert_greedy_and_dense(model, asked, generate(llm, asked, 40))
+            fixed = dict(temperature=1.0, seed=3)
+            generate(llm, asked, 40, **fixed)
+            told = llm.collective_rpc("sparrow_acceptance")[0]
+            assert llm.collective_rpc("sparrow_describe")[0]["draft_budget"] in DRAFT_BUDGETS
+            return told, counters(llm)
+
+    (told, counts), *held = (run(budgets) for budgets in ((0, 2, 1), (0,), (2,)))
+    assert found.worst < 1e-5 and found.pages > 100
+    assert [part["multiple"] for part in told["budgets"]] == list(DRAFT_BUDGETS)
+    by_budget = [DraftAcceptance.from_dict(part["acceptance"]) for part in told["budgets"]]
+    drafts = [acceptance.drafts for acceptance in by_budget]
+    assert min(drafts) > 20 and sum(drafts) == DraftAcceptance.from_dict(told["acceptance"]).drafts
+    assert by_budget[0].mean < by_budget[1].mean < by_budget[2].mean
+    for (alone, _), budget in zip(held, (0, 2), strict=True):
+        assert [part["multiple"] for part in alone["budgets"]] == [DRAFT_BUDGETS[budget]]
+        off = [abs(DraftAcceptance.from_dict(alone["acceptance"]).mean - each.mean) for each in by_budget]
+        assert min(off) == off[budget]
+    few, mixed, many = (each["pages_read"] / each["drafted"] for each in (held[0][1], counts, held[1][1]))
+    assert 1.2 * few < mixed < many / 1.2
 
 
 def test_weights_change_between_rollouts(folder, model, tmp_path):

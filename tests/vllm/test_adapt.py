@@ -5,6 +5,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from sparrow.mode import DRAFT_BUDGETS, acceptance_at
 from sparrow.vllm import adapt
 from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
 
@@ -239,8 +240,8 @@ def test_acceptance_of_a_length_not_seen_is_that_of_the_nearest():
     chooser = DraftLength(CHOICES)
     for length, accepted in ((1_000, 1), (30_000, 9)):
         chooser.observe(1, length, 4, 0.01, accepted * 100, 1000)
-    assert chooser.acceptance(2_000) == pytest.approx(0.1, abs=0.01)
-    assert chooser.acceptance(40_000) == pytest.approx(0.9, abs=0.01)
+    assert chooser.acceptance(2_000, 0) == pytest.approx(0.1, abs=0.01)
+    assert chooser.acceptance(40_000, 0) == pytest.approx(0.9, abs=0.01)
 
 
 def test_what_is_predicted_to_be_hopeless_is_never_drafted():
@@ -293,6 +294,107 @@ def test_times_at_other_lengths_follow_those_of_dense_steps():
         chosen, _ = simulate(chooser, 1, 0.9, machine, length=length, seed=length)
         drafted.append(chosen[0])
     assert drafted[:40].count(4) >= adapt.TRIED and drafted[40:].count(4) <= 2 * adapt.PROBES
+
+
+# --- what drafts read ---
+
+BASE = DRAFT_BUDGETS.index(1.0)
+# As above, but of a draft's time so much is for what it reads.
+AT_4K = dict(dense=9.0, draft=2.8, read=1.1, verified=0.2)  # 64 x 4,096
+FEW = dict(dense=8.2, draft=2.0, read=0.15, verified=0.05)  # 8 x 30,000
+MIDDLE = dict(dense=26.0, draft=2.5, read=2.0, verified=0.4)  # 64 x 15,000
+
+
+def with_budgets(cycles, acceptance, dense, draft, read, verified, rows=64, length=15_000, seed=0, scatter=0.01):
+    """The chooser, its budgets by cycle, and tokens per second over those with the best drafts; as under async
+    scheduling, a cycle is known three cycles after it was chosen. ``acceptance`` is by budget."""
+    chooser, rng = DraftLength((0, 4, 8, 12), DRAFT_BUDGETS), np.random.default_rng(seed)
+
+    def took(drafts, budget):
+        return (dense + drafts * (draft + read * DRAFT_BUDGETS[budget] + verified)) / 1000
+
+    speeds = [
+        tokens_per_cycle(acceptance[b], k) / took(k, b) for b in range(len(DRAFT_BUDGETS)) for k in chooser.choices
+    ]
+    chosen, seconds, tokens = [], 0.0, 0.0
+    for _ in range(cycles):
+        if len(chosen) > 3:
+            (before, cycle) = chosen[-4:-2]
+            k, budget = cycle
+            accepted = (rng.random((rows, k)) < acceptance[budget]).cumprod(1).sum(1)
+            judged, passed = int(np.minimum(accepted + 1, k).sum()), took(k, budget) * rng.normal(1, scatter)
+            seconds, tokens = seconds + passed, tokens + accepted.mean() + 1
+            if k or before[0] == k:
+                is_first = before != cycle if k else False
+                chooser.observe(rows, length, k, passed, int(accepted.sum()), judged, first=is_first, budget=budget)
+        k = chooser.choose(rows, length)
+        chosen.append((k, chooser.choose_budget(rows, length, k)))
+    return chooser, [budget for k, budget in chosen if k], tokens / seconds / max(speeds)
+
+
+def as_expected(acceptance):
+    return [acceptance_at(acceptance, multiple) for multiple in DRAFT_BUDGETS]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "machine", "rows", "multiple"),
+    [(0.97, AT_4K, 64, 0.5), (0.99, MIDDLE, 64, 0.5), (0.9, FEW, 8, 2.0), (0.93, MIDDLE, 64, 1.0)],
+)
+def test_drafts_read_what_makes_them_fastest(acceptance, machine, rows, multiple):
+    for seed in range(4):
+        chooser, budgets, share = with_budgets(1500, as_expected(acceptance), **machine, rows=rows, seed=seed)
+        assert DRAFT_BUDGETS[budgets[-1]] == multiple
+        assert chooser.budgets_in_use() == ({} if multiple == 1 else {f"{rows} x 16384": multiple})
+        assert share > 0.97
+
+
+def test_budgets_that_are_nearly_as_fast_are_not_taken():
+    shares = [with_budgets(1500, as_expected(0.93), **MIDDLE, seed=seed)[2] for seed in range(6)]
+    assert np.mean(shares) > 0.992
+
+
+def test_another_budget_is_taken_back_where_its_drafts_are_rejected():
+    """Half as much would be faster if the rejected share grew as usual; here it grows more."""
+    assert set(with_budgets(600, as_expected(0.97), **AT_4K)[1][-100:]) == {0}
+    _, budgets, share = with_budgets(1500, [0.9, 0.97, 0.975], **AT_4K)
+    assert budgets.count(0) <= 6 * adapt.BUDGET_PROBES and budgets[-1] == BASE
+    assert share > 0.98
+
+
+def test_other_budgets_are_tried_with_the_settled_number_of_drafts_only():
+    chooser, tried = DraftLength(CHOICES, DRAFT_BUDGETS), 0
+    simulate(chooser, 40, 0.95, LONG)
+    for seed in range(60):
+        drafts = simulate(chooser, 1, 0.95, LONG, seed=seed)[0][0]
+        if chooser.choose_budget(64, 15_000, drafts) != BASE:
+            tried += 1
+            assert drafts == chooser.settled(64, 15_000) == 8
+            assert chooser.choose_budget(64, 15_000, 4) == BASE
+    assert tried == 2 * adapt.BUDGET_PROBES
+
+
+def test_a_schedule_that_was_given_is_held():
+    chooser = DraftLength(CHOICES)
+    simulate(chooser, 400, 0.99, LONG)
+    assert chooser.budgets == (1.0,) and chooser.choose_budget(64, 15_000, chooser.settled(64, 15_000)) == 0
+    assert chooser.budgets_in_use() == {}
+
+
+def test_few_sequences_do_not_wander_between_budgets():
+    """Of one sequence five cycles say little about acceptance, and here drafts take as long whatever they read."""
+    machine, shares = dict(FEW, read=0.02), []
+    for seed in range(6):
+        _, budgets, share = with_budgets(1500, as_expected(0.945), **machine, rows=1, seed=seed, scatter=0.03)
+        assert (np.diff(budgets) != 0).sum() < 30
+        shares.append(share)
+    assert np.mean(shares) > 0.99
+
+
+def test_longer_sequences_begin_with_the_budget_of_shorter_ones():
+    chooser, _, _ = with_budgets(600, as_expected(0.97), **AT_4K, length=4096)
+    assert chooser.budgets_in_use() == {"64 x 4096": 0.5}
+    assert chooser.choose(64, 5800) and chooser.choose_budget(64, 5800, 8) == 0
+    assert chooser.choose_budget(64, 60_000, 8) == BASE  # too far away
 
 
 def test_tokens_of_a_cycle_by_hand():

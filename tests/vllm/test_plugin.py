@@ -192,6 +192,25 @@ def test_counters_by_hand():
     assert made.counters()["dense_rows_schedule"] == 1
 
 
+def test_counters_know_which_budget_drafts_read():
+    decoding = Decoding.lossless(SparsitySchedule.fixed(5, dense_layers=()), adapt_draft_budget=True)
+    made = Runtime(decoding, max_rows=8, max_length=400, device=torch.device("cpu"))
+    made.sparse_layers, used = [0], []
+    made.meter = SimpleNamespace(use=used.append)
+    pages = []
+    for budget in (1, 0, 0, 2):  # 8, 4, 4 and 16 pages, the sink page and two recent ones included
+        made.use_budget(budget)
+        pages.append(step(made, lengths(400)).tolist())
+    assert pages == [[5], [1], [1], [13]] and used == [0, 2]
+    assert made.describe()["draft_budget"] == 2.0 and made.describe()["adapt_draft_budget"] is True
+    counts = made.counters()
+    assert (counts["pages_read"], counts["drafted"]) == (8 + 4 + 4 + 16, 4)
+    made.set_schedule(SparsitySchedule.fixed(9, dense_layers=()))
+    assert step(made, lengths(400)).tolist() == [21]  # of the new schedule twice as much, too
+    assert made.counters()["pages_read"] == 24
+    assert not any(made.counters().values())
+
+
 UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))
 
 

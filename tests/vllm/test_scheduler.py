@@ -1,5 +1,6 @@
 """What the scheduler of lossless mode chooses and notes of each step; vLLM's own part is left out."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,9 @@ import pytest
 pytest.importorskip("vllm.version")
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
 
+from sparrow.vllm import lossless
 from sparrow.vllm import scheduler as module
 from sparrow.vllm.scheduler import LOG_EVERY, LosslessScheduler
 
@@ -18,20 +21,25 @@ CHOICES = (0, 2, 4)
 def make(monkeypatch):
     """A scheduler for so many sequences at most, with a clock that a test moves by hand."""
 
+    adapts_budget = False
+
     def init(self, most):
         ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
         spec = SimpleNamespace(num_speculative_tokens_per_batch_size=ranges)
-        self.vllm_config = SimpleNamespace(speculative_config=spec)
+        setting = {"sparrow": {"mode": "lossless", "adapt_draft_budget": adapts_budget}}
+        self.vllm_config = SimpleNamespace(speculative_config=spec, additional_config=setting)
         self.dynamic_sd_lookup = [0, *CHOICES, *[CHOICES[-1]] * most][: most + 1]  # as vLLM makes it of the ranges
         self.running, self.requests = [], {}
 
     monkeypatch.setattr(AsyncScheduler, "__init__", init)
-    monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: None)
+    monkeypatch.setattr(AsyncScheduler, "schedule", lambda self: SimpleNamespace())
     monkeypatch.setattr(AsyncScheduler, "update_from_output", lambda self, *_: None)
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
-    def made(most=8):
+    def made(most=8, budgets=False):
+        nonlocal adapts_budget
+        adapts_budget = budgets
         scheduler = LosslessScheduler(most)
         scheduler.clock = clock
         return scheduler
@@ -45,20 +53,23 @@ def run(scheduler, lengths):
     scheduler.running = list(scheduler.requests.values())
 
 
-def step(scheduler, names, drafts, emitted, seconds=0.01):
-    """One step of these sequences, each with so many drafts, that gave each of them ``emitted`` tokens."""
+def step(scheduler, names, drafts, emitted, seconds=0.01, budget=0):
+    """One step of these sequences, each with so many drafts of one budget, that gave each ``emitted`` tokens."""
     scheduler.clock.now += seconds
     output = SimpleNamespace(
         num_scheduled_tokens=dict.fromkeys(names, drafts + 1),
         scheduled_spec_decode_tokens=dict.fromkeys(names, [-1] * drafts) if drafts else {},
     )
+    setattr(output, module.VERIFIED, budget)
     scheduler.update_from_output(output, SimpleNamespace(sampled_token_ids=[[5] * n for n in emitted]))
 
 
 @pytest.fixture
 def observed(monkeypatch):
     found = []
-    monkeypatch.setattr(module.DraftLength, "observe", lambda self, *what, first: found.append((*what, first)))
+    monkeypatch.setattr(
+        module.DraftLength, "observe", lambda self, *what, first, budget: found.append((*what, first, budget))
+    )
     return found
 
 
@@ -83,11 +94,11 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     for emitted in ([1, 1, 1], [1, 3, 5]):  # the first has no step before it
         step(scheduler, ["a", "b", "c"], 4, emitted)
     # Accepted: 0, 2 and 4 of 4. Judged: the accepted ones and the first rejected one.
-    assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4, False)]
+    assert observed == [(3, 200.0, 4, pytest.approx(0.01), 6, 1 + 3 + 4, False, 0)]
     observed.clear()
     for _ in range(2):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
-    assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0, False)]  # not the first, which came after drafts
+    assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)]  # not the first, which came after drafts
 
 
 def test_the_first_step_with_other_drafts_is_marked(make, observed):
@@ -95,9 +106,39 @@ def test_the_first_step_with_other_drafts_is_marked(make, observed):
     run(scheduler, {"a": 100, "b": 300})
     for drafts in (0, 0, 2, 2, 4, 0, 0):
         step(scheduler, ["a", "b"], drafts, [1, 1])
-    assert [(drafts, first) for _, _, drafts, *_, first in observed] == [
+    assert [(drafts, first) for _, _, drafts, *_, first, _ in observed] == [
         (0, False), (2, True), (2, False), (4, True), (0, False),
     ]  # fmt: skip
+
+
+def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
+    """They were drafted in the step before; dense steps read everything whatever drafts do."""
+    scheduler = make(budgets=True)
+    run(scheduler, {"a": 100, "b": 300})
+    for drafts, budget in ((2, 1), (2, 1), (2, 0), (2, 0), (0, 0), (0, 0), (0, 1)):
+        step(scheduler, ["a", "b"], drafts, [1, 1], budget=budget)
+    assert [(drafts, first, budget) for _, _, drafts, *_, first, budget in observed] == [
+        (2, False, 1), (2, True, 0), (2, False, 0), (0, False, 0), (0, False, 1),
+    ]  # fmt: skip
+
+
+def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verifies_read(make, monkeypatch):
+    scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
+    run(scheduler, {"a": 100})
+    monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
+    told = [scheduler.schedule() for _ in range(4)]
+    assert [getattr(each, lossless.BUDGET) for each in told] == [1, 2, 2, 0]
+    assert [getattr(each, module.VERIFIED) for each in told] == [1, 1, 2, 2]
+    scheduler.running = []  # the last response has ended; another comes in
+    assert getattr(scheduler.schedule(), lossless.BUDGET) == 0
+    assert make().schedule().sparrow_budget == 0
+
+
+def test_what_is_added_to_a_step_reaches_the_workers():
+    """vLLM sends workers of other processes its steps pickled."""
+    scheduled = SchedulerOutput.make_empty()
+    setattr(scheduled, lossless.BUDGET, 2)
+    assert getattr(pickle.loads(pickle.dumps(scheduled)), lossless.BUDGET) == 2
 
 
 def test_steps_that_are_not_alike_are_not_timed(make, observed):
@@ -128,10 +169,10 @@ def test_what_is_in_use_is_looked_at_seldom_and_said_once(make, monkeypatch):
     run(scheduler, {"a": 100})
     in_use = module.DraftLength.in_use
     monkeypatch.setattr(module.DraftLength, "in_use", lambda self: asked.append(1) or in_use(self))
-    scheduler._logger = SimpleNamespace(info=lambda text, use: said.append(use))
+    scheduler._logger = SimpleNamespace(info=lambda text, *use: said.append(use))
     for _ in range(5 * LOG_EVERY):
         scheduler.schedule()
         drafts = scheduler.dynamic_sd_lookup[1]
         step(scheduler, ["a"], drafts, [1], seconds=0.01 * (1 + drafts))
     # Until something is in use, which costs nothing to find out, and then once in so many cycles.
-    assert len(asked) <= 30 and said == [{"1 x 91": 0}]
+    assert len(asked) <= 30 and said == [({"1 x 91": 0}, "")]

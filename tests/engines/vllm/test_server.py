@@ -168,6 +168,7 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
     [
         (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or leave draft_tokens out"),
         (dict(adapt_draft_tokens=False), "has adapt_draft_tokens True, not False"),
+        (dict(adapt_draft_budget=False), "has adapt_draft_budget True, not False, and cannot change it"),
         (dict(drafter_invariant=True), "has drafter_invariant False, not True"),
         (dict(draft_weights="fp8"), "has draft_weights 'auto', not 'fp8', and cannot change it"),
         (dict(meter_schedule=SCHEDULE), "has meter_schedule None, not {'top_k'.*"),
@@ -177,7 +178,9 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
 )
 def test_settings_of_lossless_mode_that_the_server_does_not_have_are_refused(pretender, asked, message):
     url, state = pretender
-    state["described"] = {"mode": "lossless", "draft_tokens": 4, "adapt_draft_tokens": True}
+    state["described"] = {
+        "mode": "lossless", "draft_tokens": 4, "adapt_draft_tokens": True, "adapt_draft_budget": True,
+    }  # fmt: skip
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
         VLLMServer(url, Decoding.lossless(SCHEDULE, **asked))
 
