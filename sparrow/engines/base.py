@@ -30,6 +30,9 @@ class Counters:
     acceptance: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
     # acceptance of what ``meter_schedule`` would have sampled in place of first drafts, on a sample of cycles
     metered: DraftAcceptance = field(default_factory=DraftAcceptance.empty, compare=False)
+    # what an engine chose that adapts its drafts, in the order of its steps: how many tokens to draft, what drafts read
+    # in multiples of their schedule, and for how many steps
+    choices: tuple[tuple[int, float, int], ...] = field(default=(), compare=False)
 
     def __add__(self, other: Counters) -> Counters:
         return Counters(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
@@ -60,6 +63,8 @@ class Counters:
             metrics["drafts"] = {name: getattr(self, name) for name in names} | _plain(self.acceptance)
             if self.metered.drafts:
                 metrics["drafts"]["metered"] = _plain(self.metered)
+            if self.choices:
+                metrics["drafts"]["choices"] = [list(choice) for choice in self.choices]
         return metrics
 
 
@@ -114,6 +119,17 @@ class PartVerifier(Protocol):
         tokens, the prompt's included, is below ``length``, and none after them. ``Rollout.verification`` says how many.
 
         Raises ConfigError: the engine was started in another mode.
+        """
+
+
+@runtime_checkable
+class DraftReplayer(Protocol):
+    """An engine that can repeat the drafts that another one chose by its speed. Implementation: ``vllm.VLLMEngine``."""
+
+    def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
+        """Repeat these ``Counters.choices`` until ``counters`` is called; with the same seeds, samples are the same.
+
+        Raises ConfigError: drafts that this engine does not choose among.
         """
 
 

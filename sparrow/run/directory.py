@@ -185,6 +185,12 @@ class RunDir:
         except OSError as error:
             raise CheckpointError(f"could not write to {self.path / name} ({error}); {self._remedy()}") from error
 
+    def logged_after(self, step: int) -> list[dict[str, Any]]:
+        """The metrics of the steps that were logged after ``step``; a half-written line is left out."""
+        path = self.path / METRICS
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if step < _step_of(line) < float("inf")]
+
     def truncate(self, step: int) -> None:
         """Drop what was logged after ``step``, including a half-written last line, and delete later exports."""
         self.remove("exports", [later for later in self.steps("exports") if later > step])

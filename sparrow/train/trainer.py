@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from sparrow.dial import Dial
-from sparrow.engines.base import Counters, Engine, PartVerifier, total
+from sparrow.engines.base import Counters, DraftReplayer, Engine, PartVerifier, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import CEILING_RESPONSES, pool
 from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport
@@ -89,6 +89,8 @@ class Trainer:
                 "take mode lossless or lossy"
             )
         self.ceiling = Ceiling()
+        # Of steps that a stopped run had logged after its last checkpoint; a resumed run drafts as much there.
+        self._logged_choices: dict[int, list[tuple[int, float, int]]] = {}
         self.run_dir = RunDir(config.run_dir, config.resume)
         self.accelerator = Accelerator(
             mixed_precision=mixed_precision(config.optimizer.precision),
@@ -172,6 +174,9 @@ class Trainer:
     def _train_step(self) -> None:
         clock = {"start": time.perf_counter()}
         self.listener("rollout", {})
+        if (choices := self._logged_choices.pop(self.step + 1, None)) is not None:
+            assert isinstance(self.engine, DraftReplayer)
+            self.engine.replay(choices)
         experience = self._collector.collect(self.cursor)
         counters = total(self.ranks.gather("sleep", self._rest))
         clock["rollout"] = time.perf_counter()
@@ -365,6 +370,12 @@ class Trainer:
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:
             self.dial.load(state.steering["dial"])
+        samples_alike = not any(name.startswith("rollout.") for name in changes)
+        if samples_alike and isinstance(self.engine, DraftReplayer) and self.ranks.count == 1:
+            rows = self.run_dir.logged_after(self.step)
+            self._logged_choices = {
+                row["step"]: row["drafts"]["choices"] for row in rows if "choices" in row.get("drafts", {})
+            }
         self.ranks.on_main("resume", lambda: self.run_dir.truncate(self.step))
         entry = [{"step": self.step, "changed": changes}] if changes else []
         settings = {**before.train, **given.train, "resume": False}

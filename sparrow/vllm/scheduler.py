@@ -6,11 +6,13 @@ For lossless mode with ``adapt_draft_tokens``.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from sparrow.errors import ConfigError
 from sparrow.vllm import config, lossless
 from sparrow.vllm.adapt import DraftLength
 
@@ -18,10 +20,16 @@ LOG_EVERY = 200  # least number of cycles between two lines of the log
 VERIFIED = "sparrow_verified_budget"  # the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
 
 
+Choice = tuple[
+    int, float, int
+]  # a number of drafts, what they read in multiples of their schedule, and for how many steps
+
+
 class LosslessScheduler(AsyncScheduler):
     """Sets the table by which vLLM looks up the number of drafts (``dynamic_sd_lookup``) before each step.
 
-    What these drafts read is an attribute of the step's ``SchedulerOutput``, named ``lossless.BUDGET``.
+    What these drafts read is an attribute of the step's ``SchedulerOutput``, named ``lossless.BUDGET``. What was chosen
+    can be kept, so that another engine can repeat it: with a seed, samples depend on it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -33,7 +41,11 @@ class LosslessScheduler(AsyncScheduler):
         assert decoding is not None
         choices = (k for _, _, k in speculative.num_speculative_tokens_per_batch_size)
         self.draft_length = DraftLength(choices, decoding.draft_budgets)
-        self._budget = self.draft_length.budgets.index(1.0)  # of the drafts that the next step verifies
+        # The latest choice, which also holds for a step before which nothing runs.
+        self._drafts, self._budget = self.draft_length.choices[0], self.draft_length.budgets.index(1.0)
+        self.keeps_choices = False  # for whoever calls ``take_choices``
+        self._choices: list[list[Any]] = []  # as ``Choice``, since its last call
+        self._replayed: Iterator[tuple[int, int]] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
         # When the previous step ended, its sequences, how many drafts each of them had, and what these read.
@@ -43,13 +55,17 @@ class LosslessScheduler(AsyncScheduler):
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        verified = self._budget
+        verified = self._budget  # what the drafts read that this step verifies
         if self.running:
             rows = len(self.running)
             length = sum([request.num_computed_tokens for request in self.running]) / rows
-            drafts = self.draft_length.choose(rows, length)
-            self.dynamic_sd_lookup = self._tables[drafts]
-            self._budget = self.draft_length.choose_budget(rows, length, drafts)
+            self._drafts = self.draft_length.choose(rows, length)
+            self._budget = self.draft_length.choose_budget(rows, length, self._drafts)
+        if self._replayed is not None:
+            self._repeat()
+        self.dynamic_sd_lookup = self._tables[self._drafts]
+        if self.keeps_choices:
+            self._note(self._drafts, self.draft_length.budgets[self._budget])
         scheduled = super().schedule(*args, **kwargs)
         setattr(scheduled, lossless.BUDGET, self._budget)
         setattr(scheduled, VERIFIED, verified)
@@ -58,6 +74,47 @@ class LosslessScheduler(AsyncScheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         self._learn(scheduler_output, model_runner_output.sampled_token_ids)
         return super().update_from_output(scheduler_output, model_runner_output)
+
+    def take_choices(self) -> list[Choice]:
+        """What was chosen since the last call, in the order of steps; ends a replay."""
+        if self._replayed is not None and next(self._replayed, None) is not None:
+            self._logger.warning(
+                "Of the drafts to repeat some were left: this run differs from the one that chose them"
+            )
+        taken, self._choices, self._replayed = self._choices, [], None
+        return [(drafts, multiple, steps) for drafts, multiple, steps in taken]
+
+    def replay(self, choices: Iterable[Choice]) -> None:
+        """Repeat these choices from the next step on, until they or the steps before ``take_choices`` end.
+
+        Raises ConfigError: drafts that this engine does not choose among.
+        """
+        choices, budgets = list(choices), self.draft_length.budgets
+        for drafts, multiple, _ in choices:
+            if drafts not in self._tables or multiple not in budgets:
+                raise ConfigError(
+                    f"cannot repeat {drafts} drafts that read {multiple} times their schedule: this engine chooses "
+                    f"among {self.draft_length.choices} and {budgets}; start it as the one that chose them"
+                )
+        self._replayed = (
+            (drafts, budgets.index(multiple)) for drafts, multiple, steps in choices for _ in range(steps)
+        )
+
+    def _repeat(self) -> None:
+        """Take the next choice that is to be repeated, if there is one left."""
+        assert self._replayed is not None
+        choice = next(self._replayed, None)
+        if choice is None:
+            self._replayed = None
+            self._logger.warning("The drafts to repeat have ended: this run differs from the one that chose them")
+        else:
+            self._drafts, self._budget = choice
+
+    def _note(self, drafts: int, multiple: float) -> None:
+        if self._choices and self._choices[-1][0] == drafts and self._choices[-1][1] == multiple:
+            self._choices[-1][2] += 1
+        else:
+            self._choices.append([drafts, multiple, 1])
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
         """Note a step's time if its sequences all had equally many drafts and the step before had as many sequences."""

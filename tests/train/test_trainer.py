@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -171,6 +172,41 @@ def test_resumed_run_equals_one_that_was_never_interrupted(tmp_path):
     assert metrics_of(tmp_path / "killed") == metrics_of(tmp_path / "whole")
     rollouts = [Path(tmp_path, run, "rollouts.jsonl").read_text() for run in ("killed", "whole")]
     assert rollouts[0] == rollouts[1]
+
+
+class Choosing(HFEngine):
+    """Chooses other drafts in every process, as by its clock, and repeats what it is told to."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.repeated, self.number, self.choices = [], os.urandom(4).hex(), None
+
+    def replay(self, choices):
+        self.repeated.append(choices)
+        self.choices = choices
+
+    def counters(self):
+        choices, self.choices = self.choices or [[self.number, 1.0, 3]], None
+        return replace(super().counters(), cycles=1, choices=tuple(map(tuple, choices)))
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_resumed_run_drafts_as_much_as_it_did_where_it_had_logged_that(tmp_path, monkeypatch, changed):
+    """Two steps were logged after the checkpoint. With other rollouts the run is another one anyway."""
+    monkeypatch.setattr("tests.train.test_trainer.HFEngine", Choosing)
+    first = make_trainer(tmp_path, steps=4, save_every=2)
+    first.train()
+    logged = [row["drafts"]["choices"] for row in metrics_of(tmp_path)]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-4")
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "dra')  # a process that was killed
+    changes = {"rollout": RolloutConfig(prompts=4, samples=4, max_new_tokens=20, top_n=8)} if changed else {}
+    resumed = make_trainer(tmp_path, steps=6, resume=True, **changes)
+    resumed.train()
+    again = [row["drafts"]["choices"] for row in metrics_of(tmp_path)]
+    assert len(logged) == 4 and len(again) == 6
+    assert resumed.engine.repeated == ([] if changed else logged[2:])
+    assert again[:2] == logged[:2] and (again[2:4] == logged[2:]) is not changed
 
 
 @pytest.fixture

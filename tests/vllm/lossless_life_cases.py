@@ -10,9 +10,10 @@ import torch
 from tests.vllm import lossless_cases as cases  # isort: skip  before vLLM is imported
 from vllm import logger
 
+from sparrow.rollout import Sampling
 from sparrow.vllm.adapt import DraftLength
 from tests.vllm.lossless_cases import Landmarks, assert_greedy_and_dense, generate, logprobs_of, parameters, tokens_of
-from tests.vllm.tiny_vllm import prompts
+from tests.vllm.tiny_vllm import engine, prompts
 
 ASKED = prompts(150, 17, 64, 33, seed=31)
 SIZES = (100, 1500, 1500)
@@ -45,6 +46,33 @@ def test_nothing_is_read_that_sleep_has_dropped(old_and_new, monkeypatch, level)
         assert_greedy_and_dense(model if level == 1 else new, ASKED, generate(llm, ASKED, 24))
         counts = cases.counters(llm)
     assert counts["accepted"] > 0 and found.pages > 100 and found.worst < 1e-4
+
+
+# --- drafts that are chosen by speed ---
+
+
+def test_an_engine_repeats_what_another_chose_and_so_its_samples(old_and_new, monkeypatch):
+    """With a seed, samples depend on how much was drafted, which depends on the clock."""
+    folder, *_ = old_and_new
+    asked, sampling = prompts(150, 17, 64, 33, 90, seed=32) * 2, Sampling(24, top_n=2, seed=4)
+    decoding = cases.lossless(4, adapt=True, pages=4, adapt_draft_budget=True)
+    answers, kept = [], []
+    for seed, replayed in ((1, False), (2, False), (3, True)):
+        clock = np.random.default_rng(seed)  # stands in for it
+        monkeypatch.setattr(DraftLength, "choose", lambda *_, clock=clock: int(clock.choice((0, 1, 3, 4))))
+        monkeypatch.setattr(DraftLength, "choose_budget", lambda *_, clock=clock: int(clock.integers(3)))
+        with engine(folder, decoding, max_num_seqs=4) as made:
+            made.generate(asked[:2], sampling)  # something else was sampled before
+            made.counters()
+            made.drop_prefixes()
+            if replayed:
+                made.replay(kept[0])
+            answers.append([r.response_ids.tolist() for r in made.generate(asked, sampling)])
+            counters = made.counters()
+        kept.append(counters.choices)
+        assert counters.to_dict()["drafts"]["choices"] == [list(choice) for choice in counters.choices]
+    assert answers[2] == answers[0] != answers[1]
+    assert kept[2] == kept[0] != kept[1] and len(kept[0]) > 5
 
 
 # --- weights that change in flight ---

@@ -10,6 +10,7 @@ pytest.importorskip("vllm.version")
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from sparrow.errors import ConfigError
 from sparrow.vllm import lossless
 from sparrow.vllm import scheduler as module
 from sparrow.vllm.scheduler import LOG_EVERY, LosslessScheduler
@@ -37,11 +38,11 @@ def make(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: clock.now))
 
-    def made(most=8, budgets=False):
+    def made(most=8, budgets=False, keeps=False):
         nonlocal adapts_budget
         adapts_budget = budgets
         scheduler = LosslessScheduler(most)
-        scheduler.clock = clock
+        scheduler.clock, scheduler.keeps_choices = clock, keeps
         return scheduler
 
     return made
@@ -132,6 +133,49 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
     scheduler.running = []  # the last response has ended; another comes in
     assert getattr(scheduler.schedule(), lossless.BUDGET) == 0
     assert make().schedule().sparrow_budget == 0
+
+
+def chosen(scheduler, choices, monkeypatch):
+    """What a scheduler tells the workers in so many steps, before the first of which nothing runs."""
+    numbers, budgets = (iter(column) for column in zip(*choices, strict=True))
+    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: next(numbers))
+    monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
+    told = []
+    for i in range(len(choices) + 1):
+        run(scheduler, {"a": 100} if i else {})
+        budget = getattr(scheduler.schedule(), lossless.BUDGET)
+        told.append((scheduler.dynamic_sd_lookup[1], budget))
+    return told
+
+
+def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
+    first, again = make(budgets=True, keeps=True), make(budgets=True, keeps=True)
+    told = chosen(first, [(4, 1), (4, 1), (2, 0), (2, 2), (2, 2)], monkeypatch)
+    choices = first.take_choices()
+    assert choices == [(0, 1.0, 1), (4, 1.0, 2), (2, 0.5, 1), (2, 2.0, 2)] and first.take_choices() == []
+    again.replay(choices)
+    assert chosen(again, [(0, 1)] * 5, monkeypatch) == told
+    assert again.take_choices() == choices
+    unread = make(budgets=True)  # in a server nobody would ever take them
+    chosen(unread, [(4, 1)], monkeypatch)
+    assert unread.take_choices() == []
+    assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, "a replay ends with what it was for"
+
+
+@pytest.mark.parametrize(("steps", "warning"), [(1, "have ended"), (9, "some were left"), (6, None)])
+def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
+    scheduler, said = make(), []
+    scheduler._logger = SimpleNamespace(info=lambda *_: None, warning=said.append)
+    scheduler.replay([(2, 1.0, steps)])
+    assert chosen(scheduler, [(4, 0)] * 5, monkeypatch)[steps:] == [(4, 0)] * (6 - steps)
+    scheduler.take_choices()
+    assert len(said) == bool(warning) and all(warning in text for text in said)
+
+
+def test_drafts_that_an_engine_does_not_choose_among_are_not_repeated(make):
+    for choice in ((3, 1.0, 1), (2, 0.5, 1)):
+        with pytest.raises(ConfigError, match=r"cannot repeat .* chooses among \(0, 2, 4\) and \(1.0,\); start it as"):
+            make().replay([choice])
 
 
 def test_what_is_added_to_a_step_reaches_the_workers():

@@ -123,8 +123,10 @@ def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[
     # Every worker takes part in every draft and sees all of its logits.
     drafted, accepted, emitted = (counts[0][name] for name in ("drafted", "accepted", "emitted"))
     parts = (acceptance, acceptance.get("metered"))
-    measured = (DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty() for part in parts)
-    return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, *measured)
+    drafts, metered = (
+        DraftAcceptance.from_dict(part["acceptance"]) if part else DraftAcceptance.empty() for part in parts
+    )
+    return Counters(read, held, preemptions, drafted, accepted, emitted - accepted, drafts, metered)
 
 
 def weight_files(weights: Iterable[tuple[str, Tensor]], whole: bool = False) -> Iterator[str]:

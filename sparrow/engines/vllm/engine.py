@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparrow.engines.base import Counters
 from sparrow.engines.vllm.client import Client, rollout
 from sparrow.errors import ConfigError
 from sparrow.mode import Decoding
@@ -75,7 +77,12 @@ class VLLMEngine(Client):
             self.llm = LLM(model=model, **{**defaults, **options})
         vllm_config = self.llm.llm_engine.vllm_config
         self._in_process = vllm_config.parallel_config.world_size == 1
+        self._scheduler: Any = None  # where it chooses drafts, in this one training process
         self.connect(vllm_config.model_config.max_model_len)
+        if self._described[0].get("adapt_draft_tokens") and training_processes == 1:
+            core: Any = self.llm.llm_engine.engine_core  # vLLM has no public way to its scheduler
+            self._scheduler = core.engine_core.scheduler
+            self._scheduler.keeps_choices = True
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         from vllm import SamplingParams
@@ -94,6 +101,16 @@ class VLLMEngine(Client):
             outputs = self.llm.generate(requests, parameters, use_tqdm=shows_bar)
         pairs = zip(prompts, outputs, strict=True)
         return [rollout_of(prompt, output.outputs[0], sampling.top_n) for prompt, output in pairs]
+
+    def counters(self) -> Counters:
+        counters = super().counters()
+        return replace(counters, choices=tuple(self._scheduler.take_choices())) if self._scheduler else counters
+
+    def replay(self, choices: Sequence[tuple[int, float, int]]) -> None:
+        """See ``DraftReplayer.replay``."""
+        if self._scheduler is None:
+            raise ConfigError("this vLLM engine does not choose how much it drafts; start it with adapt_draft_tokens")
+        self._scheduler.replay(choices)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """See ``Engine.update_weights``; where the model is in this process, weights are not copied through the host.
