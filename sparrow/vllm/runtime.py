@@ -68,7 +68,7 @@ class Runtime:
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
-        self._tables = self._top_k_at_length.repeat(len(self.budgets), 1)  # the same for every budget
+        self._tables = self._top_k_at_length.repeat(len(self.budgets), 1)  # such a table for each budget
         self._top_k_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # How often a row was decoded at each length. Everything that is counted follows from it and the
         # schedule, and a step pays for one addition on the device and no synchronisation.

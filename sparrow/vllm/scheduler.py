@@ -18,11 +18,8 @@ from sparrow.vllm.adapt import DraftLength
 
 LOG_EVERY = 200  # least number of cycles between two lines of the log
 VERIFIED = "sparrow_verified_budget"  # the attribute of ``SchedulerOutput`` that says what the drafts it verifies read
-
-
-Choice = tuple[
-    int, float, int
-]  # a number of drafts, what they read in multiples of their schedule, and for how many steps
+Choice = tuple[int, float, int]
+"""A number of drafts, what they read in multiples of their schedule, and for how many steps."""
 
 
 class LosslessScheduler(AsyncScheduler):
