@@ -121,10 +121,10 @@ def speed_ratio(turns: ArrayLike) -> list[float]:
     """
     each = np.asarray(turns)
     draws = np.random.default_rng(0).integers(0, len(each), (2000, len(each)))
-    whole, resampled = (x[..., 1, 0] / x[..., 1, 1] / (x[..., 0, 0] / x[..., 0, 1]) for x in (
-        each.sum(0), each[draws].sum(1)
-    ))  # fmt: skip
-    return [float(whole), *np.percentile(resampled, [2.5, 97.5]).tolist()]
+    sums = np.concatenate([each.sum(0)[None], each[draws].sum(1)])  # of all turns, then of those drawn
+    speeds = sums[..., 0] / sums[..., 1]
+    ratio, *resampled = (speeds[:, 1] / speeds[:, 0]).tolist()
+    return [ratio, *np.percentile(resampled, [2.5, 97.5]).tolist()]
 
 
 def interval(values: list[float], digits: int, unit: str = "f") -> str:

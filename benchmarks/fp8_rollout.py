@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from common import RESULTS, parser, save
 from rollout import LOGPROBS, Bench
-from rollout_trace import PROMPT, SLOTS, responses, simulate, states
+from rollout_trace import PROMPT, SLOTS, most_cached, responses, simulate, states
 
 FP8_CACHE, INT8_CACHE = dict(kv_cache_dtype="fp8"), dict(kv_cache_dtype="int8_per_token_head")
 FP8_WEIGHTS = dict(quantization="fp8_per_channel")
@@ -60,7 +60,7 @@ def most_slots(kv_tokens: int, block: int, limit: int) -> int:
 
     def fits(slots: int) -> bool:
         spans = simulate([PROMPT] * REQUESTS, tokens, slots)
-        return max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans) + slots * block < kv_tokens
+        return most_cached(spans) + slots * block < kv_tokens
 
     return max((slots for slots in range(8, limit + 1, 8) if fits(slots)), default=8)
 

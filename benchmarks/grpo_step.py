@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from common import REASONER, parser, qwen3
-from rollout_trace import CUTOFF, responses, simulate
+from rollout_trace import CUTOFF, most_cached, responses, simulate
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen3ForCausalLM
 
@@ -45,6 +45,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed to stoc
 from vllm import LLM, SamplingParams
 
 from sparrow import SparsitySchedule
+from sparrow.cost import SHAPES
 from sparrow.engines.base import Counters
 from sparrow.engines.vllm import VLLMEngine
 from sparrow.engines.vllm.engine import rollout_of
@@ -57,8 +58,8 @@ from sparrow.train.trainer import Trainer
 RESPONSES, SAMPLES = 240, 8
 SHAPE = "qwen3-1.7b"
 VOCABULARY = 151_936
-PROMPT, TOKEN_BYTES = 64, 28 * 2 * 8 * 128 * 2
-"""Tokens of a prompt; bytes of a token's keys and values."""
+PROMPT = 64
+"""Tokens of a prompt."""
 ACCEPTANCE = 0.945
 """Of drafts of 1,024 tokens, on the text model."""
 
@@ -78,9 +79,13 @@ class Given:
         self._lengths = lengths
         self.measured: dict[str, Any] = {}
 
+    def _next(self, count: int) -> Sequence[int]:
+        """The lengths of so many responses; the call that measures the ceiling of p5 asks for fewer than there are."""
+        return next(self._lengths)[:count]
+
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:
         rng, rollouts = np.random.default_rng(0), []
-        for prompt, n in zip(prompts, next(self._lengths)[: len(prompts)], strict=True):
+        for prompt, n in zip(prompts, self._next(len(prompts)), strict=True):
             ids = rng.integers(0, VOCABULARY, n, dtype=np.int32)
             top = (ids[:, None] + np.arange(sampling.top_n, dtype=np.int32)) % VOCABULARY
             even = np.full(top.shape, -np.log(VOCABULARY), dtype=np.float32)
@@ -121,9 +126,7 @@ class Engine(Given):
                 max_tokens=length, temperature=sampling.temperature, logprobs=sampling.top_n, ignore_eos=True,
                 seed=seed, detokenize=False, flat_logprobs=True,
             )
-            for length, seed in zip(
-                next(self._lengths)[: len(prompts)], sampling.request_seeds(len(prompts)), strict=True
-            )
+            for length, seed in zip(self._next(len(prompts)), sampling.request_seeds(len(prompts)), strict=True)
         ]  # fmt: skip
         requests: list[Any] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         self._ends = [time.perf_counter()]
@@ -170,12 +173,11 @@ def chosen(part: int, scale: int) -> list[int]:
 
 def start(variant: str, folder: str, schedule: SparsitySchedule, lengths: Sequence[int], longest: int) -> LLM:
     """vLLM for the model in ``folder``, with room for all responses at once."""
-    spans = simulate([PROMPT] * len(lengths), lengths, len(lengths))
-    cached = max(int(held.sum()) + steps * len(held) for steps, held, _ in spans)
+    spans, token_bytes = simulate([PROMPT] * len(lengths), lengths, len(lengths)), 2 * SHAPES[SHAPE].kv_width
     options: dict[str, Any] = dict(
         load_format="dummy", dtype="bfloat16", skip_tokenizer_init=True, max_model_len=longest + 256,
         max_num_seqs=-(-len(lengths) // 8) * 8,  # otherwise some batches would have no CUDA graph
-        gpu_memory_utilization=0.5, kv_cache_memory_bytes=int(1.15 * cached * TOKEN_BYTES),
+        gpu_memory_utilization=0.5, kv_cache_memory_bytes=int(1.15 * most_cached(spans) * token_bytes),
         enable_sleep_mode=True, logprobs_mode="processed_logprobs", max_logprobs=-1, disable_log_stats=False,
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )  # fmt: skip

@@ -28,7 +28,7 @@ from typing import Any, get_args
 import numpy as np
 import torch
 from rollout import LOGPROBS, POINTS, PROMPT, Bench
-from rollout_trace import SLOTS, responses, simulate, states
+from rollout_trace import SLOTS, most_cached, responses, simulate, states
 from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
@@ -256,7 +256,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 requests=len(tokens), tokens=sum(tokens), slots=slots, rate=cases[0][1],
                 steps=sum(steps for steps, _, _ in spans),
             )  # fmt: skip
-            peak = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
+            peak = most_cached(spans)
             assert peak + slots * 64 < result["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
             for step, lengths in states(spans, STATES):
                 row = dict(batch=len(lengths), tokens=int(lengths.sum()), **state(bench, lengths, decoding is not None))

@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import SHAPES, parser, qwen3
-from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, responses, simulate, states
+from rollout_trace import CUTOFF, PROMPT, SLOTS, middle, most_cached, responses, simulate, states
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 from vllm import LLM, SamplingParams
@@ -262,12 +262,12 @@ def measure(arguments: argparse.Namespace) -> None:
         for requests in arguments.requests if "trace" in parts else ():
             tokens = responses(requests)
             spans = simulate([PROMPT] * requests, tokens, slots)
-            longest = max(lengths.sum() + steps * len(lengths) for steps, lengths, _ in spans)
+            longest = most_cached(spans)
             assert longest + slots * block < blocks * block, f"{longest} tokens would be preempted: fewer slots"
             chosen, rows = states(spans, arguments.states), []
             trace: dict[str, Any] = dict(
                 requests=requests, prompt=PROMPT, tokens=sum(tokens), longest=max(tokens),
-                steps=sum(steps for steps, _, _ in spans), peak_tokens=int(longest), states=rows,
+                steps=sum(steps for steps, _, _ in spans), peak_tokens=longest, states=rows,
             )  # fmt: skip
             for step, lengths in chosen:
                 row: dict[str, Any] = dict(step=step, batch=len(lengths), tokens=int(lengths.sum()))

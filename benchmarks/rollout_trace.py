@@ -53,6 +53,11 @@ def simulate(prompts: Sequence[int], responses: Sequence[int], slots: int) -> li
     return spans
 
 
+def most_cached(spans: Sequence[Span]) -> int:
+    """Cached tokens at the fullest moment of the trace."""
+    return max(int(lengths.sum()) + steps * len(lengths) for steps, lengths, _ in spans)
+
+
 def states(spans: Sequence[Span], count: int) -> list[tuple[int, np.ndarray]]:
     """The steps in the middle of ``count`` strata of the trace, with the cached tokens of every request in them."""
     ends = np.cumsum([steps for steps, _, _ in spans])

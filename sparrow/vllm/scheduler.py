@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
+from itertools import groupby
 from typing import Any
 
 from vllm.logger import init_logger
@@ -41,7 +42,7 @@ class LosslessScheduler(AsyncScheduler):
         # The latest choice, which also holds for a step before which nothing runs.
         self._drafts, self._budget = self.draft_length.choices[0], self.draft_length.budgets.index(1.0)
         self.keeps_choices = False  # for whoever calls ``take_choices``
-        self._choices: list[list[Any]] = []  # as ``Choice``, since its last call
+        self._choices: list[tuple[int, float]] = []  # of each step since its last call
         self._replayed: Iterator[tuple[int, int]] | None = None
         rows = len(self.dynamic_sd_lookup)
         self._tables = {drafts: [drafts] * rows for drafts in self.draft_length.choices}
@@ -62,7 +63,7 @@ class LosslessScheduler(AsyncScheduler):
             self._repeat()
         self.dynamic_sd_lookup = self._tables[self._drafts]
         if self.keeps_choices:
-            self._note(self._drafts, self.draft_length.budgets[self._budget])
+            self._choices.append((self._drafts, self.draft_length.budgets[self._budget]))
         scheduled = super().schedule(*args, **kwargs)
         setattr(scheduled, lossless.BUDGET, self._budget)
         setattr(scheduled, VERIFIED, verified)
@@ -79,7 +80,7 @@ class LosslessScheduler(AsyncScheduler):
                 "Of the drafts to repeat some were left: this run differs from the one that chose them"
             )
         taken, self._choices, self._replayed = self._choices, [], None
-        return [(drafts, multiple, steps) for drafts, multiple, steps in taken]
+        return [(*choice, len(list(steps))) for choice, steps in groupby(taken)]
 
     def replay(self, choices: Iterable[Choice]) -> None:
         """Repeat these choices from the next step on, until they or the steps before ``take_choices`` end.
@@ -106,12 +107,6 @@ class LosslessScheduler(AsyncScheduler):
             self._logger.warning("The drafts to repeat have ended: this run differs from the one that chose them")
         else:
             self._drafts, self._budget = choice
-
-    def _note(self, drafts: int, multiple: float) -> None:
-        if self._choices and self._choices[-1][0] == drafts and self._choices[-1][1] == multiple:
-            self._choices[-1][2] += 1
-        else:
-            self._choices.append([drafts, multiple, 1])
 
     def _learn(self, scheduled: Any, sampled: Any) -> None:
         """Note a step's time if its sequences all had equally many drafts and the step before had as many sequences."""

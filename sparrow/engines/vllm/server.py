@@ -84,7 +84,7 @@ class VLLMServer(Client):
             if value not in (default, theirs):
                 raise ConfigError(
                     f"the server at {self._url} has {name} {theirs!r}, not {value!r}, and cannot change it; "
-                    f"start it with that {name} in --additional-config, or leave {name} out"
+                    f"start it with that {name} in --additional-config, or ask for {theirs!r}"
                 )
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Rollout]:

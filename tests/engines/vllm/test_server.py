@@ -166,7 +166,7 @@ def test_a_server_in_another_mode_is_refused_with_the_remedy(pretender):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or leave draft_tokens out"),
+        (dict(draft_tokens=2), "has draft_tokens 4, not 2, and cannot change it.*or ask for 4"),
         (dict(adapt_draft_tokens=False), "has adapt_draft_tokens True, not False"),
         (dict(adapt_draft_budget=False), "has adapt_draft_budget True, not False, and cannot change it"),
         (dict(drafter_invariant=True), "has drafter_invariant False, not True"),
