@@ -87,6 +87,7 @@ class Step:
     # a cache in 8 bits
     everything: Tensor | None = None
     may_reuse_plan: bool = True  # whether layers may reuse a plan where ``attach`` found they can
+    has_page_counts: bool = False  # whether ``top_k`` was written, and the step counted, by whoever runs the model
 
 
 class CacheViews(NamedTuple):
@@ -290,7 +291,7 @@ class SparseImpl(VLLMClass):
     ) -> Tensor:
         """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
         step: Step | None = getattr(attn_metadata, "sparrow", None)
-        if self.begins_step and step is not None and step.rows:
+        if self.begins_step and step is not None and step.rows and not step.has_page_counts:
             assert self.runtime is not None
             self.runtime.look_up(step.lengths)
         if step is None or not self.has_landmarks:

@@ -67,13 +67,13 @@ class Runtime:
         self._plain_rows = self._plain_tokens = 0
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
-        self._top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
-        self._tables = self._top_k_at_length.repeat(len(self.budgets), 1)  # such a table for each budget
-        self._top_k_B = torch.zeros(max_rows, dtype=torch.int32, device=device)
+        self.top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
+        self._tables = self.top_k_at_length.repeat(len(self.budgets), 1)  # such a table for each budget
+        self.top_k = torch.zeros(max_rows, dtype=torch.int32, device=device)
         # How often a row was decoded at each length. Everything that is counted follows from it and the
         # schedule, and a step pays for one addition on the device and no synchronisation.
-        self._decoded = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
-        self._decoded_before = self._decoded.repeat(len(self.budgets), 1)  # by budget, without the latest steps
+        self.decoded = torch.zeros(max_length + 1, dtype=torch.int64, device=device)
+        self._decoded_before = self.decoded.repeat(len(self.budgets), 1)  # by budget, without the latest steps
         self._one_B = torch.ones(max_rows, dtype=torch.int64, device=device)
         self._decodes_B = torch.ones(max_rows, dtype=torch.int32, device=device)  # 0 for rows in prefill
         self._all_decode = True
@@ -102,7 +102,7 @@ class Runtime:
             self._decodes_B.fill_(1)
         self._all_decode = not prefilling
         self._prefill_rows += prefilling
-        return self._top_k_B[:rows]
+        return self.top_k[:rows]
 
     def look_up(self, length_B: Tensor) -> None:
         """Write a step's page counts and count its rows; part of the model's graph, before its first attention layer.
@@ -112,23 +112,24 @@ class Runtime:
         """
         B = len(length_B)
         place_B = length_B * self._decodes_B[:B]
-        torch.index_select(self._top_k_at_length, 0, place_B, out=self._top_k_B[:B])
-        self._decoded.index_add_(0, place_B, self._one_B[:B])
+        torch.index_select(self.top_k_at_length, 0, place_B, out=self.top_k[:B])
+        self.decoded.index_add_(0, place_B, self._one_B[:B])
 
     @contextmanager
     def uncounted(self, top_k_at_length: Tensor) -> Iterator[None]:
         """Steps inside the context read what another table says (``page_table``), and nothing counts them."""
-        table, decoded = self._top_k_at_length.clone(), self._decoded.clone()
-        self._top_k_at_length.copy_(top_k_at_length)
+        changed = (self.top_k_at_length, self.top_k, self.decoded)
+        before = [each.clone() for each in changed]
+        self.top_k_at_length.copy_(top_k_at_length)
         try:
             yield
         finally:
-            self._top_k_at_length.copy_(table)
-            self._decoded.copy_(decoded)
+            for each, values in zip(changed, before, strict=True):
+                each.copy_(values)
 
     def page_table(self, schedule: SparsitySchedule) -> Tensor:
         """Pages kept by score at every length, int32, on the host; rows in prefill look at length 0."""
-        table = torch.from_numpy(schedule.pages(np.arange(len(self._top_k_at_length))).astype(np.int32))
+        table = torch.from_numpy(schedule.pages(np.arange(len(self.top_k_at_length))).astype(np.int32))
         table[0] = ALL_PAGES
         return table
 
@@ -155,9 +156,9 @@ class Runtime:
         """
         if budget == self._budget:
             return
-        self._decoded_before[self._budget] += self._decoded
-        self._decoded.zero_()
-        self._top_k_at_length.copy_(self._tables[budget])
+        self._decoded_before[self._budget] += self.decoded
+        self.decoded.zero_()
+        self.top_k_at_length.copy_(self._tables[budget])
         self.meter.use(budget)
         self._budget = budget
 
@@ -194,7 +195,7 @@ class Runtime:
         """
         self._cycles[0] += 1
         self._plain_rows += len(computed)
-        self._plain_tokens += int(computed.sum()) + len(computed)
+        self._plain_tokens += sum(computed.tolist()) + len(computed)  # which takes the host less time than numpy's sum
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
@@ -235,7 +236,7 @@ class Runtime:
     def _fill(self, schedule: SparsitySchedule) -> None:
         for budget, multiple in enumerate(self.budgets):
             self._tables[budget].copy_(self.page_table(schedule.times(multiple)))
-        self._top_k_at_length.copy_(self._tables[self._budget])
+        self.top_k_at_length.copy_(self._tables[self._budget])
         self.schedule = schedule
 
     def counters(self) -> dict[str, int]:
@@ -287,11 +288,11 @@ class Runtime:
 
     def _settle(self) -> None:
         """Add what was decoded under the present schedule to the counts."""
-        self._decoded_before[self._budget] += self._decoded
+        self._decoded_before[self._budget] += self.decoded
         settled = Counter({"dense_rows_prefill": self._prefill_rows})
         for multiple, decoded in zip(self.budgets, self._decoded_before.cpu().numpy(), strict=True):
             settled.update(self._decode_counts(self.schedule.times(multiple), decoded.copy()))
-        self._decoded.zero_()
+        self.decoded.zero_()
         self._decoded_before.zero_()
         self._prefill_rows = 0
         if self.is_lossless:  # the steps counted above are drafts

@@ -42,11 +42,20 @@ get seeds of their own: if the two are not independent, the result does not foll
 ``drafter_invariant`` nothing replaces a draft, and the noise is the same on purpose (``sparrow.vllm.verify``)."""
 
 
+@triton.jit
+def _set_up(row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS: tl.constexpr):
+    """Write the slots and the page counts of a draft step; rows of length 0 have no slot."""
+    block = tl.load(blocks_SM + row * stride + position // TOKENS, mask=held & (length > 0), other=0).to(tl.int64)
+    slot = tl.where(length > 0, block * TOKENS + position % TOKENS, -1)
+    tl.store(slots_R + row, slot, mask=held)
+    tl.store(top_k_R + row, tl.load(top_k_at_length + length, mask=held, other=0), mask=held)
+
+
 @triton.jit(do_not_specialize=["B"])
 def _begin_kernel(
     index_B, length_B, sampled_B, rejected_B, newest_S, prefilling_B, heat_S, seed_S, own_index_R, ids_R, positions_R,
-    lengths_R, own_heat_S, own_seed_S, step, counts, B, S, limit,
-    PREFILL: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr,
+    lengths_R, own_heat_S, own_seed_S, step, counts, slots_R, top_k_R, top_k_at_length, blocks_SM, B, S, limit, stride,
+    PREFILL: tl.constexpr, NOISE: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Set up the first draft step and count the pass before it: see ``propose`` and ``Runtime.count_pass``."""
     row = tl.arange(0, ROWS)
@@ -59,10 +68,12 @@ def _begin_kernel(
     newest = tl.load(newest_S + index, mask=inside, other=0)
     drafts = inside & (sampled > 0) & (cached < limit)
     held = row < S
+    position, own_length = tl.where(drafts, cached, 0), tl.where(drafts, cached + 1, 0)
     tl.store(own_index_R + row, tl.where(drafts, index, -1), mask=held)
     tl.store(ids_R + row, tl.where(drafts, newest, 0), mask=held)
-    tl.store(positions_R + row, tl.where(drafts, cached, 0), mask=held)
-    tl.store(lengths_R + row, tl.where(drafts, cached + 1, 0), mask=held)
+    tl.store(positions_R + row, position, mask=held)
+    tl.store(lengths_R + row, own_length, mask=held)
+    _set_up(row, held, position, own_length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS)
     tl.store(own_heat_S + row, tl.load(heat_S + row, mask=held), mask=held)
     tl.store(own_seed_S + row, tl.load(seed_S + row, mask=held) ^ NOISE, mask=held)
     tl.store(step, 0)
@@ -73,6 +84,31 @@ def _begin_kernel(
     tl.store(counts + 1, tl.load(counts + 1) + tl.sum(sampled * cached - sampled * (sampled - 1) // 2, 0))
     tl.store(counts + 2, tl.load(counts + 2) + tl.sum(sampled, 0))
     tl.store(counts + 3, tl.load(counts + 3) + tl.sum(decodes.to(tl.int64), 0))
+
+
+@triton.jit
+def _advance_kernel(
+    drawn_R, drafts_SK, ids_R, positions_R, lengths_R, step, decoded, slots_R, top_k_R, top_k_at_length, blocks_SM,
+    R, K, limit, stride, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Keep what a draft step has drawn, count the step, and set up the next one: one kernel, for these steps are short.
+
+    ``decoded`` counts rows by length, see ``Runtime``. No token comes after the context's last, at ``limit``.
+    """
+    row = tl.arange(0, ROWS)
+    held = row < R
+    drawn = tl.load(drawn_R + row, mask=held, other=0)
+    length = tl.load(lengths_R + row, mask=held, other=0)
+    position = tl.minimum(tl.load(positions_R + row, mask=held, other=0) + 1, limit - 1)
+    now = tl.load(step)
+    tl.store(drafts_SK + row * K + now, drawn, mask=held)
+    tl.atomic_add(decoded + length, 1, mask=held & (length > 0), sem="relaxed")
+    length = tl.where((length > 0) & (length < limit), length + 1, 0)
+    tl.store(ids_R + row, drawn, mask=held)
+    tl.store(positions_R + row, position, mask=held)
+    tl.store(lengths_R + row, length, mask=held)
+    tl.store(step, (now + 1) % K)  # warm-up before captures runs more than k steps
+    _set_up(row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS)
 
 
 class SparseSpeculator(DraftModelSpeculator):
@@ -232,17 +268,18 @@ class SparseSpeculator(DraftModelSpeculator):
             return self.draft_tokens[:B]
         prefilling = input_batch.is_prefilling_np[:B]
         is_prefilling = torch.from_numpy(prefilling).to(self.device, non_blocking=True) if prefilling.any() else None
+        if drafts:
+            self.runtime.use_budget(self.budget)
         buffers, S = self.input_buffers, self.max_num_reqs
         _begin_kernel[(1,)](
             input_batch.idx_mapping, input_batch.seq_lens, num_sampled, num_rejected, last_sampled.view(-1),
             is_prefilling, temperature, seeds, self.idx_mapping, buffers.input_ids, buffers.positions, buffers.seq_lens,
-            self.temperature, self.seeds, self._step_index, self.runtime.count_pass(drafts), B, S, self.max_model_len,
-            PREFILL=is_prefilling is not None,
+            self.temperature, self.seeds, self._step_index, self.runtime.count_pass(drafts), self._slots_R,
+            self.runtime.top_k, self.runtime.top_k_at_length, self._blocks_SM, B, S, self.max_model_len,
+            self._blocks_SM.stride(0), PREFILL=is_prefilling is not None,
             NOISE=0 if self._invariant or self._vllm_separates_noise else DRAFT_NOISE,
-            ROWS=triton.next_power_of_2(S), num_warps=4,
+            ROWS=triton.next_power_of_2(S), TOKENS=self._block_tokens, num_warps=4,
         )  # fmt: skip
-        if drafts:
-            self.runtime.use_budget(self.budget)
         if drafts and self.draft_weights is not None:
             self.draft_weights.renew()
         metered = self.runtime.meter.metered
@@ -258,7 +295,7 @@ class SparseSpeculator(DraftModelSpeculator):
 
     def _measure(self, metered: Metered, rows: int) -> None:
         """One step under another schedule, before the first draft step, which writes to the same place again."""
-        step = replace(self._step(rows), may_reuse_plan=False)
+        step = replace(self._step(rows), may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
         dense = replace(step, top_k=step.everything)
         with self.runtime.uncounted(metered.table):
@@ -277,41 +314,37 @@ class SparseSpeculator(DraftModelSpeculator):
         return Step(
             rows=rows, lengths=self.input_buffers.seq_lens[:rows], top_k=self.runtime.begin_step(rows, None),
             block_table=self._blocks_SM[:rows], prefills=(),
-            everything=self.runtime.everything(rows),
+            everything=self.runtime.everything(rows), has_page_counts=True,
         )  # fmt: skip
 
     def _logits(self, step: Step, metadata: dict[str, Any]) -> Tensor:
         """The model's logits after the tokens in the input buffers, ``[R, V]``; writes these tokens' KV entries."""
         rows, buffers = step.rows, self.input_buffers
-        position_R, slot_R = buffers.positions[:rows], self._slots_R[:rows]
-        block_R = step.block_table.gather(1, position_R[:, None] // self._block_tokens)[:, 0].long()
-        slot_R.copy_(block_R * self._block_tokens + position_R % self._block_tokens)
-        slot_R.masked_fill_(step.lengths == 0, -1)
         with set_forward_context(
             metadata, self.vllm_config, num_tokens=rows, cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            slot_mapping=dict.fromkeys(self.layer_names, slot_R), batch_descriptor=BatchDescriptor(num_tokens=rows),
+            slot_mapping=dict.fromkeys(self.layer_names, self._slots_R[:rows]),
+            batch_descriptor=BatchDescriptor(num_tokens=rows),
         ):  # fmt: skip
             self.runtime.is_drafting = True
             try:
-                hidden = self.model(input_ids=buffers.input_ids[:rows], positions=position_R)
+                hidden = self.model(input_ids=buffers.input_ids[:rows], positions=buffers.positions[:rows])
             finally:
                 self.runtime.is_drafting = False
         return self.model.compute_logits(hidden)
 
     def _draft(self, rows: int) -> None:
         """One draft step of ``rows`` rows, which also sets up the next step's inputs; this is what a graph holds."""
-        buffers, index_R, k = self.input_buffers, self.idx_mapping[:rows], self.num_speculative_steps
-        ids_R, position_R, length_R = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
+        buffers, runtime = self.input_buffers, self.runtime
         step = self._step(rows)
         with drafting():
             logits_RV = self._logits(step, dict.fromkeys(self.layer_names, SimpleNamespace(sparrow=step)))
         drawn_R = gumbel_sample(
-            logits_RV, index_R, self.temperature, self.seeds, position_R, apply_temperature=True,
-            use_fp64=self.use_fp64_gumbel, **self._sampler_arguments,
+            logits_RV, self.idx_mapping[:rows], self.temperature, self.seeds, buffers.positions[:rows],
+            apply_temperature=True, use_fp64=self.use_fp64_gumbel, **self._sampler_arguments,
         )  # fmt: skip
-        self.draft_tokens[:rows].index_copy_(1, self._step_index.view(1), drawn_R[:, None])
-        ids_R.copy_(drawn_R)
-        position_R.add_(1).clamp_(max=self.max_model_len - 1)
-        length_R.add_((length_R > 0).to(length_R.dtype))
-        length_R.masked_fill_(length_R > self.max_model_len, 0)  # no token comes after the context's last
-        self._step_index.add_(1).remainder_(k)  # warm-up before captures runs more than k steps
+        _advance_kernel[(1,)](
+            drawn_R, self.draft_tokens, buffers.input_ids, buffers.positions, buffers.seq_lens, self._step_index,
+            runtime.decoded, self._slots_R, runtime.top_k, runtime.top_k_at_length, self._blocks_SM, rows,
+            self.num_speculative_steps, self.max_model_len, self._blocks_SM.stride(0),
+            ROWS=triton.next_power_of_2(rows), TOKENS=self._block_tokens, num_warps=4,
+        )  # fmt: skip

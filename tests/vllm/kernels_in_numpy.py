@@ -155,7 +155,7 @@ class Language(types.SimpleNamespace):
     def store(self, pointer, x, mask=None, **_):
         self._change(memory.store, pointer, x, mask)
 
-    def atomic_add(self, pointer, x, mask=None):
+    def atomic_add(self, pointer, x, mask=None, **_):
         self._change(self._atomically, pointer, x, mask, memory.RMW_OP.ADD)
 
     def atomic_or(self, pointer, x, mask=None):
