@@ -7,13 +7,17 @@ Prints the fitted constants, those of ``sparrow.cost_lossless``, and the errors 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from common import RESULTS, load, table
+from scipy.optimize import nnls
 
-from sparrow.cost import MACHINES
-from sparrow.cost_lossless import CYCLE_H200, cycle_seconds, fit_cycles
+from sparrow.cost import MACHINES, SHAPES, VLLM_H200, Machine
+from sparrow.cost_lossless import CYCLE_H200, Cycle, Drafting, lossless_step
+from sparrow.schedule import SparsitySchedule
 
 H200 = MACHINES["h200"]
 
@@ -32,6 +36,38 @@ def measured() -> list[dict[str, Any]]:
                     what = {"shape": result["shape"], "landmark_dtype": stored}
                     points.append({**what, "draft_weights": decoding.get("draft_weights", "auto"), **point})
     return points
+
+
+def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
+    """Fit by least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
+
+    Args:
+        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``, ``length``,
+            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and ``draft_weights`` where these
+            are not ``auto``.
+        machine: the machine that they ran on, whose dense steps have the overheads of an H200.
+    """
+    rows, left = [], []
+    for cycle in cycles:
+        shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
+        free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf))
+        layers = cycle["drafts"] * shape.layers * 1e-6
+        in_fp8 = layers if cycle.get("draft_weights", "auto") == "fp8" else 0.0
+        flops_s = 2 * shape.weights * cycle["drafts"] * cycle["batch"] / machine.flops
+        rows.append([layers / took, in_fp8 / took, flops_s / took])
+        left.append((took - free) / took)
+    (layer_us, fp8_us, inverse), _ = nnls(np.array(rows), np.array(left))
+    return Cycle(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6)
+
+
+def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
+    """Predicted seconds of a measured cycle, which is given as in ``fit_cycles``."""
+    stored = cycle.get("landmark_dtype", "auto")
+    schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
+    drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
+    lengths, plain = [cycle["length"]] * cycle["batch"], replace(VLLM_H200, lists_s=0.0, host_s=0.0)
+    step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
+    return step.seconds * drafting.tokens_per_cycle
 
 
 def errors(cycles: list[dict[str, Any]]) -> list[float]:

@@ -7,6 +7,7 @@ import math
 import statistics
 from dataclasses import astuple, replace
 
+import eflops
 import fit_lossless
 import fit_roofline
 import numpy as np
@@ -203,6 +204,7 @@ TABLES = {
     "short responses": short_responses,
     "published run": published_run,
     "paper runs": paper_runs,
+    "ideal speed-ups": eflops.ideal,
     "lossless fit": fit_lossless.fitted,
     "draft budgets": draft_budgets,
 }

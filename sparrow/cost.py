@@ -1,12 +1,9 @@
-"""What a sparsity schedule gains: the paper's eFLOPs, a byte-accurate roofline of decoding, predicted speed-ups.
+"""What a sparsity schedule gains: a byte-accurate roofline of decoding, predicted speed-ups.
 
 Arithmetic on model shapes and machine figures; ``docs/cost.md`` says what is exact, what is fitted, what is assumed.
-Sources: Sparrow, arXiv 2606.08446, section 5; Kinetics, arXiv 2506.05333.
 
-Shapes: B sequences, H query heads, K kv heads, G group (H / K), D head dim, P page size, L tokens in the cache.
-Only the eFLOPs functions use the paper's letters instead: P_w, N, L_in, L_out, D, r, I, b, P.
+Shapes: B sequences.
 """
-# ruff: noqa: E741
 
 from __future__ import annotations
 
@@ -48,7 +45,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """Cached elements per token, keys and values of all layers: the paper's D (see ``dense_eflops``)."""
+        """Cached elements per token, keys and values of all layers together."""
         return 2 * self.layers * self.kv_heads * self.head_dim
 
     @classmethod
@@ -124,34 +121,6 @@ MACHINES = {
     "h200": Machine("H200", 4.8e12, 4.65e12, 989.5e12, 143771 * 2**20),
     "b200": Machine("B200", 8.0e12, 0.97 * 8.0e12, 2250e12, 183359 * 2**20),
 }
-
-
-def dense_eflops(P_w: float, N: float, L_in: float, L_out: float, D: float, r: float, I: float) -> float:
-    """Dense rollout of N samples of a prompt, as published (Sparrow, arXiv 2606.08446, section 5).
-
-    D is ``ModelShape.kv_width``, keys and values together. Then, for a 2-byte cache, the memory term is exact in bytes,
-    the attention term is exact in FLOPs, and the formula is that of Kinetics' code. I = 0 leaves only the compute.
-    """
-    compute = 2 * P_w * N * L_out + r * (2 * L_in + L_out) * L_out * N * D
-    return compute + I * (2 * L_in * L_out * D + N * L_out**2 * D)
-
-
-def sparse_eflops(
-    P_w: float, N: float, L_in: float, L_out: float, D: float, r: float, I: float, b: float, P: float
-) -> float:
-    """Sparse rollout, b tokens kept in pages of P, as published: prompt-score terms lack 1/P, one lacks r."""
-    attend = 2 * P_w * N * L_out + 2 * r * N * D * b * L_out + 2 * I * N * D * b * L_out
-    score = 2 * N * L_in * D * L_out + r * N * D * L_out**2 / (2 * P)
-    return attend + score + 2 * I * L_in * D * L_out + I * N * D * L_out**2 / (2 * P)
-
-
-def ideal_speedup(
-    shape: ModelShape, schedule: SparsitySchedule, intensity: float, response: int, prompt: int = 0, samples: int = 1
-) -> float:
-    """Dense over sparse eFLOPs for responses of ``response`` tokens each; b is the schedule's mean budget over them."""
-    b = float(schedule.tokens_read(prompt + np.arange(1, response + 1)).mean())
-    common = (shape.weights, samples, prompt, response, shape.kv_width, shape.heads / shape.kv_heads, intensity)
-    return dense_eflops(*common) / sparse_eflops(*common, b, schedule.page_size)
 
 
 @dataclass(frozen=True)

@@ -9,16 +9,12 @@ Shapes: B sequences, k drafts of a cycle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.optimize import nnls
 
 from sparrow.cost import (
-    SHAPES,
     VLLM_H200,
     Machine,
     ModelShape,
@@ -40,7 +36,7 @@ DRAFT_PAGES = (29, 61, 125, 253)  # of 16 tokens, besides the sink page and the 
 
 @dataclass(frozen=True)
 class Cycle:
-    """What a cycle costs beyond the bytes of its steps and a dense step's overheads, as fitted by ``fit_cycles``."""
+    """What a cycle costs beyond the bytes of its steps and a dense step's overheads."""
 
     draft_layer_s: float  # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
     peak_share: float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
@@ -49,37 +45,6 @@ class Cycle:
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
 CYCLE_H200 = Cycle(43.61e-6, 0.876, 36.72e-6)
-
-
-def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
-    """Fit by least squares of the relative errors of ``cycle_seconds``; no constant is below zero.
-
-    Args:
-        cycles: measured cycles without top lists, each with ``shape`` (of ``SHAPES``), ``batch``, ``length``,
-            ``pages``, ``drafts`` (at least 1) and ``ms``, and with ``landmark_dtype`` and ``draft_weights`` where these
-            are not ``auto``.
-        machine: the machine that they ran on, whose dense steps have the overheads of an H200.
-    """
-    rows, left = [], []
-    for cycle in cycles:
-        shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
-        free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf))
-        layers = cycle["drafts"] * shape.layers * 1e-6
-        in_fp8 = layers if cycle.get("draft_weights", "auto") == "fp8" else 0.0
-        rows.append([layers / took, in_fp8 / took, _flops_s(shape, machine, cycle["drafts"] * cycle["batch"]) / took])
-        left.append((took - free) / took)
-    (layer_us, fp8_us, inverse), _ = nnls(np.array(rows), np.array(left))
-    return Cycle(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6)
-
-
-def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
-    """Predicted seconds of a measured cycle, which is given as in ``fit_cycles``."""
-    stored = cycle.get("landmark_dtype", "auto")
-    schedule = SparsitySchedule.fixed(cycle["pages"], dense_layers=(), landmark_dtype=stored)
-    drafting = Drafting(cycle["drafts"], schedule, 1.0, cycle.get("draft_weights", "auto"))
-    lengths, plain = [cycle["length"]] * cycle["batch"], replace(VLLM_H200, lists_s=0.0, host_s=0.0)
-    step = lossless_step(SHAPES[cycle["shape"]], machine, lengths, drafting, plain, constants)
-    return step.seconds * drafting.tokens_per_cycle
 
 
 def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:

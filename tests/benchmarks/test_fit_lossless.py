@@ -1,0 +1,66 @@
+"""The fit of lossless cycles, and how well the shipped constants predict what was measured."""
+
+import importlib
+import json
+from dataclasses import astuple, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sparrow.cost import MACHINES, SHAPES, VLLM_H200, decode_step
+from sparrow.cost_lossless import CYCLE_H200, Cycle
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+H200 = MACHINES["h200"]
+ENGINE = replace(VLLM_H200, lists_s=0.0, host_s=0.0)  # what was measured returned no lists
+
+
+@pytest.fixture(scope="module")
+def fit():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("fit_lossless")
+
+
+def test_the_fit_recovers_what_it_was_given(fit):
+    truth = Cycle(20e-6, 0.5, 5e-6)
+    cycles = [
+        {"shape": shape, "batch": batch, "length": 3000, "pages": 61, "drafts": drafts, "draft_weights": weights}
+        for shape, batch, drafts, weights in (
+            ("qwen3-1.7b", 64, 8, "auto"), ("qwen3-8b", 48, 4, "auto"), ("qwen3-8b", 8, 12, "auto"),
+            ("qwen3-8b", 48, 4, "fp8"),
+        )
+    ]  # fmt: skip
+    for cycle in cycles:
+        cycle["ms"] = 1e3 * fit.cycle_seconds(cycle, H200, truth)
+    assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(truth))
+    fast = [{**cycle, "ms": 0.9e3 * fit.cycle_seconds(cycle, H200, Cycle(0.0, np.inf))} for cycle in cycles]
+    with np.errstate(divide="ignore"):
+        assert fit.fit_cycles(fast, H200) == Cycle(0.0, np.inf), "no constant is below zero"
+
+
+def test_the_shipped_constants_predict_every_cycle_that_was_measured(fit):
+    cycles = fit.measured()
+    assert len(cycles) == 45 and {"qwen3-1.7b", "qwen3-8b"} <= {cycle["shape"] for cycle in cycles}
+    assert max(map(abs, fit.errors(cycles))) < 0.05, "fit them again: python benchmarks/fit_lossless.py"
+    assert astuple(fit.fit_cycles(cycles, H200)) == pytest.approx(astuple(CYCLE_H200), rel=0.1)
+
+
+@pytest.mark.parametrize(("shape", "name"), [("qwen3-1.7b", "qwen3-1.7b_points"), ("qwen3-8b", "qwen3-8b")])
+def test_the_measured_speedups_over_stock_are_predicted(fit, shape, name):
+    stock, lossless = (
+        json.loads((BENCHMARKS / "results" / f"lossless_{name}{end}.json").read_text())["points"]
+        for end in ("_stock", "")
+    )
+    dense = {(point["batch"], point["length"]): point["ms"] for point in stock}
+    compared = 0
+    for point in lossless:
+        if isinstance(point["drafts"], int) and point["drafts"] and (point["batch"], point["length"]) in dense:
+            measured = dense[point["batch"], point["length"]] * point["tokens_per_cycle"] / point["ms"]
+            lengths = [point["length"]] * point["batch"]
+            cycle = fit.cycle_seconds({"shape": shape, **point}, H200, CYCLE_H200)
+            found = decode_step(SHAPES[shape], H200, lengths, None, ENGINE).seconds * point["tokens_per_cycle"] / cycle
+            assert found == pytest.approx(measured, rel=0.08)
+            compared += 1
+    assert compared >= 6
