@@ -88,10 +88,10 @@ def left_open(bins: Sequence[BinMismatch], tau: Tau, top_n: int, option: str) ->
         top_n: length of the lists.
         option: the setting that makes the lists longer.
     """
-    still = [b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound]
-    if not still:
+    still = (b for b in tau.scale(bins) if b.lower_bound < tau.value <= b.upper_bound)
+    b = min(still, key=lambda b: b.lower_bound, default=None)
+    if b is None:
         return None
-    b = min(still, key=lambda b: b.lower_bound)
     return (
         f"whether {tau.statistic} of acceptance reaches {tau.value:g} is not known at lengths {b.start}-{b.end}: the "
         f"actor's lists of {top_n} tokens put it between {b.lower_bound:.3f} and {b.upper_bound:.3f}; longer ones "
@@ -260,10 +260,9 @@ def _not_shown(dense: Sequence[BinMismatch], tau: Tau, top_n: int, one_program: 
             replace(b, ceiling=b.lower_bound, ceiling_low=b.interval_low, ceiling_high=b.interval_high) for b in dense
         )
         return tau.out_of_reach(bins)
-    short = [b for b in dense if b.lower_bound < tau.value]
-    if not short:
+    b = min(dense, key=lambda b: b.lower_bound)
+    if b.lower_bound >= tau.value:
         return None
-    b = min(short, key=lambda b: b.lower_bound)
     why = (
         f"the lists of {top_n} tokens hold {b.lower_bound:.3f} of the probability at the 5th percentile"
         if one_program

@@ -72,11 +72,13 @@ class Tau(NamedTuple):
         The relative p5 of dense rollouts is 1, which holds any relative tau; but how near an actor is to the ceiling
         cannot be known more precisely than the ceiling itself.
         """
-        best = _of_dense if self.relative else _highest
-        short = [b for b in bins if best(b) < self.value]
-        if not short:
+
+        def best(b: BinMismatch) -> float:
+            return relative_span(_ceiling(b), _ceiling(b))[1] if self.relative else b.ceiling_high
+
+        b = min((b for b in bins if best(b) < self.value), key=best, default=None)
+        if b is None:
             return None
-        b = min(short, key=best)
         what = f"so no schedule holds {self.value:g}; lower tau"
         if self.relative:
             what = (
@@ -119,12 +121,3 @@ def relative(b: BinMismatch) -> BinMismatch:
 
 def _ceiling(b: BinMismatch) -> Span:
     return b.ceiling, b.ceiling_low, b.ceiling_high
-
-
-def _highest(b: BinMismatch) -> float:
-    return b.ceiling_high
-
-
-def _of_dense(b: BinMismatch) -> float:
-    """The lower end of the relative p5 that dense rollouts would have; nan where they were not measured."""
-    return relative_span(_ceiling(b), _ceiling(b))[1]
