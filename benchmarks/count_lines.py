@@ -27,8 +27,11 @@ KINDS = (".py", ".cu", ".cuh")
 TOPS = ("sparrow", "benchmarks", "recipes", "studies", "tests")
 SINCE = {
     "lossless mode": r"sparrow/(mode|cost_lossless|model/speculative|mismatch/drafts"
-    r"|vllm/(lossless|speculator|scheduler|adapt|meter))\.py",
+    r"|vllm/(lossless|speculator|scheduler|adapt|meter|verify))\.py",
     "caches and weights in 8 bits": r"sparrow/(attention/int8|vllm/(kv_cache|fp8|draft_weights))\.py",
+    "mode auto": r"sparrow/(dial|train/dialing)\.py",
+    "tau relative to the ceiling": r"sparrow/mismatch/(tau|ceiling)\.py",
+    "budgets by head": r"sparrow/(head_budgets|model/unread)\.py",
     "settings and locks": r"sparrow/(settings|files)\.py",
     "the sandbox's new limits": r"sparrow/rewards/sandbox/(cgroup|walls|limits|files|inside/(confine|watch|wire))\.py",
 }
