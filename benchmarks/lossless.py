@@ -38,7 +38,7 @@ from sparrow.vllm.adapt import DraftLength
 from sparrow.vllm.runtime import Runtime, find
 
 SETTLE, TIMED = 4, 16
-FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 2.0
+FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
 SETTLED = 256
 """Tokens that a request may grow by while the number of drafts is chosen."""

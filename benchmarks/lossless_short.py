@@ -13,8 +13,8 @@ start the GPU waits for the host. So a turn's time is from the result of one ste
 first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What both engines hold
 when a state begins is left out of Python's garbage collection, which one engine alone would not have to go through.
 
-``--profile`` writes where the host spends its time in steps of both engines without drafts, for one sequence: in
-Python, then in torch and CUDA. Python comes first in both, since a trace of CUDA's calls may slow what comes after it.
+``--profile`` writes where the host spends its time in steps of both engines without drafts, for ``PROFILED`` states: in
+Python, then in torch and CUDA. Python comes first in all, since a trace of CUDA's calls may slow what comes after it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ STATES = {
 """The number of sequences, and the tokens in the cache of each at the start."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
-GROWTH, TURN_S = 1024, 0.4
+GROWTH, TURN_S = 2048, 0.2
+PROFILED = ((1, 1024), (64, 320))
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
 MEMORY = {"stock": 0.42, "lossless": 0.46}
@@ -110,29 +111,30 @@ def in_python(bench: Bench, steps: int = 600) -> str:
 
 
 def in_cuda(bench: Bench, steps: int = 40) -> str:
-    """What the calls of torch and CUDA take of the host in a step of running requests, and kernels of the GPU."""
+    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA of the host."""
     engine = bench.llm.llm_engine
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
     calls = recorded.key_averages()
-    kernels = sum(call.self_device_time_total for call in calls if call.device_type == torch.autograd.DeviceType.CUDA)
-    rows = sorted(calls, key=lambda call: -call.self_cpu_time_total)[:60]
-    lines = [
-        f"{call.self_cpu_time_total / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}" for call in rows
-    ]
-    return "\n".join([f"{kernels / steps:9.1f} us of kernels", *lines]) + "\n"
+    kernels = [call for call in calls if call.device_type == torch.autograd.DeviceType.CUDA]
+    lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
+    for rows, time_of in ((kernels, "self_device_time_total"), (calls, "self_cpu_time_total")):
+        for call in sorted(rows, key=lambda call: -getattr(call, time_of))[:60]:
+            lines.append(f"{getattr(call, time_of) / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}")
+    return "\n".join(lines) + "\n"
 
 
-def profile(benches: dict[str, Bench], length: int) -> None:
-    """Profile steps of one sequence, in the engines as in ``side_by_side``, and write a file for each."""
+def profile(benches: dict[str, Bench]) -> None:
+    """Profile steps without drafts, in the engines as in ``side_by_side``, and write a file for each."""
     texts = []
     for part in (in_python, in_cuda):
-        for name, bench in benches.items():
-            begin(bench, [length])
-            texts.append((name, part(bench)))
-            abandon(bench, 1)
+        for batch, length in PROFILED:
+            for name, bench in benches.items():
+                begin(bench, [length + i % BLOCK for i in range(batch)])
+                texts.append((name, f"{batch} x {length:,}\n{part(bench)}"))
+                abandon(bench, batch)
     for name in benches:
         (RESULTS / f"{name}.txt").write_text("\n".join(text for owner, text in texts if owner == name))
 
@@ -170,7 +172,7 @@ def main() -> None:
                 })  # fmt: skip
         if arguments.profile:
             scheduler(ours).draft_length = DraftLength([0], decoding.draft_budgets)
-            profile({"lossless_host_stock": stock, "lossless_host": ours}, 1024)
+            profile({"lossless_host_stock": stock, "lossless_host": ours})
 
 
 if __name__ == "__main__":
