@@ -52,12 +52,14 @@ def fit_cycles(cycles: Iterable[Mapping[str, Any]], machine: Machine) -> Cycle:
         shape, took = SHAPES[cycle["shape"]], cycle["ms"] / 1e3
         free = cycle_seconds(cycle, machine, Cycle(0.0, np.inf))
         layers = cycle["drafts"] * shape.layers * 1e-6
-        in_fp8 = layers if cycle.get("draft_weights", "auto") == "fp8" else 0.0
+        in_fp8 = cycle.get("draft_weights", "auto") == "fp8"
+        copied = cycle["drafts"] * (shape.weights - shape.output)
+        copy_s = copied / (machine.read_bytes_s * VLLM_H200.read_fraction)
         flops_s = 2 * shape.weights * cycle["drafts"] * cycle["batch"] / machine.flops
-        rows.append([layers / took, in_fp8 / took, flops_s / took])
+        rows.append([layers / took, in_fp8 * layers / took, in_fp8 * copy_s / took, flops_s / took])
         left.append((took - free) / took)
-    (layer_us, fp8_us, inverse), _ = nnls(np.array(rows), np.array(left))
-    return Cycle(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6)
+    (layer_us, fp8_us, slower, inverse), _ = nnls(np.array(rows), np.array(left))
+    return Cycle(layer_us * 1e-6, 1 / inverse, fp8_us * 1e-6, 1 / (1 + slower))
 
 
 def cycle_seconds(cycle: Mapping[str, Any], machine: Machine, constants: Cycle) -> float:
@@ -88,9 +90,10 @@ def fitted() -> str:
         off = errors(own)
         cells = [f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", f"{max(left_out, key=abs):+.1%}"]
         rows.append([shape, len(own), *cells])
-    off = errors(in_fp8)  # of one shape, so none can be left out
-    name = f"{in_fp8[0]['shape']}, drafts with weights in fp8"
-    rows.append([name, len(in_fp8), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])
+    for shape in sorted({cycle["shape"] for cycle in in_fp8}):  # two, and two constants: none can be left out
+        off = errors([cycle for cycle in in_fp8 if cycle["shape"] == shape])
+        name = f"{shape}, drafts with weights in fp8"
+        rows.append([name, len(off), f"{np.abs(off).mean():.1%}", f"{max(off, key=abs):+.1%}", ""])
     return table(["shape", "cycles", "mean size of the error", "largest", "largest, shape left out of the fit"], rows)
 
 

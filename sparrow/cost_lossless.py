@@ -41,10 +41,11 @@ class Cycle:
     draft_layer_s: float  # seconds per layer of a draft step, in place of all ``Overheads``: a draft is one CUDA graph
     peak_share: float  # of the machine's peak FLOP/s, reached by the further tokens of a verification
     fp8_layer_s: float = 0.0  # on top, per layer of a draft step in fp8, whose tokens have to be rounded
+    fp8_share: float = 1.0  # of the bandwidth of other steps, at which such a step reads weights
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
-CYCLE_H200 = Cycle(43.61e-6, 0.876, 36.72e-6)
+CYCLE_H200 = Cycle(45.79e-6, 0.920, 7.46e-6, 0.728)
 
 
 def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
@@ -78,10 +79,13 @@ def lossless_step(
     """
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
-    layer_s = cycle.draft_layer_s + (cycle.fp8_layer_s if drafting.weights == "fp8" else 0.0)
+    copied, layer_s = _copied(shape, drafting.weights), cycle.draft_layer_s
+    if copied:
+        copy_s = copied / (machine.read_bytes_s * overheads.read_fraction)
+        layer_s += cycle.fp8_layer_s + copy_s * (1 / cycle.fp8_share - 1) / shape.layers
     graph = replace(plain, layer_s=layer_s, sparse_layer_s=0.0, row_s=0.0)
     # Read bytes alone shrink: products in fp8 are priced like those in 16 bits, and the scales are left out.
-    read = shape.weight_bytes - _copied(shape, drafting.weights) / shape.weights
+    read = shape.weight_bytes - copied / shape.weights
     drafts = replace(shape, weight_bytes=read)
     parts = [decode_step(drafts, machine, length, drafting.schedule, graph)] * drafting.tokens
     parts.append(decode_step(shape, machine, length, None, plain))

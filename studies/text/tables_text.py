@@ -124,6 +124,20 @@ def text_draft_weights() -> str:
     return table(head, rows)
 
 
+def text_budgets() -> str:
+    """Tokens of vLLM's cycles by what drafts read and multiply with, beside what the model's own weights predict."""
+    rows = []
+    for budget in (1024, 2560):
+        for weights, label in (("own", "the model's own"), ("fp8", "fp8")):
+            result = load(f"text_vllm_{budget}_{weights}")
+            predicted, last = f"{result['predicted']['sampled']:.2f}", result["bins"][-1]
+            cells = [interval(result["tokens_a_cycle"], 2), predicted, f"{result['mean_acceptance']:.3f}"]
+            end = f"{interval(last['tokens_a_cycle'], 2)}; {last['mean_acceptance']:.3f}"
+            rows.append([f"{budget:,}", label, *cells, end])
+    head = ["tokens read", "weights", "tokens a cycle in vLLM", "predicted", "mean acceptance", "6,144 to 8,192"]
+    return table(head, rows)
+
+
 def text_metered() -> str:
     """One line: another schedule as vLLM measured it during a run, and as the model has it at cycles of that run."""
     result = load("text_vllm_metered")["metered"]
@@ -269,6 +283,7 @@ TABLES = {
     "text shared noise": text_shared_noise,
     "text vllm": partial(text_vllm, "text_vllm"),
     "text vllm draft weights": text_draft_weights,
+    "text vllm budgets": text_budgets,
     "text vllm invariant": partial(text_vllm, "text_vllm_invariant"),
     "text metered": text_metered,
     "text page sizes": text_pages,
