@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import queue
-import threading
+import multiprocessing
 from collections.abc import Sequence
+from multiprocessing.pool import ThreadPool
 
 from sparrow.errors import RewardError, place
 from sparrow.tasks.base import Problem
@@ -23,63 +23,33 @@ def verify_all(problems: Sequence[Problem], texts: Sequence[str], time_limit: fl
 
     Raises RewardError: a verifier raised an error, returned something that is not a finite number, or hangs.
     """
-    pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-    verdicts: queue.SimpleQueue[tuple[int, float | Exception]] = queue.SimpleQueue()
-    running: dict[int, None] = {}  # in the order in which they began
-    for i in range(len(texts)):
-        pending.put(i)
-
-    def work() -> None:
-        while True:
-            try:
-                i = pending.get_nowait()
-            except queue.Empty:
-                return
-            running[i] = None
-            try:
-                verdicts.put((i, verify(problems[i], texts[i])))
-            except Exception as error:
-                verdicts.put((i, error))
-            del running[i]
-
-    # Daemons, because a thread that hangs cannot be ended and must not keep the process from ending.
-    for _ in range(min(VERIFYING, len(texts))):
-        threading.Thread(target=work, daemon=True).start()
-    rewards = [0.0] * len(texts)
+    rewards: dict[int, float] = {}
     failed: dict[int, Exception] = {}
-    waiting = len(texts)
-    try:
-        while waiting:
-            i, verdict = verdicts.get(timeout=time_limit)
-            waiting -= 1
-            if isinstance(verdict, Exception):
-                failed[i] = verdict
-                waiting -= _emptied(pending)  # wait for those already begun, to raise the first error
-            else:
-                rewards[i] = verdict
-    except queue.Empty:
-        if not failed:
-            oldest = next(iter(dict(running)), 0)
-            raise RewardError(
-                f"the verifier of problem {problems[oldest].id!r} has not returned in {time_limit:g} s; fix it, or "
-                "raise the limit (reward.time_limit), and resume the run"
-            ) from None
-    finally:
-        _emptied(pending)
+
+    def work(i: int) -> None:
+        if i > min(failed, default=i):
+            return  # those before it have begun and are waited for, to raise the first error
+        try:
+            rewards[i] = verify(problems[i], texts[i])
+        except Exception as error:
+            failed[i] = error
+
+    # The pool's threads are daemons: one that hangs cannot be ended and must not keep the process from ending.
+    with ThreadPool(min(VERIFYING, len(texts)) or 1) as pool:
+        ended = pool.imap_unordered(work, range(len(texts)))
+        try:
+            for _ in texts:
+                ended.next(time_limit)
+        except multiprocessing.TimeoutError:
+            if not failed:
+                oldest = min(set(range(len(texts))) - rewards.keys(), default=0)  # they begin in order
+                raise RewardError(
+                    f"the verifier of problem {problems[oldest].id!r} has not returned in {time_limit:g} s; fix it, or "
+                    "raise the limit (reward.time_limit), and resume the run"
+                ) from None
     if failed:
         raise failed[min(failed)]
-    return rewards
-
-
-def _emptied(pending: queue.SimpleQueue[int]) -> int:
-    """Empty the queue; returns how many entries were left in it."""
-    count = 0
-    while True:
-        try:
-            pending.get_nowait()
-        except queue.Empty:
-            return count
-        count += 1
+    return [rewards[i] for i in range(len(texts))]
 
 
 def verify(problem: Problem, text: str) -> float:

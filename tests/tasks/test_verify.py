@@ -1,0 +1,54 @@
+"""Several responses judged at a time: the first error is raised, nothing begins after it, and a hang has a limit."""
+
+import time
+
+import pytest
+
+from sparrow.errors import RewardError
+from sparrow.tasks import Problem
+from sparrow.tasks import verify as verify_module
+from sparrow.tasks.verify import verify_all
+
+SLOW_S = 0.3
+
+
+def judged(verify, count, **options):
+    return verify_all([Problem(str(i), "", verify) for i in range(count)], [str(i) for i in range(count)], **options)
+
+
+def test_rewards_are_in_the_order_of_responses():
+    def verify(text):
+        time.sleep(SLOW_S * (text == "0"))
+        return float(text)
+
+    assert judged(verify, 100) == [float(i) for i in range(100)]
+    assert judged(verify, 0) == []
+
+
+def test_the_first_error_is_raised_and_nothing_begins_after_it(monkeypatch):
+    monkeypatch.setattr(verify_module, "VERIFYING", 2)
+    begun = []
+
+    def verify(text):
+        begun.append(text)
+        time.sleep(SLOW_S * (text == "0"))
+        raise ValueError
+
+    with pytest.raises(RewardError, match="of problem '0' raised ValueError"):
+        judged(verify, 5)
+    assert set(begun) <= {"0", "1"}
+
+
+def test_the_one_that_hangs_is_named_unless_another_failed():
+    def verify(text):
+        time.sleep(30 * SLOW_S * (text == "1"))
+        return float(text)
+
+    with pytest.raises(RewardError, match=r"of problem '1' has not returned in 0\.3 s; fix it"):
+        judged(verify, 3, time_limit=SLOW_S)
+
+    def verify_or_fail(text):
+        return verify(text) or 1 / 0
+
+    with pytest.raises(RewardError, match="of problem '0' raised ZeroDivisionError"):
+        judged(verify_or_fail, 3, time_limit=SLOW_S)
