@@ -12,11 +12,7 @@ A ``"prelude"`` in any of them is code that runs before the program, such as imp
 A program in bubblewrap cannot fake its verdict. For the first two kinds this process compares outputs, and the
 expected ones never enter the sandbox. For assertions, the test code runs in a sandbox of its own and calls the program
 in another, see ``sandbox.inside.exchange``; the price is that objects of a program's own classes can be called, read
-and handed back, but not compared. A name that the tests do not define is looked up in the program. A built-in name is
-looked up there only if it is the function under test, and then never in Python.
-
-Limits count the program's own time: the time it runs on a processor and the time it sleeps. Time that it waits for a
-busy machine does not count unless a program hardly runs at all.
+and handed back, but not compared. Limits count the program's own time, see ``OwnTime``.
 """
 
 from __future__ import annotations

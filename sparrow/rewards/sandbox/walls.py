@@ -1,18 +1,6 @@
 """How a program is held: the command that starts a sandbox, and what the harness inside is told.
 
-=================  ==========================================  ========================================  ==============
-                   ``bwrap``                                   ``session``                               ``none``
-=================  ==========================================  ========================================  ==============
-files              Python and system libraries, read-only;     the same, by Landlock; names, sizes and   **all of this
-                   a ``/tmp`` of its own                       times of other files can be seen          user's**
-network            none                                        no sockets (system call filter)           no sockets
-other processes    not visible, not reachable                  cannot be read, traced or signalled       **readable**
-starting others    refused (system call filter)                refused                                   refused
-environment        empty                                       empty                                     **the parent's
-                                                                                                         readable**
-=================  ==========================================  ========================================  ==============
-
-In all three: limits on processor time, wall time, memory, files, tasks and output.
+THREATS.md says what each way holds; ``none`` has the filter and the limits only.
 """
 
 from __future__ import annotations
