@@ -108,7 +108,6 @@ class MismatchReport:
     p1_upper: float  # that of the upper bound
     bins: tuple[BinMismatch, ...]
     histogram: Histogram  # of acceptance, 50 equal bins
-    log_histogram: Histogram  # of 1 - acceptance, half a decade per bin, and one bin for everything below 1e-6
     beta_tail: BetaTail | None  # None when too few tokens are below 0.999
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,6 +272,7 @@ def mismatch_report(
     if np.any(low > high):
         raise ValueError(f"A lower bound exceeds its upper bound by {np.max(low - high):g}; pass them in their order.")
     intervals = percentile_by_bin_interval(low, position, sequence, bin_tokens, percentile, seed=seed)
+    counts, edges = np.histogram(low, np.linspace(0, 1, 51))
     bins = tuple(
         BinMismatch(
             interval.bin, interval.start, interval.end, interval.n_tokens, interval.n_sequences,
@@ -291,15 +291,9 @@ def mismatch_report(
         p1=float(np.percentile(low, 1)),
         p1_upper=float(np.percentile(high, 1)),
         bins=bins,
-        histogram=_histogram(low, np.linspace(0, 1, 51)),
-        log_histogram=_histogram(1 - low, np.append(0, np.logspace(-6, 0, 13))),
+        histogram=Histogram(tuple(edges.tolist()), tuple(counts.tolist())),
         beta_tail=beta_tail_fit(low),
     )
-
-
-def _histogram(values: FloatArray, edges: FloatArray) -> Histogram:
-    counts, _ = np.histogram(values, edges)
-    return Histogram(tuple(edges.tolist()), tuple(counts.tolist()))
 
 
 def plain(value: Any) -> Any:
