@@ -2,7 +2,7 @@
 
     python recipes/verl_grpo.py --out run.json
 
-Needs one GPU. Written for verl 0.9.1 (pip install 'verl[vllm]' beside sparrow-rl). It prepares a data set and a model
+Needs one GPU. Written for verl 0.9.1 (pip install 'sparrow-rl[verl]'). It prepares a data set and a model
 folder, runs ``python -m verl.trainer.main_ppo`` with the settings below, and collects what verl logged.
 """
 

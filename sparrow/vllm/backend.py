@@ -102,8 +102,6 @@ class CacheViews(NamedTuple):
 class SparseBuilder(VLLMClass):
     """Mixin over a vLLM metadata builder: splits a batch, once per step."""
 
-    is_prefilling: Tensor | None = None  # set by the adapter where vLLM itself does not pass it on
-
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.runtime = find(vllm_config)
@@ -131,11 +129,10 @@ class SparseBuilder(VLLMClass):
             metadata.sparrow = Step(0, self._nothing, self._nothing, self._no_blocks, everything, self._layers)
             return metadata
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
-        is_prefilling = self.is_prefilling if common.is_prefilling is None else common.is_prefilling
         prefills: list[Prefill] = []
         if self.runtime.cache_in_8_bits is not None:
             if prefill_rows or not (self.runtime.fp8_cache is None or self.runtime.fp8_cache.is_set):
-                prefills = self._copied_prefills(common, rows, is_prefilling)
+                prefills = self._copied_prefills(common, rows)
         elif prefill_rows:
             # Leaves out the schedule that FlashAttention 3 computes ahead: its one buffer belongs to the full batch.
             rest = super().build(0, _rows(common, rows, rows + prefill_rows), fast_build=True)
@@ -143,7 +140,7 @@ class SparseBuilder(VLLMClass):
         metadata.sparrow = Step(
             rows=rows,
             lengths=common.seq_lens[:rows],
-            top_k=self.runtime.begin_step(rows, is_prefilling),
+            top_k=self.runtime.begin_step(rows, common.is_prefilling),
             block_table=common.block_table_tensor[:rows, : self._max_blocks],
             prefills=tuple(prefills),
             layers=self._layers,
@@ -151,14 +148,15 @@ class SparseBuilder(VLLMClass):
         )
         return metadata
 
-    def _copied_prefills(self, common: Any, rows: int, is_prefilling: Tensor | None) -> list[Prefill]:
+    def _copied_prefills(self, common: Any, rows: int) -> list[Prefill]:
         """The rows after the first ``rows``, in groups that read a copy of their blocks."""
         assert self.runtime is not None
         upper_bound, start = common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu.numpy()
         lengths = (common.seq_lens.cpu() if upper_bound is None else upper_bound).numpy()[: common.num_reqs]
         block_tokens = self.kv_cache_spec.block_size
         if self.runtime.fp8_cache is not None:
-            in_prefill = 0 if is_prefilling is None else int(np.count_nonzero(is_prefilling.numpy()[:rows]))
+            flags = common.is_prefilling
+            in_prefill = 0 if flags is None else int(np.count_nonzero(flags.numpy()[:rows]))
             table, computed = common.block_table_tensor[: common.num_reqs], lengths - np.diff(start)[: common.num_reqs]
             self.runtime.fp8_cache.begin_step(in_prefill, table, computed, block_tokens)
         lengths = lengths[rows:]

@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control, lossless
+from sparrow.vllm import config, control, lossless, versions
 from sparrow.vllm.runtime import find
 
 
@@ -81,6 +81,7 @@ def _checked_init_device(stock: Any) -> Any:
 
         decoding = config.requested(self.vllm_config)
         if decoding is not None:
+            versions.installed(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
             if decoding.mode == "lossless":
                 apply(LOSSLESS)
@@ -259,12 +260,6 @@ def _with_landmarks(stock: Any) -> Any:
     return get_kv_cache_spec
 
 
-def _with_prefill_flags(stock: Any) -> Any:
-    from sparrow.vllm.v024 import with_prefill
-
-    return with_prefill(stock)
-
-
 def _lists_in_arrays(stock: Any) -> Any:
     from vllm.logprobs import FlatLogprobs
 
@@ -292,13 +287,14 @@ def _unpacked_linear(stock: Any) -> Any:
 
 ALWAYS = (
     Patch(
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, what "
-        "would be decoded densely or wrongly; a backend sees single layers only. And watch the worker: vLLM counts "
-        "preemptions among statistics that cost the host time for each token, the prompts of its warm-up must not "
-        "set the scales of an fp8 KV cache, and an fp8 copy of the weights must follow them", _checked_init_device,
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, "
+        "versions that no adapter was written for and what would be decoded densely or wrongly; a backend sees single "
+        "layers only. And watch the worker: vLLM counts preemptions among statistics that cost the host time for each "
+        "token, the prompts of its warm-up must not set the scales of an fp8 KV cache, and an fp8 copy of the weights "
+        "must follow them", _checked_init_device,
     ),
     Patch(
-        "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.24", "check that every layer got "
+        "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.26", "check that every layer got "
         "Sparrow's backend and say in the log what decodes", _checked_initialize_from_config,
     ),
     Patch(
@@ -319,13 +315,9 @@ ALWAYS = (
 
 ATTENTION = (
     Patch(
-        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ">=0.24", "make room for landmarks in each "
+        "vllm.model_executor.layers.attention:Attention.get_kv_cache_spec", ">=0.26", "make room for landmarks in each "
         "KV block; vLLM 0.32 lets a backend customise the spec, but does not say for which layer of which engine",
         _with_landmarks, ("vllm_config",),
-    ),
-    Patch(
-        "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn", "<0.25", "tell builders which rows "
-        "are in prefill, before they build; later versions do", _with_prefill_flags, ("input_batch", "attn_groups"),
     ),
 )  # fmt: skip
 """Made where a backend of Sparrow's is chosen for a model."""
@@ -368,7 +360,7 @@ CPU_WEIGHTS = (
 
 LISTS = (
     Patch(
-        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", ">=0.24", "vLLM keeps every id, log-prob "
+        "vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs", ">=0.26", "vLLM keeps every id, log-prob "
         "and rank of a list as a Python object; arrays take a tenth of the memory and less time",
         _lists_in_arrays, ("logprobs_lists",),
     ),

@@ -27,29 +27,25 @@ def adapter(version: str) -> ModuleType:
     Raises ConfigError: a version that no adapter was written for.
     """
     release = Version(version).release[:2]
-    if release == (0, 24):
-        name = "v024"
-    elif (0, 26) <= release <= (0, 31):
+    if (0, 26) <= release <= (0, 31):
         name = "v026"
     elif (0, 32) <= release <= (0, 33):
         name = "v032"
     else:
-        raise ConfigError(f"no adapter for vLLM {version}; install vllm 0.24 or 0.26 to 0.33, or drop the schedule")
+        raise ConfigError(f"no adapter for vLLM {version}; install vllm 0.26 to 0.33, or drop the schedule")
     return import_module(f"sparrow.vllm.{name}")
 
 
 def check_lossless(on_cpu: bool) -> None:
     """Check that lossless mode can run in the vLLM of this process.
 
-    Raises ConfigError: vLLM before 0.26, or on a GPU a version that was never run there, unless
-    ``SPARROW_UNTESTED_VLLM`` is 1.
+    Raises ConfigError: no adapter, or on a GPU a version that was never run there, unless ``SPARROW_UNTESTED_VLLM`` is
+    1.
     """
     import vllm
 
     installed(on_cpu)
     major, minor = Version(vllm.__version__).release[:2]
-    if (major, minor) < (0, 26):
-        raise ConfigError(f"mode 'lossless' needs vLLM 0.26 to 0.33, got {vllm.__version__}; install one of those")
     tries_untested = os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1"
     if not on_cpu and not tries_untested and f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
         raise ConfigError(

@@ -131,7 +131,7 @@ def test_a_fixed_number_of_drafts_takes_other_schedulers():
 @pytest.mark.parametrize(
     ("version", "on_cpu", "message"),
     [
-        ("0.24.0", False, "needs vLLM 0.26 to 0.33, got 0.24.0"),
+        ("0.24.0", False, "no adapter for vLLM 0.24.0; install vllm 0.26 to 0.33"),
         ("0.34.0", False, "no adapter for vLLM 0.34.0"),
         ("0.31.0", True, "on CPU with vLLM 0.32 and 0.33, not with 0.31.0"),
         ("0.32.0", False, "never run on a GPU with vLLM 0.32.0, .*set SPARROW_UNTESTED_VLLM=1 to try it"),

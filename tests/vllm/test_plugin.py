@@ -21,7 +21,7 @@ from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES
-from sparrow.vllm import config, control, fp8, v024, v026, v032, versions
+from sparrow.vllm import config, control, fp8, v026, v032, versions
 from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -74,13 +74,13 @@ def test_steps_under_another_table_are_not_counted():
 
 @pytest.mark.parametrize(
     "version, name",
-    [("0.24.0", "v024"), ("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("0.33.1", "v032")],
+    [("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("0.33.1", "v032")],
 )
 def test_each_version_has_one_adapter(version, name):
     assert versions.adapter(version).__name__ == f"sparrow.vllm.{name}"
 
 
-@pytest.mark.parametrize("version", ["0.23.1", "0.25.0", "0.34.0"])
+@pytest.mark.parametrize("version", ["0.24.0", "0.25.0", "0.34.0"])
 def test_other_versions_are_refused_by_name(version):
     with pytest.raises(ConfigError, match=f"no adapter for vLLM {version}"):
         versions.adapter(version)
@@ -89,12 +89,11 @@ def test_other_versions_are_refused_by_name(version):
 def test_adapters_view_the_cache_as_kernels_want_it():
     blocks, K, N, D = 3, 2, 32, 4
     k, v = torch.randn(2, blocks, K, N, D)
-    planes = torch.stack([k, v], 1).transpose(2, 3)  # [blocks, 2, N, K, D]
     side_by_side = torch.cat([k, v], -1)
-    for adapter, cache in ((v024, planes), (v026, side_by_side), (v032, side_by_side)):
-        keys, values = adapter.key_value(cache)
+    for adapter in (v026, v032):
+        keys, values = adapter.key_value(side_by_side)
         assert torch.equal(keys, k) and torch.equal(values, v)
-        assert keys.data_ptr() == cache.data_ptr() and keys.stride(-1) == values.stride(-1) == 1
+        assert keys.data_ptr() == side_by_side.data_ptr() and keys.stride(-1) == values.stride(-1) == 1
     padded = torch.zeros(blocks, K * 2 * N * D + 7)
     cache = padded.as_strided((blocks, K, N, 2 * D), (padded.stride(0), 2 * N * D, 2 * D, 1))
     keys, values = v032.cpu_key_value(cache, "vec")
@@ -120,15 +119,6 @@ def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in
     cpu.CpuBuilder("spec", ["layer"], "a runtime", "cpu")
     assert told == [("vec", ["layer"])]
     assert cpu.CpuBuilder("spec", ["layer"], None, "cpu").isa == "amx" and len(told) == 1
-
-
-def test_024_is_told_which_rows_are_in_prefill():
-    builder = SimpleNamespace(is_prefilling=None)
-    groups = [[SimpleNamespace(get_metadata_builder=lambda i: builder)]]
-    batch = SimpleNamespace(is_prefilling_np=np.array([False, True]))
-    seen = v024.with_prefill(lambda *a, **k: (a, k, builder.is_prefilling.tolist()))
-    call = ("state", batch, "mode", "tables", "slots", groups, "config")
-    assert seen(*call, for_capture=False) == (call, {"for_capture": False}, [False, True])
 
 
 def test_workers_that_would_not_find_the_plugin_are_refused(monkeypatch):

@@ -108,7 +108,7 @@ def make_caches(
         memory = torch.full((blocks * stride,), -128, dtype=dtype, device=DEVICE)  # which no token has
     else:
         memory = torch.full((blocks * stride,), float("nan"), device=DEVICE).to(dtype)
-    if kind == "2NHD":  # vLLM 0.24: (blocks, 2, N, H, D)
+    if kind == "2NHD":  # keys and values as two planes: (blocks, 2, N, H, D)
         kv = memory.as_strided((blocks, 2, block_tokens, K, D), (stride, block_tokens * K * D, K * D, D, 1))
         k, v = kv[:, 0].transpose(1, 2), kv[:, 1].transpose(1, 2)
     elif kind == "HN2D":  # vLLM 0.26 and later: (blocks, H, N, 2 D)
