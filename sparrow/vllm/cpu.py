@@ -13,9 +13,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from sparrow.attention import reference
-from sparrow.vllm import patches
+from sparrow.vllm import patches, versions
 from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
-from sparrow.vllm.versions import installed
 
 
 class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
@@ -30,7 +29,7 @@ class CpuBuilder(SparseBuilder, CPUAttentionMetadataBuilder):
 
 class CpuImpl(SparseImpl, CPUAttentionBackendImpl):
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        return installed(on_cpu=True).cpu_key_value(kv_cache, layer.isa)
+        return versions.cpu_key_value(kv_cache, layer.isa)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -16,13 +16,12 @@ from vllm.v1.attention.backends.flash_attn import (
 from sparrow.attention import DecodeWorkspace
 from sparrow.attention.triton import store_tokens
 from sparrow.errors import ConfigError
-from sparrow.vllm import patches
+from sparrow.vllm import patches, versions
 from sparrow.vllm.backend import SparseBuilder, SparseImpl, is_requested
 from sparrow.vllm.config import requested
 from sparrow.vllm.kv_cache import INT8
-from sparrow.vllm.versions import installed
 
-_adapter = installed()
+versions.check(on_cpu=False)
 
 
 class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
@@ -39,7 +38,7 @@ class CudaBuilder(SparseBuilder, FlashAttentionMetadataBuilder):
 
 class CudaImpl(SparseImpl, FlashAttentionImpl):
     def key_value(self, layer: Any, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        return _adapter.key_value(kv_cache)
+        return versions.key_value(kv_cache)
 
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor

@@ -81,7 +81,7 @@ def _checked_init_device(stock: Any) -> Any:
 
         decoding = config.requested(self.vllm_config)
         if decoding is not None:
-            versions.installed(current_platform.is_cpu())
+            versions.check(current_platform.is_cpu())
             config.check_supported(self.vllm_config, decoding, current_platform.is_cpu())
             if decoding.mode == "lossless":
                 apply(LOSSLESS)
@@ -288,7 +288,7 @@ def _unpacked_linear(stock: Any) -> Any:
 ALWAYS = (
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, "
-        "versions that no adapter was written for and what would be decoded densely or wrongly; a backend sees single "
+        "versions that Sparrow does not run in and what would be decoded densely or wrongly; a backend sees single "
         "layers only. And watch the worker: vLLM counts preemptions among statistics that cost the host time for each "
         "token, the prompts of its warm-up must not set the scales of an fp8 KV cache, and an fp8 copy of the weights "
         "must follow them", _checked_init_device,
@@ -298,16 +298,16 @@ ALWAYS = (
         "Sparrow's backend and say in the log what decodes", _checked_initialize_from_config,
     ),
     Patch(
-        "vllm.engine.arg_utils:EngineArgs.create_engine_config", ">=0.26,<0.34", "in lossless mode tell vLLM to "
-        "speculate, so that a user need not know how", _prepared_engine_arguments,
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config", versions.SUPPORTED, "in lossless mode tell vLLM "
+        "to speculate, so that a user need not know how", _prepared_engine_arguments,
     ),
     Patch(
         "vllm.config.vllm:VllmConfig._get_v2_model_runner_unsupported_features", ">=0.26,<0.32", "the V2 model runner "
         "has no speculator for draft models yet; in lossless mode it gets ours", _allowing_our_speculator,
     ),
     Patch(
-        "vllm.sampling_params:SamplingParams._validate_spec_decode", ">=0.26,<0.34", "refuse requests that lossless "
-        "mode does not serve where vLLM refuses what speculation does not serve",
+        "vllm.sampling_params:SamplingParams._validate_spec_decode", versions.SUPPORTED, "refuse requests that "
+        "lossless mode does not serve where vLLM refuses what speculation does not serve",
         _refusing_by_name, ("speculative_config",),
     ),
 )  # fmt: skip

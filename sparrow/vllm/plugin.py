@@ -27,7 +27,7 @@ def register() -> None:
     on_cpu = current_platform.is_cpu()
     everywhere = config.from_environment() is not None
     if everywhere:
-        versions.installed(on_cpu)
+        versions.check(on_cpu)
     if on_cpu:
         _claim(AttentionBackendEnum.CPU_ATTN, CPU)
     else:

@@ -1,50 +1,52 @@
-"""Which vLLM this is, and the adapter that knows how it differs from the others."""
+"""Which vLLM this is, and how it differs from the others.
+
+Shapes: N block tokens, K kv heads, D head dim.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from inspect import signature
-from types import ModuleType
 from typing import Any
 
+import torch
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+from torch import Tensor
 
 from sparrow.errors import ConfigError
 
+SUPPORTED = ">=0.26,<0.34"
 LOSSLESS_ON_CUDA = ("0.26",)
 """Versions that lossless mode was run with on a GPU."""
 UNTESTED_ENVIRONMENT = "SPARROW_UNTESTED_VLLM"
 
 
-def adapter(version: str) -> ModuleType:
-    """The adapter module for a version of vLLM.
+def check(on_cpu: bool) -> None:
+    """Check that Sparrow runs in the vLLM of this process.
 
-    Every adapter has ``key_value(kv_cache)``: a layer's keys and values on CUDA as views
-    ``[blocks, kv heads, block tokens, head dim]``. The newest also has what the CPU backend needs.
-
-    Raises ConfigError: a version that no adapter was written for.
+    Raises ConfigError: a version that it does not run in, or not on a CPU.
     """
-    release = Version(version).release[:2]
-    if (0, 26) <= release <= (0, 31):
-        name = "v026"
-    elif (0, 32) <= release <= (0, 33):
-        name = "v032"
-    else:
-        raise ConfigError(f"no adapter for vLLM {version}; install vllm 0.26 to 0.33, or drop the schedule")
-    return import_module(f"sparrow.vllm.{name}")
+    import vllm
+
+    if not SpecifierSet(SUPPORTED).contains(vllm.__version__, prereleases=True):
+        raise ConfigError(
+            f"Sparrow does not run in vLLM {vllm.__version__}; install vllm 0.26 to 0.33, or drop the schedule"
+        )
+    if on_cpu and Version(vllm.__version__).release < (0, 32):
+        raise ConfigError(f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU")
 
 
 def check_lossless(on_cpu: bool) -> None:
     """Check that lossless mode can run in the vLLM of this process.
 
-    Raises ConfigError: no adapter, or on a GPU a version that was never run there, unless ``SPARROW_UNTESTED_VLLM`` is
-    1.
+    Raises ConfigError: see ``check``; or on a GPU a version that was never run there, unless ``SPARROW_UNTESTED_VLLM``
+    is 1.
     """
     import vllm
 
-    installed(on_cpu)
+    check(on_cpu)
     major, minor = Version(vllm.__version__).release[:2]
     tries_untested = os.environ.get(UNTESTED_ENVIRONMENT, "").strip() == "1"
     if not on_cpu and not tries_untested and f"{major}.{minor}" not in LOSSLESS_ON_CUDA:
@@ -74,11 +76,21 @@ def _parameters_of_gumbel_sample() -> Mapping[str, Any]:
     return signature(gumbel_sample).parameters
 
 
-def installed(on_cpu: bool = False) -> ModuleType:
-    """The adapter for the vLLM of this process. Raises ConfigError: no adapter, or none that runs on CPU."""
-    import vllm
+def key_value(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """A layer's cache on CUDA, ``[blocks, K, N, 2 D]`` in any order in memory, as two views ``[blocks, K, N, D]``."""
+    keys, values = kv_cache.chunk(2, dim=-1)
+    return keys, values
 
-    module = adapter(vllm.__version__)
-    if on_cpu and not hasattr(module, "cpu_key_value"):
-        raise ConfigError(f"Sparrow runs on CPU with vLLM 0.32 and 0.33, not with {vllm.__version__}; use a GPU")
-    return module
+
+def cpu_key_value(kv_cache: Tensor, isa: str) -> tuple[Tensor, Tensor]:
+    """The same two views of a layer's cache on CPU, where vLLM stores a block's keys transposed, ``[D, N]``.
+
+    Raises ConfigError: an instruction set that packs keys in another order.
+    """
+    if isa not in ("vec", "vec16"):
+        raise ConfigError(f"Sparrow cannot read the cache of vLLM's {isa!r} kernels for CPU; set dtype='float32'")
+    blocks, K, N, D = *kv_cache.shape[:3], kv_cache.shape[3] // 2
+    block_stride, offset = kv_cache.stride(0), kv_cache.storage_offset()
+    keys = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, 1, N), offset)
+    values = torch.as_strided(kv_cache, (blocks, K, N, D), (block_stride, 2 * N * D, D, 1), offset + N * D)
+    return keys, values

@@ -51,7 +51,7 @@ def test_a_number_of_drafts_that_adapts_names_its_choices_and_its_scheduler():
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("adapts", [True, False])
 def test_preparing_twice_changes_nothing(cuda_version, on_cpu, adapts, monkeypatch):
-    monkeypatch.setattr(versions, "installed", lambda on_cpu: None)
+    monkeypatch.setattr(versions, "check", lambda on_cpu: None)
     decoding = Decoding.lossless(adapt_draft_tokens=adapts)
     made = prepared(decoding, on_cpu)
     before = dict(vars(made))
@@ -131,8 +131,8 @@ def test_a_fixed_number_of_drafts_takes_other_schedulers():
 @pytest.mark.parametrize(
     ("version", "on_cpu", "message"),
     [
-        ("0.24.0", False, "no adapter for vLLM 0.24.0; install vllm 0.26 to 0.33"),
-        ("0.34.0", False, "no adapter for vLLM 0.34.0"),
+        ("0.24.0", False, "does not run in vLLM 0.24.0; install vllm 0.26 to 0.33"),
+        ("0.34.0", False, "does not run in vLLM 0.34.0"),
         ("0.31.0", True, "on CPU with vLLM 0.32 and 0.33, not with 0.31.0"),
         ("0.32.0", False, "never run on a GPU with vLLM 0.32.0, .*set SPARROW_UNTESTED_VLLM=1 to try it"),
     ],

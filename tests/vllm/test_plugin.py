@@ -21,7 +21,7 @@ from sparrow.engines.vllm.server import VLLMServer, _rollout
 from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES
-from sparrow.vllm import config, control, fp8, v026, v032, versions
+from sparrow.vllm import config, control, fp8, versions
 from sparrow.vllm.runtime import Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
@@ -72,37 +72,44 @@ def test_steps_under_another_table_are_not_counted():
     assert made.counters()["rows"] == 4
 
 
-@pytest.mark.parametrize(
-    "version, name",
-    [("0.26.0", "v026"), ("0.31.2", "v026"), ("0.32.0rc1", "v032"), ("0.33.1", "v032")],
-)
-def test_each_version_has_one_adapter(version, name):
-    assert versions.adapter(version).__name__ == f"sparrow.vllm.{name}"
-
-
 @pytest.mark.parametrize("version", ["0.24.0", "0.25.0", "0.34.0"])
-def test_other_versions_are_refused_by_name(version):
-    with pytest.raises(ConfigError, match=f"no adapter for vLLM {version}"):
-        versions.adapter(version)
+def test_other_versions_are_refused_by_name(version, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
+    with pytest.raises(ConfigError, match=f"does not run in vLLM {version}; install vllm 0.26 to 0.33"):
+        versions.check(on_cpu=False)
 
 
-def test_adapters_view_the_cache_as_kernels_want_it():
+@pytest.mark.parametrize("version, on_cpu", [("0.26.0", 0), ("0.31.2", 0), ("0.32.0rc1", 1), ("0.33.1+cpu", 1)])
+def test_versions_that_it_runs_in_are_taken(version, on_cpu, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", version)
+    versions.check(on_cpu)
+
+
+def test_a_worker_of_another_version_is_refused_before_it_takes_memory(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("vllm"), "__version__", "0.34.0")
+    monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
+    from sparrow.vllm import patches
+
+    with pytest.raises(ConfigError, match=r"does not run in vLLM 0\.34\.0"):
+        patches._checked_init_device(lambda worker: None)(SimpleNamespace(vllm_config=vllm_config()))
+
+
+def test_the_cache_is_viewed_as_kernels_want_it():
     blocks, K, N, D = 3, 2, 32, 4
     k, v = torch.randn(2, blocks, K, N, D)
     side_by_side = torch.cat([k, v], -1)
-    for adapter in (v026, v032):
-        keys, values = adapter.key_value(side_by_side)
-        assert torch.equal(keys, k) and torch.equal(values, v)
-        assert keys.data_ptr() == side_by_side.data_ptr() and keys.stride(-1) == values.stride(-1) == 1
+    keys, values = versions.key_value(side_by_side)
+    assert torch.equal(keys, k) and torch.equal(values, v)
+    assert keys.data_ptr() == side_by_side.data_ptr() and keys.stride(-1) == values.stride(-1) == 1
     padded = torch.zeros(blocks, K * 2 * N * D + 7)
     cache = padded.as_strided((blocks, K, N, 2 * D), (padded.stride(0), 2 * N * D, 2 * D, 1))
-    keys, values = v032.cpu_key_value(cache, "vec")
+    keys, values = versions.cpu_key_value(cache, "vec")
     keys.copy_(k), values.copy_(v)
     stored = padded[:, :-7].view(blocks, K, 2 * N * D)
     assert torch.equal(stored[..., : N * D].reshape(blocks, K, D, N), k.transpose(2, 3))
     assert torch.equal(stored[..., N * D :].reshape(blocks, K, N, D), v)
     with pytest.raises(ConfigError, match="'amx' kernels"):
-        v032.cpu_key_value(cache, "amx")
+        versions.cpu_key_value(cache, "amx")
 
 
 def test_where_a_schedule_reads_the_cache_a_cpu_takes_kernels_that_leave_keys_in_order(monkeypatch):
