@@ -175,54 +175,42 @@ def check(vllm_config: Any) -> None:
                 "attention_backend='CUSTOM', and if another plugin holds that slot, start with VLLM_PLUGINS=sparrow"
             )
     runtime = find(vllm_config)
-    if runtime is not None:
-        schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache_in_8_bits
-        # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
-        logger = init_logger("vllm.sparrow")
-        if runtime.is_lossless:
-            if runtime.meter is None:
-                raise ConfigError(
-                    "mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config"
-                )
-            if (metered := runtime.meter.metered) is not None:
-                logger.info(
-                    "Sparrow also measures, in one of %d cycles, the acceptance that decoding under meter_schedule "
-                    "would have: layers read whole %s, top-k pages by %d tokens %s", decoding.meter_every,
-                    list(metered.schedule.dense_layers) or "none", metered.schedule.bin_tokens,
-                    metered.schedule.to_dict()["top_k"],
-                )  # fmt: skip
-            if (copies := runtime.draft_weights) is not None:
-                logger.info(
-                    "Drafts multiply with an fp8 copy of the weights of %d linear layers, which takes %.2f GiB; %d "
-                    "others (%.2f GiB) have none, nor have the embedding and the output layer",
-                    len(copies), copies.bytes / 2**30, copies.kept_layers, copies.kept_bytes / 2**30,
-                )  # fmt: skip
-            logger.info(
-                "Sparrow is lossless: sparse steps draft %s tokens (%s, %s; layers read whole: %s; top-k pages of %d "
-                "tokens by %d: %s%s), vLLM's dense attention verifies them%s%s; logits of drafts take %.2f GiB, "
-                "landmarks (%s) %.1f%% of the KV cache, drafts up to %d tokens of it for each sequence",
-                f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens,
-                runtime.backend, runtime.kernels, runtime.dense_layers or "none", schedule.page_size,
-                schedule.bin_tokens, schedule.to_dict()["top_k"],
-                ", or half or twice as many where that is faster" if len(runtime.budgets) > 1 else "",
-                " by drawing with the same random numbers" if decoding.drafter_invariant else "",
-                "" if stored is None else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}",
-                runtime.draft_bytes / 2**30, schedule.landmark_dtype, 100 * runtime.landmark_share,
-                decoding.draft_tokens,
-            )  # fmt: skip
-            return
+    if runtime is None:
+        return
+    # A name under vLLM's own, so that its handlers and VLLM_LOGGING_LEVEL apply.
+    logger = init_logger("vllm.sparrow")
+    schedule, decoding, stored = runtime.schedule, runtime.decoding, runtime.cache_in_8_bits
+    pages = f"top-k pages of {schedule.page_size} tokens by {schedule.bin_tokens}: {schedule.to_dict()['top_k']}"
+    landmarks = f"landmarks ({schedule.landmark_dtype}) {100 * runtime.landmark_share:.1f}% of the KV cache"
+    if not runtime.is_lossless:
+        cache = "" if stored is None else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})"
         logger.info(
-            "Sparrow decodes layers %s sparsely with %s (%s), layers %s densely; top-k pages of %d tokens by %d: %s; "
-            "landmarks (%s) %.1f%% of the KV cache%s",
-            runtime.sparse_layers, runtime.backend, runtime.kernels, runtime.dense_layers,
-            schedule.page_size, schedule.bin_tokens, schedule.to_dict()["top_k"], schedule.landmark_dtype,
-            100 * runtime.landmark_share,
-            "" if stored is None else f", which is {kv_cache.NAMES[stored]} ({kv_cache.SCALES[stored]})",
-        )  # fmt: skip
+            f"Sparrow decodes layers {runtime.sparse_layers} sparsely with {runtime.backend} ({runtime.kernels}), "
+            f"layers {runtime.dense_layers} densely; {pages}; {landmarks}{cache}"
+        )
         below, above = between_graphs(vllm_config)
         if below < above:
-            most = vllm_config.scheduler_config.max_num_seqs
             logger.warning(
-                "Steps of %d to %d sequences will run without a CUDA graph, which can take several times as long: "
-                "set max_num_seqs to %d or %d, the batches that vLLM captures", below + 1, most, below, above,
-            )  # fmt: skip
+                f"Steps of {below + 1} to {vllm_config.scheduler_config.max_num_seqs} sequences will run without a "
+                "CUDA graph, which can take several times as long: set max_num_seqs to "
+                f"{below} or {above}, the batches that vLLM captures"
+            )
+        return
+    if runtime.meter is None:
+        raise ConfigError("mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config")
+    if (copies := runtime.draft_weights) is not None:
+        logger.info(
+            f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, which takes "
+            f"{copies.bytes / 2**30:.2f} GiB; {copies.kept_layers} others ({copies.kept_bytes / 2**30:.2f} GiB) have "
+            "none, nor have the embedding and the output layer"
+        )
+    tokens = f"0 to {decoding.draft_tokens}" if decoding.adapt_draft_tokens else decoding.draft_tokens
+    budgets = ", or half or twice as many where that is faster" if len(runtime.budgets) > 1 else ""
+    drawn = " by drawing with the same random numbers" if decoding.drafter_invariant else ""
+    cache = "" if stored is None else f"; samples are the policy's with a KV cache in {kv_cache.NAMES[stored]}"
+    logger.info(
+        f"Sparrow is lossless: sparse steps draft {tokens} tokens ({runtime.backend}, {runtime.kernels}; layers read "
+        f"whole: {runtime.dense_layers or 'none'}; {pages}{budgets}), vLLM's dense attention verifies them{drawn}"
+        f"{cache}; logits of drafts take {runtime.draft_bytes / 2**30:.2f} GiB, {landmarks}, drafts up to "
+        f"{decoding.draft_tokens} tokens of it for each sequence"
+    )

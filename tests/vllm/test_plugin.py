@@ -277,7 +277,7 @@ def test_counters_add_up_over_any_steps(steps, bin_pages):
 def test_batches_that_no_graph_holds_are_named_in_the_log(mode, most, said, monkeypatch):
     vllm = pytest.importorskip("vllm.config")
     warnings = []
-    logger = SimpleNamespace(info=lambda *_: None, warning=lambda text, *values: warnings.append(text % values))
+    logger = SimpleNamespace(info=lambda text: None, warning=warnings.append)
     monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
     monkeypatch.setattr(config, "requested", lambda of: Decoding.lossy(SCHEDULE))
     compilation = SimpleNamespace(
@@ -431,7 +431,7 @@ def test_what_an_fp8_cache_is_and_clips_is_told(monkeypatch):
             scheduler_config=SimpleNamespace(max_num_seqs=8),
         )
     )  # fmt: skip
-    logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+    logger = SimpleNamespace(info=said.append)
     assert not {"kv_cache", "kv_scales"} & set(made.describe()) and "kv_clipped" not in made.counters()
     with pytest.raises(ConfigError, match=r"no fp8 KV cache.*kv_cache_dtype='fp8'"):
         control.sparrow_renew_kv_scales(worker)
@@ -495,7 +495,7 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
         said: list[str] = []
-        logger = SimpleNamespace(info=lambda text, *values: said.append(text % values))
+        logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
         monkeypatch.setattr(config, "requested", lambda of: decoding)
         control.check(worker.vllm_config)
