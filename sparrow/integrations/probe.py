@@ -64,7 +64,7 @@ class Probe:
         self._is_open = len(self._described) == len(set(self._urls))
         if self._is_open:
             (first, *_) = next(iter(self._described.values()))
-            self.schedule, self.mode = SparsitySchedule.from_dict(first["schedule"]), first.get("mode", "lossy")
+            self.schedule, self.mode = SparsitySchedule.from_dict(first["schedule"]), first["mode"]
             self.counted()  # forget what was counted before
         elif schedule is None:
             raise ConfigError(

@@ -91,7 +91,7 @@ class SparseGRPOTrainer(Trainer):
         self._ceiling = Ceiling()
         self._described = self._rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
-        mode = self._described[0].get("mode", "lossy")  # older plugins do not say
+        mode = self._described[0]["mode"]
         self._is_lossless = mode == "lossless"
         if decoding is not None and self._is_lossless != (decoding.mode == "lossless"):
             raise ConfigError(

@@ -298,9 +298,9 @@ class Movers:
         self._asks = closed_loop or bool(config.distill.step_down) or config.rollout.mode == "auto"
         self._said = False
         self._movers: dict[str, Mover] = {}
-        self._ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
+        ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
         if config.distill.step_down:
-            self._movers["step_down"] = StepDown(self._ladder, config.distill.step_down_every, tau)
+            self._movers["step_down"] = StepDown(ladder, config.distill.step_down_every, tau)
         if closed_loop:
             self._movers["closed_loop"] = ClosedLoop(tau)
         self._movers["guard"] = self.guard
@@ -324,11 +324,8 @@ class Movers:
         """The memory of all movers, by name."""
         return {name: mover.state() for name, mover in self._movers.items()}
 
-    def load(self, state: Mapping[str, Any], schedule: SparsitySchedule) -> None:
-        """Restore what ``state`` returned, with ``schedule`` in force; a mover that was off at the time starts anew."""
-        if "calm" in state:  # written before the step-down remembered its rung
-            rung = self._ladder.index(schedule) if schedule in self._ladder else 0
-            state = {"closed_loop": state, "guard": state, "step_down": {"rung": rung}}
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``state`` returned; a mover that was off at the time starts anew."""
         for name, mover in self._movers.items():
             if name in state:
                 mover.load(state[name])

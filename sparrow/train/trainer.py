@@ -366,7 +366,7 @@ class Trainer:
         # the closed loop's floors, which left no room under another tau.
         outdated = {"step_down": moved, "closed_loop": not changes.keys().isdisjoint(("tau", "relative_tau"))}
         memory = {name: saved for name, saved in state.steering.items() if not outdated.get(name)}
-        self.movers.load(memory, self.schedule)
+        self.movers.load(memory)
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:
             self.dial.load(state.steering["dial"])

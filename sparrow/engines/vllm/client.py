@@ -37,7 +37,7 @@ class Client(ABC):
         self.context = context
         self._described = self.rpc("sparrow_describe")
         self.schedule = SparsitySchedule.from_dict(self._described[0]["schedule"])
-        self._is_lossless = self._described[0].get("mode") == "lossless"  # older plugins do not say
+        self._is_lossless = self._described[0]["mode"] == "lossless"
         self.counters()  # forget what vLLM's own warm-up steps read
 
     def check(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
@@ -117,7 +117,7 @@ def tally(described: Sequence[Mapping[str, Any]], rpc: Callable[[str], Sequence[
     copies = len(counts) // len(stages)
     read, held = (sum(c[name] for c in counts) // copies for name in ("tokens_read", "tokens_held"))
     preemptions = counts[0].get("preemptions", 0)  # every worker counts all; the plugin of 0.1.0 counts none
-    if described[0].get("mode") != "lossless":
+    if described[0]["mode"] != "lossless":
         return Counters(read, held, preemptions)
     acceptance = rpc("sparrow_acceptance")[0]
     # Every worker takes part in every draft and sees all of its logits.

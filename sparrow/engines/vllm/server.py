@@ -9,7 +9,6 @@ import asyncio
 import json
 import re
 import time
-import warnings
 from collections import deque
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,17 +53,12 @@ class VLLMServer(Client):
     setting of lossless mode or cannot be controlled.
     """
 
-    def __init__(
-        self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True, *, leads: bool | None = None
-    ) -> None:
-        if leads is not None:
-            warnings.warn("VLLMServer(leads=...) is VLLMServer(controls=...) now", FutureWarning, stacklevel=2)
-            controls = leads
+    def __init__(self, url: str, schedule: SparsitySchedule | Decoding, controls: bool = True) -> None:
         self._url = url.rstrip("/")
         self._controls = controls
         self.connect(json.loads(self._request("GET", "/v1/models"))["data"][0]["max_model_len"])
         decoding = Decoding.load(schedule)
-        mode = self._described[0].get("mode", "lossy")
+        mode = self._described[0]["mode"]
         if (decoding.mode == "lossless") != self._is_lossless:
             raise ConfigError(
                 f"the server at {self._url} runs in mode {mode!r}, not {decoding.mode!r}, and cannot change it; start "

@@ -36,7 +36,10 @@ class Pretender(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         state["calls"].append(body.get("method", self.path))
         state["sampling"] = body.get("sampling_params")
-        described = {"schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0], **state["described"]}
+        described = {
+            "mode": "lossy", "schedule": SCHEDULE.to_dict(), "sparse_layers": [1], "dense_layers": [0],
+            **state["described"],
+        }  # fmt: skip
         counters = {"tokens_read": 1, "tokens_held": 2, "preemptions": 0, "drafted": 0, "accepted": 0, "emitted": 0}
         acceptance = {"acceptance": DraftAcceptance.empty().to_dict()}
         results = {
@@ -196,15 +199,6 @@ def test_truncation_is_asked_for_and_refused_where_drafts_would_not_follow_it(pr
     with pytest.raises(ConfigError, match=r"top_p 0.7, but in vLLM lossless drafts .*; leave them out, use mode dense"):
         engine.generate([[1]], Sampling(4, top_p=0.7))
     engine.generate([[1]], SAMPLING)
-
-
-def test_the_old_name_of_controls_warns_with_the_new_one(pretender):
-    url, state = pretender
-    with pytest.warns(FutureWarning, match=r"controls=\.\.\."):
-        led = VLLMServer(url, SCHEDULE, leads=False)
-    state["calls"].clear()
-    led.sleep()
-    assert state["calls"] == []
 
 
 def test_of_several_clients_one_controls(pretender):
