@@ -1,6 +1,7 @@
 """Errors a user can act on. The command line prints their one sentence and no traceback."""
 
 import traceback
+from collections.abc import Iterable
 
 
 def place(error: BaseException) -> str:
@@ -52,3 +53,10 @@ class ProcessLost(SparrowError):
 
 class CheckpointError(SparrowError):
     """A checkpoint that could not be written or read."""
+
+
+def refuse(error: type[SparrowError], cases: Iterable[tuple[bool, str]], before: str, after: str = "") -> None:
+    """Raises ``error``: the first case that holds, named between ``before`` and ``after``."""
+    for holds, name in cases:
+        if holds:
+            raise error(f"{before}{name}{after}")

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparrow.errors import ConfigError, UnsupportedModel
+from sparrow.errors import ConfigError, UnsupportedModel, refuse
 from sparrow.mode import Decoding
 from sparrow.vllm import kv_cache, lossless
 
@@ -78,46 +78,31 @@ def check_supported(vllm_config: Any, decoding: Decoding, on_cpu: bool) -> None:
         (model.is_hybrid or model.is_attention_free, "layers without attention"),
         (model.runner_type != "generate", f"the runner {model.runner_type!r}"),
     )
-    spec, transfer = vllm_config.speculative_config, vllm_config.kv_transfer_config
-    for is_used, feature, remedy in (
-        (
-            spec is not None and decoding.mode != "lossless",
-            f"speculative decoding ({getattr(spec, 'method', None)})",
-            "drop speculative_config",
-        ),
-        (transfer is not None, "a KV connector", "drop kv_transfer_config: it would not carry the landmarks"),
-        (parallel.decode_context_parallel_size > 1, "decode context parallelism", "set decode_context_parallel_size=1"),
-        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism", "set it to 1"),
-        (parallel.use_ubatching, "dual-batch overlap", "drop enable_dbo"),
-        (
-            cache.cache_dtype not in KV_CACHE_DTYPES,
-            f"kv_cache_dtype={cache.cache_dtype!r}",
-            f"set kv_cache_dtype='auto', 'fp8' or {kv_cache.INT8!r}",
-        ),
-        (
-            cache.cache_dtype == kv_cache.INT8 and decoding.mode == "lossless",
-            f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, where vLLM would have to read int8 itself",
-            "set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'",
-        ),
-        (
-            bool(getattr(cache, "kv_cache_dtype_skip_layers", None)),
-            "a KV cache of several dtypes (kv_cache_dtype_skip_layers)",
-            "drop it",
-        ),
-        (
-            bool(getattr(cache, "calculate_kv_scales", False)),
-            "vLLM's own KV scales",
-            "drop calculate_kv_scales: Sparrow sets scales itself",
-        ),
-    ):
-        if is_used:
-            raise ConfigError(f"Sparrow does not decode with {feature}; {remedy}")
+    spec, is_lossless, dtype = vllm_config.speculative_config, decoding.mode == "lossless", cache.cache_dtype
+    cases = (
+        (spec is not None and not is_lossless, f"speculative decoding ({getattr(spec, 'method', None)}); drop "
+         "speculative_config"),
+        (vllm_config.kv_transfer_config is not None, "a KV connector; drop kv_transfer_config: it would not carry the "
+         "landmarks"),
+        (parallel.decode_context_parallel_size > 1, "decode context parallelism; set decode_context_parallel_size=1"),
+        (getattr(parallel, "prefill_context_parallel_size", 1) > 1, "prefill context parallelism; set it to 1"),
+        (parallel.use_ubatching, "dual-batch overlap; drop enable_dbo"),
+        (dtype not in KV_CACHE_DTYPES, f"kv_cache_dtype={dtype!r}; set kv_cache_dtype='auto', 'fp8' or "
+         f"{kv_cache.INT8!r}"),
+        (dtype == kv_cache.INT8 and is_lossless, f"kv_cache_dtype={kv_cache.INT8!r} in lossless mode, where vLLM would "
+         "have to read int8 itself; set kv_cache_dtype='auto' or 'fp8', or mode 'lossy'"),
+        (bool(getattr(cache, "kv_cache_dtype_skip_layers", None)), "a KV cache of several dtypes "
+         "(kv_cache_dtype_skip_layers); drop it"),
+        (bool(getattr(cache, "calculate_kv_scales", False)), "vLLM's own KV scales; drop calculate_kv_scales: Sparrow "
+         "sets scales itself"),
+    )  # fmt: skip
+    refuse(ConfigError, cases, "Sparrow does not decode with ")
     if not on_cpu:
         from sparrow.attention.decode import HEAD_DIMS
 
         if model.get_head_size() not in HEAD_DIMS:
             raise UnsupportedModel(f"{name} has heads of {model.get_head_size()}; the decode kernels take {HEAD_DIMS}")
-    if decoding.mode == "lossless":
+    if is_lossless:
         lossless.check_supported(vllm_config)
         if decoding.draft_weights == "fp8":
             lossless.check_draft_weights(vllm_config, on_cpu)
@@ -146,9 +131,6 @@ def check_layer(asked: Mapping[str, Any]) -> None:
 
 
 def _refuse(what: str, *kinds: tuple[bool, str]) -> None:
-    for is_kind, kind in kinds:
-        if is_kind:
-            raise UnsupportedModel(
-                f"{what} has {kind}, but Sparrow selects pages from full causal self-attention only; "
-                "choose another model, or start vLLM without a schedule"
-            )
+    remedy = "choose another model, or start vLLM without a schedule"
+    only = f", but Sparrow selects pages from full causal self-attention only; {remedy}"
+    refuse(UnsupportedModel, kinds, f"{what} has ", only)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparrow.errors import ConfigError
+from sparrow.errors import ConfigError, refuse
 from sparrow.mode import Decoding
 from sparrow.vllm import versions
 
@@ -104,27 +104,19 @@ def check_supported(vllm_config: Any) -> None:
 
     Raises ConfigError: such an engine.
     """
-    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
-    for is_wrong, problem in (
-        (spec is None, "vLLM was not told to speculate: the engine was not made from vLLM's EngineArgs; make it so"),
-        (
-            not vllm_config.use_v2_model_runner,
-            "it needs vLLM's V2 model runner, which this model, device or VLLM_USE_V2_MODEL_RUNNER rules out; use mode "
-            "'lossy', or start vLLM without Sparrow",
-        ),
+    parallel = vllm_config.parallel_config
+    cases = (
+        (vllm_config.speculative_config is None, "vLLM was not told to speculate: the engine was not made from vLLM's "
+         "EngineArgs; make it so"),
+        (not vllm_config.use_v2_model_runner, "it needs vLLM's V2 model runner, which this model, device or "
+         "VLLM_USE_V2_MODEL_RUNNER rules out; use mode 'lossy', or start vLLM without Sparrow"),
         (parallel.pipeline_parallel_size > 1, "it does not run with pipeline parallelism; use tensor parallelism"),
-        (
-            parallel.data_parallel_size > 1,
-            "it does not run with vLLM's data parallelism; start an engine for each part",
-        ),
-        (
-            vllm_config.lora_config is not None,
-            "its drafts would not follow the adapter of each request; drop enable_lora and load merged weights, or "
-            "use mode 'lossy'",
-        ),
-    ):
-        if is_wrong:
-            raise ConfigError(f"mode 'lossless': {problem}")
+        (parallel.data_parallel_size > 1, "it does not run with vLLM's data parallelism; start an engine for each "
+         "part"),
+        (vllm_config.lora_config is not None, "its drafts would not follow the adapter of each request; drop "
+         "enable_lora and load merged weights, or use mode 'lossy'"),
+    )  # fmt: skip
+    refuse(ConfigError, cases, "mode 'lossless': ")
 
 
 def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
@@ -136,22 +128,17 @@ def check_draft_weights(vllm_config: Any, on_cpu: bool) -> None:
     from vllm import envs
     from vllm.platforms import current_platform
 
-    model = vllm_config.model_config
-    for is_wrong, problem in (
+    model, in_16_bits = vllm_config.model_config, (torch.bfloat16, torch.float16)
+    has_fp8 = on_cpu or (current_platform.is_cuda() and current_platform.has_device_capability(89))
+    cases = (
         (vllm_config.quant_config is not None, f"vLLM quantises the weights already ({model.quantization})"),
         (model.is_moe, "the weights of experts have no copy, and they are most of the model"),
         (envs.VLLM_BATCH_INVARIANT, "vLLM's batch-invariant mode has kernels of its own; unset VLLM_BATCH_INVARIANT"),
-        (
-            not on_cpu and model.dtype not in (torch.bfloat16, torch.float16),
-            f"vLLM's fp8 kernels give 16 bits, and the model's dtype is {model.dtype}",
-        ),
-        (
-            not on_cpu and not (current_platform.is_cuda() and current_platform.has_device_capability(89)),
-            "the GPU has no fp8 products (compute capability 8.9 and later have)",
-        ),
-    ):
-        if is_wrong:
-            raise ConfigError(f"draft_weights 'fp8': {problem}; or leave draft_weights out")
+        (not on_cpu and model.dtype not in in_16_bits, "vLLM's fp8 kernels give 16 bits, and the model's dtype is "
+         f"{model.dtype}"),
+        (not has_fp8, "the GPU has no fp8 products (compute capability 8.9 and later have)"),
+    )  # fmt: skip
+    refuse(ConfigError, cases, "draft_weights 'fp8': ", "; or leave draft_weights out")
 
 
 def check_request(sampling: Any) -> None:
