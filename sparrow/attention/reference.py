@@ -51,22 +51,14 @@ def decode(
     Row b's sequence lies in columns ``start_B[b] .. start_B[b] + length_B[b] - 1`` (left padding before,
     unused cache after; ``None`` means column 0 everywhere); its pages are counted from its own first token.
     """
-    B, H, D = q_BHD.shape
-    K, S, P = k_BKSD.shape[1], k_BKSD.shape[2], layout.page_size
+    S, P = k_BKSD.shape[2], layout.page_size
     with torch.no_grad():
         marks = _page_landmarks(k_BKSD, start_B, layout)
         scores = page_scores(q_BHD[:, :, None], marks)
         keep_BKN = select_pages(scores, length_B[:, None], top_k_B[:, None], layout, head_budgets_K)[:, :, 0]
         token_BKT, seen_BKT = _kept_tokens(keep_BKN, length_B, P)
         column_BKT = (token_BKT if start_B is None else token_BKT + start_B[:, None, None]).clamp(max=S - 1)
-    out = F.scaled_dot_product_attention(
-        q_BHD.view(B, K, H // K, D),
-        tokens_at(k_BKSD, column_BKT),
-        tokens_at(v_BKSD, column_BKT),
-        attn_mask=seen_BKT[:, :, None],
-        scale=scale,
-    )
-    return out.reshape(B, H, D)
+    return _attend(q_BHD, tokens_at(k_BKSD, column_BKT), tokens_at(v_BKSD, column_BKT), seen_BKT, scale)
 
 
 def check(batch: DecodeBatch, workspace: DecodeWorkspace | None) -> None:
@@ -82,8 +74,7 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
     landmark of a page that a row's newest token filled is written. There is no plan, and the workspace stays untouched.
     """
     q_BHD, k_cache, layout = batch.q_BHD, batch.k_cache, batch.layout
-    B, H, D = q_BHD.shape
-    K, block_tokens, P = k_cache.shape[1], k_cache.shape[2], layout.page_size
+    K, block_tokens, P = batch.kv_heads, k_cache.shape[2], layout.page_size
     length_B, table_BM = batch.length_B.long(), batch.block_table_BM.long()
     with torch.no_grad():
         newest_B = (length_B - 1).clamp(min=0)
@@ -106,14 +97,15 @@ def run(batch: DecodeBatch, workspace: DecodeWorkspace | None = None, reuse_plan
         else:
             own = ((k_cache, scales.k), (batch.v_cache, scales.v))
             keys, values = (_dequantised(cache, scale, at, q_BHD.dtype) for cache, scale in own)
-    out = F.scaled_dot_product_attention(
-        q_BHD.view(B, K, H // K, D),
-        keys.masked_fill(~seen_BKT[..., None], 0.0),
-        values.masked_fill(~seen_BKT[..., None], 0.0),
-        attn_mask=seen_BKT[:, :, None],
-        scale=batch.scale,
-    )
-    return batch.out_BHD.copy_(out.reshape(B, H, D).masked_fill((length_B == 0)[:, None, None], 0.0))
+    keys, values = (x.masked_fill(~seen_BKT[..., None], 0.0) for x in (keys, values))
+    out_BHD = _attend(q_BHD, keys, values, seen_BKT, batch.scale)
+    return batch.out_BHD.copy_(out_BHD.masked_fill((length_B == 0)[:, None, None], 0.0))
+
+
+def _attend(q_BHD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, seen_BKT: Tensor, scale: float) -> Tensor:
+    """Attention of one query in each row to the tokens gathered for its kv heads, of which those count in ``seen``."""
+    q_BKGD = q_BHD.unflatten(1, (k_BKTD.shape[1], -1))
+    return F.scaled_dot_product_attention(q_BKGD, k_BKTD, v_BKTD, seen_BKT[:, :, None], scale=scale).flatten(1, 2)
 
 
 def _entries(cache: Tensor, at: tuple[Tensor | slice, ...]) -> Tensor:
