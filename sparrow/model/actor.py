@@ -86,15 +86,9 @@ class _TeacherForcing:
 
 
 def sparrow_attention(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    teacher_forcing: _TeacherForcing | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, teacher_forcing: _TeacherForcing | None = None, **kwargs: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Attention function of the transformers attention interface; ``[B, H, T, D]`` in, ``[B, T, H, D]`` out.
 
     Raises ConfigError: a model without a schedule is at a decode step, pages cannot follow the mask, or ``generate``
@@ -354,13 +348,8 @@ def _forcing(
 def _whole(prompt_lengths: Sequence[int] | Tensor) -> Tensor:
     lengths = torch.as_tensor(prompt_lengths)
     kind = lengths.dtype
-    if (
-        lengths.dim() != 1
-        or kind.is_floating_point
-        or kind.is_complex
-        or kind == torch.bool
-        or bool((lengths < 0).any())
-    ):
+    is_whole = not (kind.is_floating_point or kind.is_complex or kind == torch.bool)
+    if lengths.dim() != 1 or not is_whole or bool((lengths < 0).any()):
         raise ConfigError(
             f"prompt_lengths must be one whole number from 0 for each row, got {prompt_lengths!r}; "
             "count the prompt tokens of each row"

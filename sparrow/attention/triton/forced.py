@@ -50,18 +50,10 @@ class _Context(Protocol):
 
 
 def teacher_forced(
-    q_BHTD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    start_B: Tensor,
-    length_B: Tensor,
-    prompt_B: Tensor,
-    top_k_BT: Tensor,
-    layout: PageLayout,
-    scale: float,
-    head_budgets_K: Tensor | None = None,
+    q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, start_B: Tensor, length_B: Tensor, prompt_B: Tensor,
+    top_k_BT: Tensor, layout: PageLayout, scale: float, head_budgets_K: Tensor | None = None,
     kept: list[Kept] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Every position reads what decoding would have read; see ``sparrow.attention.teacher_forced``."""
     _check(q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout)
     if not scale > 0:
@@ -74,19 +66,9 @@ def teacher_forced(
 class _TeacherForced(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: _Context,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        length: Tensor,
-        prompt: Tensor,
-        top_k: Tensor,
-        head_budgets: Tensor | None,
-        layout: PageLayout,
-        scale: float,
-        kept: list[Kept] | None,
-    ) -> Tensor:
+        ctx: _Context, q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, prompt: Tensor, top_k: Tensor,
+        head_budgets: Tensor | None, layout: PageLayout, scale: float, kept: list[Kept] | None,
+    ) -> Tensor:  # fmt: skip
         if kept:
             selection, out, lse = kept.pop()
         else:
@@ -113,14 +95,7 @@ class Call:
     """The launches of one call; takes arguments that ``teacher_forced`` has checked."""
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        start: Tensor,
-        length: Tensor,
-        layout: PageLayout,
-        scale: float,
+        self, q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, layout: PageLayout, scale: float
     ) -> None:
         B, H, T, D = q.shape
         self.K = k.shape[1]
@@ -247,14 +222,7 @@ def _packed(x: Tensor) -> Tensor:
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    start: Tensor,
-    length: Tensor,
-    prompt: Tensor,
-    top_k: Tensor,
-    layout: PageLayout,
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor, length: Tensor, prompt: Tensor, top_k: Tensor, layout: PageLayout
 ) -> None:
     B, H, T, D = q.shape
     P = layout.page_size
@@ -271,12 +239,9 @@ def _check(
         raise ValueError(f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
     if any(x.shape[1] * x.stride(1) >= 2**31 or T * x.stride(2) >= 2**31 for x in (q, k, v)):
         raise ValueError(f"sequences of {T} columns are beyond 32-bit offsets; split the batch or the heads")
-    for name, x, shape in (
-        ("start_B", start, (B,)),
-        ("length_B", length, (B,)),
-        ("prompt_B", prompt, (B,)),
-        ("top_k_BT", top_k, (B, T)),
-    ):
+    rows = dict(start_B=start, length_B=length, prompt_B=prompt, top_k_BT=top_k)
+    for name, x in rows.items():
+        shape = (B, T) if x is top_k else (B,)
         if x.shape != shape or x.device != q.device or x.is_floating_point():
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"{name} must be integers {shape} on {q.device}, got {got}")
