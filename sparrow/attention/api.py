@@ -111,9 +111,8 @@ def paged_decode(
             or ``cuda`` (on Hopper, pages of 16, head dims 64 and 128, groups up to 8, dtypes as Triton's; needs
             ``workspace``, and is compiled at its first call). There is no fallback; ``choose`` says which is fastest.
         scale: softmax scale, ``D ** -0.5`` by default.
-        cache_scales: of a cache in float8_e4m3fn or int8, which needs them; the CUDA kernel multiplies 16-bit queries
-            with what is stored, and logits and results, or weights, with the scales. They are read on the device: a
-            graph follows changes.
+        cache_scales: of a cache in float8_e4m3fn or int8, which needs them; read on the device, so that a graph
+            follows changes.
         head_budgets_K: what multiplies ``top_k_B`` in each kv head, int32 in units of 1 / 256, rounded half up (the
             pages that are always kept and ``ALL_PAGES`` stay); ``None`` if all keep ``top_k_B``.
         out: where the result goes, ``[B, H, D]``; allocated if not given.

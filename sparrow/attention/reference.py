@@ -179,13 +179,10 @@ def teacher_forced(
     query_chunk: int = 256,
     head_budgets_K: Tensor | None = None,
 ) -> Tensor:
-    """All query positions at once, each reading what step-by-step decoding would have read; ``[B, H, T, D]``.
+    """All query positions at once; see ``sparrow.attention.teacher_forced``.
 
-    Row b's sequence is columns ``start_B[b] .. start_B[b] + length_B[b] - 1``. Its first ``prompt_B[b]``
-    tokens were prefilled and attend densely; the token at position t after them reads the pages selected
-    among its t + 1 tokens with ``top_k_BT[b, column]`` and its head's budget. Padded columns return zeros.
-
-    Memory grows with ``query_chunk * T``; use the kernel for real lengths.
+    The token at position t after the prompt reads the pages selected among its t + 1 tokens. Memory grows with
+    ``query_chunk * T``; use the kernel for real lengths.
     """
     H, T = q_BHTD.shape[1:3]
     K, P = k_BKTD.shape[1], layout.page_size

@@ -1,8 +1,6 @@
 """DistillSparse: a LoRA phi that only the sparse actor has. Source: Sparrow, arXiv 2606.08446, section 7.
 
-The dense policy theta trains as always and never sees phi. After its update, theta is frozen and phi is
-trained on the same trajectories, by a teacher-forced sparse forward pass under the *actual schedule*, towards
-the dense log-probs that were computed anyway. The engine gets theta + delta(phi), merged out of place.
+The dense policy theta never sees phi; docs/method.md ("DistillSparse") says what phi is trained on.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
 """

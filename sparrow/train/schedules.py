@@ -1,20 +1,12 @@
 """What moves the schedule between steps: the step-down of a distilled actor, the closed loop, and the guard.
 
 They share one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured
-under it, and what the movers before it proposed. A schedule that none of them moves is fixed. They can be combined.
+under it, and what the movers before it proposed. docs/method.md ("Closed loop and guard") says what they do, and why.
 
-In the closed loop, pages follow the measured tail, bin by bin, so that no calibration run is needed. Every step
-measures p5 of acceptance by length bin at no cost, because the dense log-probs are computed anyway. The lower limit of
-p5's interval decides, as in calibration: a bin must be sure to hold tau, and a bin with few responses has a wide
-interval and keeps more pages. While a bin is dense, its p5 is 1 and says nothing about the sparse actor; going down
-from there is safe because the change in one step is bounded.
-
-Budgets are raised in proportion to the rejected share 1 - p5 and lowered with its cube root. That share falls with the
-pages read, as a power of them between -0.7 (the median of the published tables for p5 0.75 to 0.92) and -4 (the bundled
-reasoner near p5 0.97): a raise must suffice where the share falls slowly, and a cut must not go too far where it is
-steep. A budget that left no room is the bin's floor from then on, so every bin settles, whatever the noise. As the
-policy grows surer, the same p5 needs fewer pages; the loop keeps the pages that come free, because giving them up would
-hold p5 but lose reward (docs/stability.md).
+The closed loop raises budgets in proportion to the rejected share 1 - p5 and lowers them with its cube root. That share
+falls with the pages read, as a power of them between -0.7 (the median of the published tables for p5 0.75 to 0.92) and
+-4 (the bundled reasoner near p5 0.97): a raise must suffice where the share falls slowly, and a cut must not go too far
+where it is steep.
 
 A relative tau is held by the relative p5 (``mismatch.tau``), in which the rejected share is due to sparsity alone.
 """

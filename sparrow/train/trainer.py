@@ -1,8 +1,6 @@
 """The training loop: rollout -> verify -> dense log-probs -> acceptance -> correction -> update.
 
-The sparse actor q samples; the dense policy p is trained on those samples, with a correction for each
-token's p/q. The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv
-2606.08446, sections 3 and 6.
+The trainer knows its engine only by ``engines.base.Engine``. Source: Sparrow, arXiv 2606.08446, sections 3 and 6.
 
 Shapes: B responses, T response tokens (right-padded), M response tokens laid end to end, n top tokens.
 """

@@ -1,8 +1,7 @@
 """A KV cache in 8 bits, fp8 or int8: what vLLM calls it, and the 16-bit copy of it that prefill reads.
 
-Queries stay in 16 bits. Decode steps of all layers run the kernels of ``sparrow.attention``, which take the cache as it
-is. vLLM's own attention would round the queries to fp8 as well, or not take int8; in prefill it is given a 16-bit copy
-of the blocks that it reads instead, which is exact, so that prefill and decoding see the same keys and values.
+vLLM's own attention would round the queries to fp8 as well, or not take int8. The copy is exact, so that prefill and
+decode steps, which run the kernels of ``sparrow.attention`` in all layers, see the same keys and values.
 
 Shapes: K kv heads, N block tokens, D head dim, R rows in prefill, M blocks of the longest sequence.
 """

@@ -38,9 +38,7 @@ that answers but does not count tokens is waited for."""
 class VLLMServer(Client):
     """Rollouts by a running vLLM server on this machine.
 
-    Start it with ``VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --attention-backend CUSTOM --additional-config
-    '{"sparrow": SCHEDULE}' --logprobs-mode processed_logprobs --max-logprobs -1``, with ``--enable-scale-out`` from
-    0.32 on (the endpoint for token ids is off by default there), and ``--enable-sleep-mode`` to use ``sleep``.
+    docs/vllm.md ("Sparrow's own trainer") has the command that starts it.
 
     Args:
         url: such as ``http://localhost:8000``.
