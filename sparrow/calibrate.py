@@ -1,10 +1,7 @@
 """Finds the cheapest schedule whose tail holds a target, for any model.
 
-The published method samples the model again at each of 18 budgets. Here trajectories are sampled once and
-scored at every budget by teacher-forced sparse passes, which compute what decoding would have computed. A pass
-may give each length bin its own budget, so all bins are searched at once.
-This module only searches: it is given ``measure`` and knows no engine. Source: Sparrow, arXiv 2606.08446,
-section 4; the error bars, the borrowing and the search are ours.
+This module only searches: it is given ``measure`` and knows no engine. Source: Sparrow, arXiv 2606.08446, section 4;
+the error bars, the borrowing and the search, where each bin has a budget of its own, are ours (docs/calibration.md).
 """
 
 from __future__ import annotations
@@ -204,7 +201,6 @@ def _wanted(by_bin: Sequence[Tried], target: float, fewest: int, page_size: int)
 
 
 def _relative(tail: PercentileInterval, ceiling: PercentileInterval) -> PercentileInterval:
-    """The tail relative to its ceiling."""
     spans = ((t.estimate, t.lower, t.upper) for t in (tail, ceiling))
     estimate, lower, upper = relative_span(*spans)
     return replace(tail, estimate=estimate, lower=lower, upper=upper)

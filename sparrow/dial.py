@@ -1,18 +1,7 @@
 """One dial from lossless to lossy: verification is skipped where the tail allows it and it saves time.
 
-A run begins lossless. Verification shows, at no extra cost, how likely each draft is to be kept. That estimates,
-by length bin, the p5 that decoding under the same schedule without verification would have. A bin turns lossy where the
-lower limit of this p5 holds tau and the cost model says that lossy is faster. From then on the p5 of the bin's own
-unverified tokens decides, because that of drafts is too high: the history of drafts is dense, while unverified tokens
-read what sparse steps wrote.
-
-After the first unverified token of a response, the cache holds keys that the policy would not have written, and no
-later token can be exact. So a response is verified up to some length and not beyond, and the lossy bins are always all
-bins from one length on. Bins turn lossy one at a time, the longest first, so that each is tried before more of its
-history is sparse (a bin where lossy gains nothing turns together with the next shorter one). A bin that fails goes back
-at once, with all shorter ones, and each further failure doubles the wait before it is tried again.
-
-Pure arithmetic on numbers that were measured elsewhere.
+A lossless bin turns lossy by its drafts' p5, a lossy one goes back by that of its own unverified tokens; lossy bins are
+always all from one length on. docs/dial.md gives the rule and its reasons.
 """
 
 from __future__ import annotations
@@ -150,7 +139,6 @@ class Dial:
         return {"verified_up_to": up_to, "waits": list(self._waits.items()), "failures": list(self._failures.items())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continue from what ``state`` returned."""
         up_to = state["verified_up_to"]
         self.verified_up_to = inf if up_to is None else up_to
         self._waits, self._failures = dict(state["waits"]), dict(state["failures"])

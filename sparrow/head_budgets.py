@@ -1,8 +1,7 @@
 """Which layers and kv heads need more pages than others: relative budgets from a calibration.
 
-Pages go, a few at a time, where they take off most of the attention mass that the dense policy has on tokens that would
-not be read. A layer's mass counts by what acceptance loses for it where this layer alone is sparse. Mass alone would
-mislead, for a layer may spread its attention and need little of it. ``docs/selectors.md`` has what such budgets gained.
+Pages go, a few at a time, where they take off most of the attention mass that would not be read, weighed by what
+acceptance loses where that layer alone is sparse (docs/calibration.md).
 
 Shapes: L sparse layers, K kv heads, C cells (layers, or kv heads of layers), U numbers of units of pages: 1, 2, ....
 """

@@ -178,9 +178,8 @@ def calibrate_engine(
 ) -> Calibration:
     """``sparrow.calibrate.calibrate`` for the model of an engine and a scorer, on trajectories sampled once a round.
 
-    The actor writes other tokens than the dense model, and these are harder for it. So each of the
-    ``on_policy`` rounds samples under the schedule found so far and searches again from there; the last round takes all
-    prompts, earlier ones a tenth. The schedule sampled under needs no pass: the rollouts hold what it would compute.
+    Each of the ``on_policy`` rounds samples under the schedule found so far, as the actor's own tokens are harder for
+    it, and searches again from there; the last round takes all prompts, earlier ones a tenth.
 
     Args:
         engine, scorer, prompts, sampling, folder, made_by: see ``Trajectories``.

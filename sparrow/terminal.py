@@ -58,7 +58,6 @@ def note(text: str) -> None:
 
 
 def print_rows(title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """A table of names and values."""
     table = Table(title=escape(title), show_header=False)
     for name, value in rows:
         table.add_row(escape(name), escape(value))

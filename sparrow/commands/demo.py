@@ -43,7 +43,6 @@ class Demo(Command):
         return self.training().interrupted()
 
     def training(self) -> Train:
-        """The ``sparrow train`` command that the demo runs."""
         how = {
             "dense": [],
             "lossy": ["--schedule", str(SCHEDULE)],
@@ -55,7 +54,6 @@ class Demo(Command):
         return tyro.cli(Train, args=[*arguments, "--model", "reasoner", "--run-dir", self.run_dir])
 
     def compare(self) -> None:
-        """Sample held-out problems with the trained model in each mode, and print the results."""
         from sparrow.engines.hf import HFEngine, eos_ids
         from sparrow.loading import HELD_OUT, load_model, load_task_spec
         from sparrow.rollout import Sampling

@@ -1,8 +1,7 @@
 """The p5 of dense rollouts: the ceiling of p5.
 
-Sampler and trainer are different programs that round differently, and lists of likely tokens leave something out. So
-even an actor that reads everything has acceptance below 1. A p5 shows the effect of sparsity only when compared with
-the p5 of dense rollouts of the same engines, lists and lengths.
+It is below 1, since sampler and trainer round differently and lists of likely tokens leave something out. A p5 shows
+the effect of sparsity only beside that of dense rollouts of the same engines, lists and lengths.
 
 Shapes: T tokens, n entries of the actor's top-n list.
 """
@@ -75,7 +74,6 @@ class Ceiling:
         ]
 
     def load(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Continue from what ``state`` returned."""
         for row in state:
             stats = {name: float("nan") if x is None else x for name, x in row.items() if name not in ("start", "end")}
             self._bins[row["start"], row["end"]] = stats

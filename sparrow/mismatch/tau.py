@@ -1,16 +1,12 @@
 """The p5 to hold, absolute or relative to the ceiling, and how to separate the ceiling from a measured p5.
 
-At one token, to first order, the acceptance rate falls by half the mean size of the error in the logits. The error from
-the numerics of two programs is independent of the error from sparsity. So the two add like standard deviations, in
-squares: they cancel as often as not. The rejected shares of all tokens scale with both errors in the same way, and so
-do percentiles. With c the ceiling, the p5 of dense rollouts, the **relative p5** is what sparsity alone leaves:
+The errors of numerics and of sparsity are independent, so their effects on the rejected share add in squares. With c
+the ceiling, the p5 of dense rollouts, the **relative p5** is what sparsity alone leaves:
 
     1 - relative = sqrt((1 - p5)^2 - (1 - c)^2)
 
-It is 1 at the ceiling, and equals p5 where the ceiling is 1. Acceptances would multiply (p5 / c), or losses add
-(1 - (c - p5)), only if what lowers the ceiling never cancelled with sparsity's error. Short top-n lists are such a
-case: they leave out mass on both sides. With them the relative p5 is too low, which asks for more pages, never fewer.
-docs/calibration.md gives the measurements for each of the three formulas.
+With short top-n lists, which leave out mass on both sides, it is too low and asks for more pages, never fewer.
+docs/calibration.md derives the formula and measures it beside others.
 """
 
 from __future__ import annotations

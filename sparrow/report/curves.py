@@ -33,7 +33,6 @@ class Panel(NamedTuple):
     at: Callable[[RunLog], NDArray[np.int64]] = attrgetter("steps")  # the steps of its series
 
     def draw(self, ax: Axes, logs: Sequence[RunLog]) -> None:
-        """Draw the series of one run or two."""
         recorded = self.recorded(logs)
         labels = list(dict.fromkeys(label for _, label in recorded))
         for i, label in recorded:
@@ -122,7 +121,6 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Tokens per cycle", "tokens", of(tokens="drafts.tokens_per_cycle"), 0),
     ],
 }
-"""The panels, by heading."""
 
 
 def line(
@@ -137,7 +135,6 @@ def line(
 
 
 def step_axis(ax: Axes) -> None:
-    """Label the axis with whole steps."""
     ax.set_xlabel("step")
     ax.locator_params(axis="x", integer=True, nbins=7)
 

@@ -102,7 +102,6 @@ def describe_tail(b: BinMismatch, tau: Tau) -> str:
 
 
 def describe_schedule(schedule: SparsitySchedule) -> str:
-    """A schedule in one line."""
     if schedule.is_dense:
         return "dense"
     low, high = schedule.top_k[0], schedule.top_k[-1]
@@ -126,7 +125,6 @@ def bin_name(start: float, end: float) -> str:
 
 
 def number(value: float) -> str:
-    """The value with three decimals."""
     return f"{value:.3f}" if isfinite(value) else "n/a"
 
 
