@@ -674,6 +674,24 @@ def test_what_drafts_read_changes_with_every_cycle(folder, model, monkeypatch):
     assert 1.2 * few < mixed < many / 1.2
 
 
+def test_each_draft_step_reads_what_the_schedule_says_at_its_length(folder, monkeypatch):
+    from sparrow import attention
+
+    schedule = DRAFTS.replace(top_k=tuple(range(1, 21)), bin_tokens=16)  # some cycles end in another bin
+    decode, steps = attention.paged_decode, []
+
+    @wraps(decode)
+    def watched(*args, **named):
+        steps.append((args[5].numpy().copy(), args[6].numpy().copy()))
+        return decode(*args, **named)
+
+    monkeypatch.setattr(attention, "paged_decode", watched)
+    with engine(folder, Decoding.lossless(schedule, draft_tokens=4, adapt_draft_tokens=False)) as llm:
+        generate(llm, prompts(17, 33, 90, seed=4), 48)
+    read = [(rows, top_k) for length, pages in steps for rows, top_k in zip(length, pages, strict=True) if rows]
+    assert len(set(read)) > 20 and all(top_k == schedule.pages(np.array([rows]))[0] for rows, top_k in read)
+
+
 def test_weights_change_between_rollouts(folder, model, tmp_path):
     asked = prompts(64, 33, 150, seed=10)
     new = tiny.tiny_model(num_hidden_layers=2, seed=1)
