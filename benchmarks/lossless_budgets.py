@@ -45,6 +45,12 @@ class Counted(DraftLength):
         self.held = held
         self.cycles: Counter[tuple[int, float]] = Counter()
 
+    def choose(self, rows: int, length: float) -> int:
+        drafts = super().choose(rows, length)
+        if not drafts:  # then nothing reads what ``choose_budget`` would say
+            self.cycles[0, 1.0] += 1
+        return drafts
+
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
         budget = super().choose_budget(rows, length, drafts) if self.held is None else self.budgets.index(1.0)
         self.cycles[drafts, self.budgets[budget] if self.held is None else self.held] += 1

@@ -84,6 +84,7 @@ class DraftLength:
         self.choices, self.budgets = tuple(sorted(choices)), budgets
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
+        self.budget = budgets.index(1.0)  # in use for the batches of that cycle
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
         self._first_seconds: dict[tuple[Key, int], float] = {}  # of the first cycle after some with other drafts
         self._begun: Counter[tuple[Key, int]] = Counter()  # cycles since a number was first tried; see ``_try``
@@ -95,12 +96,6 @@ class DraftLength:
         self._cycles: Counter[Key] = Counter()
         self._drafting: Counter[Key] = Counter()  # cycles since drafts came into use
 
-    def acceptance(self, length: float, budget: int) -> float:
-        """Share of the drafts of this budget judged lately that were accepted, at similar length, else at the nearest
-        length or budget."""
-        accepted, judged = self._judged(_step(length), budget)
-        return accepted / judged
-
     def settled(self, rows: int, length: float) -> int | None:
         """The number of drafts in use for similar batches; None while other numbers are being timed."""
         return self._settled(self._key(rows, length))
@@ -108,6 +103,7 @@ class DraftLength:
     def choose(self, rows: int, length: float) -> int:
         """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens)."""
         key = self._key(rows, length)
+        self.budget = key[2]
         if key not in self._seconds:
             self._take_over(key)
         self._cycles[key] = cycle = self._cycles[key] + 1
@@ -147,10 +143,11 @@ class DraftLength:
         return choice
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
-        """What the drafts of the next cycle read, an index of ``budgets``; called after ``choose``, with its result."""
+        """What the drafts of the next cycle read, an index of ``budgets``; called after ``choose``, with its result if
+        that is not 0."""
         key = self._key(rows, length)
         budget = key[2]
-        if len(self.budgets) == 1 or not drafts or self._settled(key) != drafts:
+        if len(self.budgets) == 1 or self._settled(key) != drafts:
             return budget
         cycles = self._drafting[key]
         if cycles < TRY_BUDGETS:
@@ -290,8 +287,8 @@ class DraftLength:
 
     def _speed(self, key: Key, drafts: int, seconds: float) -> float:
         """Tokens per second of a sequence with so many drafts; dense decoding has its lead in it."""
-        lead = 1.0 if drafts else 1 + DENSE_LEAD
-        return lead * tokens_per_cycle(self.acceptance(2 ** (key[1] / 2), key[2]), drafts) / seconds
+        lead, (accepted, judged) = 1.0 if drafts else 1 + DENSE_LEAD, self._judged(*key[1:])
+        return lead * tokens_per_cycle(accepted / judged, drafts) / seconds
 
     def _speeds(self, key: Key) -> dict[int, float]:
         """Tokens per second of a sequence with each number of drafts that was timed in such batches."""

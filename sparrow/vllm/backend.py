@@ -11,7 +11,6 @@ Shapes: B decode rows, N block tokens, P page size, K kv heads, D head dim, M bl
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -36,8 +35,7 @@ else:
     VLLMClass = object
 
 
-@dataclass(frozen=True)
-class Prefill:
+class Prefill(NamedTuple):
     """Rows of a batch that vLLM's own attention serves."""
 
     tokens: slice  # of the batch
@@ -71,8 +69,7 @@ class LayerGroup:
         )
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What the builder tells the sparse layers about one batch, whose decode rows come first."""
 
     rows: int  # sequences with one query token

@@ -57,8 +57,9 @@ class LosslessScheduler(AsyncScheduler):
         if self.running:
             rows = len(self.running)
             length = sum([request.num_computed_tokens for request in self.running]) / rows
-            self._drafts = self.draft_length.choose(rows, length)
-            self._budget = self.draft_length.choose_budget(rows, length, self._drafts)
+            chooser = self.draft_length
+            self._drafts = chooser.choose(rows, length)
+            self._budget = chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
         if self._replayed is not None:
             self._repeat()
         self.dynamic_sd_lookup = self._tables[self._drafts]

@@ -12,7 +12,6 @@ M blocks of the longest sequence, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -295,9 +294,9 @@ class SparseSpeculator(DraftModelSpeculator):
 
     def _measure(self, metered: Metered, rows: int) -> None:
         """One step under another schedule, before the first draft step, which writes to the same place again."""
-        step = replace(self._step(rows), may_reuse_plan=False, has_page_counts=False)
+        step = self._step(rows)._replace(may_reuse_plan=False, has_page_counts=False)
         assert step.everything is not None
-        dense = replace(step, top_k=step.everything)
+        dense = step._replace(top_k=step.everything)
         with self.runtime.uncounted(metered.table):
             logits_RV = self._logits(
                 step,

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import lossless
+from sparrow.vllm import adapt, lossless
 from sparrow.vllm import scheduler as module
 from sparrow.vllm.scheduler import LOG_EVERY, LosslessScheduler
 
@@ -126,6 +126,7 @@ def test_a_step_is_noted_for_what_its_drafts_read(make, observed):
 def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verifies_read(make, monkeypatch):
     scheduler, budgets = make(budgets=True), iter((1, 2, 2, 0))
     run(scheduler, {"a": 100})
+    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 2)
     monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: next(budgets))
     told = [scheduler.schedule() for _ in range(4)]
     assert [getattr(each, lossless.BUDGET) for each in told] == [1, 2, 2, 0]
@@ -133,6 +134,15 @@ def test_workers_are_told_what_drafts_read_and_the_scheduler_what_those_it_verif
     scheduler.running = []  # the last response has ended; another comes in
     assert getattr(scheduler.schedule(), lossless.BUDGET) == 0
     assert make().schedule().sparrow_budget == 0
+
+
+def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
+    """They keep the budget that drafts of such batches have: a dense step is timed for the batch with that budget."""
+    scheduler = make(budgets=True)
+    run(scheduler, {"a": 100})
+    scheduler.draft_length._budget_of[adapt._step(1), adapt._step(100)] = 2
+    monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: pytest.fail("asked"))
+    assert getattr(scheduler.schedule(), lossless.BUDGET) == 2
 
 
 def chosen(scheduler, choices, monkeypatch):
