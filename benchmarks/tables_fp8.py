@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from common import RESULTS, SHAPES, Column, Row, declared, interval, load, table
+from common import SHAPES, Column, Row, declared, interval, load, table
 from rollout_trace import SLOTS
 
 NAMES = {
@@ -18,20 +18,14 @@ def rollouts() -> str:
     """Every variant at the rows that the bfloat16 cache holds, and at those that its own holds."""
     rows = []
     for shape in SLOTS:
-        if not (RESULTS / f"fp8_{shape}.json").exists():
-            continue
         traces = {name: variant["traces"] for name, variant in load(f"fp8_{shape}")["variants"].items()}
-        stock, rival = traces["stock"], traces.get("stock fp8")
+        stock = traces["stock"]
         for name, own in traces.items():
             for trace in own:
-
-                def over(other: list[dict[str, Any]] | None, speed: float = trace["tokens_per_second"]) -> str:
-                    return "not measured" if other is None else f"{speed / other[-1]['tokens_per_second']:.2f}x"
-
-                same = [t for t in stock if t["slots"] == trace["slots"]]
-                equal = over(same) if same else "-"
-                speed = f"{trace['tokens_per_second']:,.0f}"
-                rows.append([SHAPES[shape], NAMES[name], trace["slots"], speed, over(stock), equal, over(rival)])
+                speed, same = trace["tokens_per_second"], [t for t in stock if t["slots"] == trace["slots"]]
+                others = (stock, same, traces["stock fp8"])
+                over = (f"{speed / other[-1]['tokens_per_second']:.2f}x" if other else "-" for other in others)
+                rows.append([SHAPES[shape], NAMES[name], trace["slots"], f"{speed:,.0f}", *over])
     head = ["shape", "", "at a time", "tokens/s", "over stock in bfloat16, its most", "the same at a time"]
     return table([*head, "over stock in fp8, its most"], rows)
 
@@ -39,10 +33,7 @@ def rollouts() -> str:
 def attention() -> str:
     """The decode kernels alone, with keys and values in 16 and in 8 bits and landmarks in 16."""
     cases = [row for row in load("fp8_cache")["cases"] if row["landmark_dtype"] == "auto"]
-    stored: dict[str, list[Any]] = {"auto": [], "fp8": [], "int8": []}
-    for row in cases:
-        stored[row["cache"]].append(row)
-    wide, narrow, int8 = stored.values()
+    wide, narrow, int8 = ([row for row in cases if row["cache"] == name] for name in ("auto", "fp8", "int8"))
     cells: dict[str, Column] = {
         "sequences x tokens": "{B} x {L:,}", "heads per kv head": "{G}", "pages kept": "{k}",
         "16 bits, us": "{step[us]:.0f}", "of limit": lambda row: f"{row['limit_us'] / row['step']['us']:.0%}",
@@ -61,27 +52,25 @@ def equalities() -> str:
     """How far log-probs are from the float32 truth, and prefill from decoding."""
     rows: dict[str, tuple[Any, Any, Any]] = {}
     for stored in ("fp8", "int8"):
-        if not (RESULTS / f"{stored}_equal.json").exists():
-            continue
         result = load(f"{stored}_equal")
         unbounded, sparse = (result[f"{name} {stored} from rounded"] for name in ("unbounded", "sparse"))
-        whole, few = f"Sparrow, {stored} cache, every page", f"Sparrow, {stored} cache, 4 to 16 pages"
-        to = "" if stored == "fp8" else f" to {stored}"
+        truth, prefill = (
+            {name.removesuffix(end): found for name, found in result.items() if name.endswith(end)}
+            for end in (" from the truth", " prefill from decode")
+        )
+        to, weights = ("", "weights") if stored == "fp8" else (f" to {stored}", "fp8 weights")
         rows |= {
-            "stock, bfloat16": (result["stock from the truth"], "", result["stock prefill from decode"]),
-            f"stock, {stored} cache": (
-                result[f"stock {stored} from the truth"], "", result[f"stock {stored} prefill from decode"],
+            "stock, bfloat16": (truth["stock"], "", prefill["stock"]),
+            f"stock, {stored} cache": (truth[f"stock {stored}"], "", prefill[f"stock {stored}"]),
+            f"Sparrow, {stored} cache, every page": (
+                truth[f"unbounded {stored}"], unbounded["missed"], prefill[f"unbounded {stored}"]
             ),
-            whole: (
-                result[f"unbounded {stored} from the truth"], unbounded["missed"],
-                result[f"unbounded {stored} prefill from decode"],
-            ),
-            f"transformers, float32, rounded{to}": (result["unbounded rounded from the truth"], 0, ""),
+            f"transformers, float32, rounded{to}": (truth["unbounded rounded"], 0, ""),
             f"transformers, bfloat16, rounded{to} (yardstick)": ("", unbounded["yardstick"], ""),
-            few: (result[f"sparse {stored} from the truth"], sparse["missed"], ""),
+            f"Sparrow, {stored} cache, 4 to 16 pages": (truth[f"sparse {stored}"], sparse["missed"], ""),
             f"transformers, bfloat16, rounded{to}, 4 to 16 pages (yardstick)": ("", sparse["yardstick"], ""),
-            f"Sparrow, {stored} cache and fp8 weights, 4 to 16 pages".replace("fp8 cache and fp8", "fp8 cache and"): (
-                result[f"sparse {stored} with fp8 weights from the truth"], "", "",
+            f"Sparrow, {stored} cache and {weights}, 4 to 16 pages": (
+                truth[f"sparse {stored} with fp8 weights"], "", ""
             ),
         }  # fmt: skip
     lines = [
