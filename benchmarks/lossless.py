@@ -27,9 +27,8 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from rollout import LOGPROBS, POINTS, PROMPT, Bench
+from rollout import LOGPROBS, POINTS, PROMPT, Bench, recorded
 from rollout_trace import SLOTS, most_cached, responses, simulate, states
-from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding, DraftWeights, acceptance_at
@@ -42,7 +41,7 @@ FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
 SETTLED = 256
 """Tokens that a request may grow by while the number of drafts is chosen."""
-MARGIN = 512
+MARGIN = 8192
 """Tokens a request may still generate after its point was timed."""
 
 
@@ -109,7 +108,7 @@ def timed(bench: Bench, lengths: Sequence[int], steps: int, seconds: float) -> d
 
 def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> None:
     """Start requests of ``lengths`` cached tokens, and run some steps: the first returns before its work is done."""
-    bench.start(lengths, [MARGIN * 16] * len(lengths), logprobs)
+    bench.start(lengths, [MARGIN] * len(lengths), logprobs)
     for _ in range(SETTLE):
         bench.llm.llm_engine.step()
 
@@ -165,20 +164,14 @@ def whole(bench: Bench, requests: int) -> dict[str, Any]:
     }
 
 
-def profile(bench: Bench, batch: int, length: int, text: Path, cycles: int = 4) -> None:
-    """Kernels of some cycles, in us per cycle and launches per cycle, the longest first."""
-    bench.start([length - 64] * batch, [MARGIN] * batch, None)
-    for _ in range(SETTLE):
-        bench.llm.llm_engine.step()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(cycles):
-            bench.llm.llm_engine.step()
-        torch.cuda.synchronize()
-    abandon(bench, batch)
-    rows = sorted(recorded.key_averages(), key=lambda r: -r.self_device_time_total)[:60]
-    lines = [f"{r.self_device_time_total / cycles:9.1f} us {r.count / cycles:7.1f} x  {r.key[:120]}" for r in rows]
-    text.write_text("\n".join(lines) + "\n")
+def in_cuda(bench: Bench, steps: int) -> str:
+    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA of the host."""
+    calls, kernels = recorded(bench, steps)
+    lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
+    for rows, time_of in ((kernels, "self_device_time_total"), (calls, "self_cpu_time_total")):
+        for call in sorted(rows, key=lambda call: -getattr(call, time_of))[:60]:
+            lines.append(f"{getattr(call, time_of) / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}")
+    return "\n".join(lines) + "\n"
 
 
 def measure(arguments: argparse.Namespace) -> None:
@@ -218,7 +211,9 @@ def measure(arguments: argparse.Namespace) -> None:
         if arguments.profile and decoding is not None:
             scheduler(bench).draft_length.choose = lambda *_: k
             runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(cases[0][1])
-            profile(bench, 64, 15000, out.with_suffix(".txt"))
+            begin(bench, [15_000 - 64] * 64)
+            out.with_suffix(".txt").write_text(in_cuda(bench, 4))
+            abandon(bench, 64)
         points = [tuple(map(int, p.split("x"))) for p in arguments.points]
         parts = arguments.parts.split(",")
         if decoding is not None:

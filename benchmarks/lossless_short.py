@@ -27,15 +27,14 @@ import pstats
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from common import RESULTS, clock, parser, save, speed_ratio
-from lossless import abandon, accept, begin, generated, scheduler
+from lossless import abandon, accept, begin, generated, in_cuda, scheduler
 from rollout import Bench
-from torch.profiler import ProfilerActivity
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
@@ -95,7 +94,7 @@ def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str
     }  # fmt: skip
 
 
-def in_python(bench: Bench, steps: int = 600) -> str:
+def in_python(bench: Bench, steps: int) -> str:
     """What the functions of Python take in the steps of running requests, by their own time and with what they call."""
     engine, recorded, stream = bench.llm.llm_engine, cProfile.Profile(), io.StringIO()
     recorded.enable()
@@ -110,26 +109,10 @@ def in_python(bench: Bench, steps: int = 600) -> str:
     return profiled
 
 
-def in_cuda(bench: Bench, steps: int = 40) -> str:
-    """What kernels take of the GPU in a step of running requests, and the calls of torch and CUDA of the host."""
-    engine = bench.llm.llm_engine
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        for _ in range(steps):
-            engine.step()
-        torch.cuda.synchronize()
-    calls = recorded.key_averages()
-    kernels = [call for call in calls if call.device_type == torch.autograd.DeviceType.CUDA]
-    lines = [f"{sum(call.self_device_time_total for call in kernels) / steps:9.1f} us of kernels"]
-    for rows, time_of in ((kernels, "self_device_time_total"), (calls, "self_cpu_time_total")):
-        for call in sorted(rows, key=lambda call: -getattr(call, time_of))[:60]:
-            lines.append(f"{getattr(call, time_of) / steps:9.1f} us {call.count / steps:7.1f} x  {call.key[:100]}")
-    return "\n".join(lines) + "\n"
-
-
 def profile(benches: dict[str, Bench]) -> None:
     """Profile steps without drafts, in the engines as in ``side_by_side``, and write a file for each."""
     texts = []
-    for part in (in_python, in_cuda):
+    for part in (partial(in_python, steps=600), partial(in_cuda, steps=40)):
         for batch, length in PROFILED:
             for name, bench in benches.items():
                 begin(bench, [length + i % BLOCK for i in range(batch)])

@@ -297,28 +297,31 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def profile(bench: Bench, batch: int, length: int) -> dict[str, Any]:
     """Kernels of a decode step with top-20 log-probs: us per step, launches per step, the 25 longest."""
-    steps, engine = 10, bench.llm.llm_engine
+    steps = 10
     bench.start([length] * batch, [SETTLE + steps + 6] * batch, 20)
     for _ in range(SETTLE):
-        engine.step()
-    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as recorded:
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(steps):
-            engine.step()
-        seconds = time.perf_counter() - began
-        torch.cuda.synchronize()
+        bench.llm.llm_engine.step()
+    _, kernels = recorded(bench, steps)
     bench.finish()
-    rows = recorded.key_averages()
-    kernels = [r for r in rows if r.self_device_time_total > 0 and r.device_type == torch.autograd.DeviceType.CUDA]
-    kernels.sort(key=lambda r: -r.self_device_time_total)
     table = [
         {"kernel": r.key[:110], "us": round(r.self_device_time_total / steps, 1), "launches": r.count / steps}
         for r in kernels[:25]
     ]
     busy = sum(r.self_device_time_total for r in kernels) / steps
-    return {"batch": batch, "length": length, "ms": seconds / steps * 1e3, "kernels_us": round(busy, 1), "top": table}
+    return {"batch": batch, "length": length, "kernels_us": round(busy, 1), "top": table}
+
+
+def recorded(bench: Bench, steps: int) -> tuple[Any, list[Any]]:
+    """What torch's profiler saw in so many steps of running requests; of that the GPU's kernels, the longest first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=activities) as profiled:
+        for _ in range(steps):
+            bench.llm.llm_engine.step()
+        torch.cuda.synchronize()
+    calls = profiled.key_averages()
+    kernels = (call for call in calls if call.device_type == torch.autograd.DeviceType.CUDA)
+    return calls, sorted(kernels, key=lambda call: -call.self_device_time_total)
 
 
 def main() -> None:
