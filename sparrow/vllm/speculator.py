@@ -106,6 +106,7 @@ def _advance_kernel(
     tl.store(ids_R + row, drawn, mask=held)
     tl.store(positions_R + row, position, mask=held)
     tl.store(lengths_R + row, length, mask=held)
+    tl.debug_barrier()  # all warps have read the step
     tl.store(step, (now + 1) % K)  # warm-up before captures runs more than k steps
     _set_up(row, held, position, length, slots_R, top_k_R, top_k_at_length, blocks_SM, stride, TOKENS)
 
