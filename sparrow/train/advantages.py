@@ -28,8 +28,15 @@ def compute_advantages(kind: AdvantageKind, rewards_B: Tensor, groups_B: Tensor)
         rewards_B: of any real dtype.
         groups_B: integer group ids.
 
-    Raises ValueError: a reward is not finite.
+    Raises ValueError: shapes disagree, the batch is empty, or a reward is not finite.
     """
+    if rewards_B.ndim != 1 or rewards_B.shape != groups_B.shape or not len(rewards_B):
+        raise ValueError(
+            f"rewards have shape {tuple(rewards_B.shape)} and groups {tuple(groups_B.shape)}; "
+            "pass two vectors of the same, non-zero length."
+        )
+    if groups_B.is_floating_point():
+        raise ValueError(f"groups have dtype {groups_B.dtype}; pass integer group ids.")
     r_B = rewards_B.detach().double()
     if not r_B.isfinite().all():
         row = int((~r_B.isfinite()).nonzero()[0])

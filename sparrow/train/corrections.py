@@ -3,7 +3,7 @@
 Shapes: B sequences, T response tokens (right-padded), V vocabulary.
 
 Every kind is a pure function of the log ratio log p/q (`log_r_BT`, float64, 0 on padding), the mask of response tokens
-and the settings. `compute_correction` checks the numbers and turns the parts into a `Correction`, whose weights
+and the settings. `compute_correction` checks its arguments and turns the parts into a `Correction`, whose weights
 multiply the token losses. It carries no gradient (the stop-gradient of the objective in Sparrow, arXiv 2606.08446).
 Arithmetic is float64 and in log space, so the product of 32K ratios neither overflows nor loses its digits.
 
@@ -45,6 +45,11 @@ class Correction:
 
 def _log_ratio(log_p_BT: Tensor, log_q_BT: Tensor, mask_BT: Tensor) -> Tensor:
     """log p/q in float64, detached, 0 on padding."""
+    if log_p_BT.ndim != 2 or not log_p_BT.shape == log_q_BT.shape == mask_BT.shape:
+        shapes = tuple(log_p_BT.shape), tuple(log_q_BT.shape), tuple(mask_BT.shape)
+        raise ValueError(f"log p, log q and mask have shapes {shapes}; pass three tensors of one shape [B, T].")
+    if mask_BT.dtype != torch.bool:
+        raise ValueError(f"mask has dtype {mask_BT.dtype}; pass a bool tensor.")
     if not mask_BT.any():
         raise ValueError(f"mask of shape {tuple(mask_BT.shape)} has no response token; a batch needs at least one.")
     difference_BT = log_p_BT.detach().double() - log_q_BT.detach().double()
@@ -155,10 +160,13 @@ def obrs(log_r_BT: Tensor, mask_BT: Tensor, config: CorrectionConfig, z_BT: Tens
     Without a cap, sum_v q a w f = Z E_p[f]. So a loss that divides by kept tokens (Correction.mask_BT as its mask)
     estimates E_p[f], and one that divides by response tokens scales each position by its Z.
     Jackpot, arXiv 2602.06107; its objective truncates the weight, as cap does.
-    Raises ValueError if z_BT leaves [0, 1].
+    Raises ValueError if z_BT or uniform_BT has another shape or leaves [0, 1].
     """
-    if not ((z_BT >= 0) & (z_BT <= 1 + 1e-4))[mask_BT].all():  # a sum over a float32 softmax may pass 1
-        raise ValueError("z_BT leaves [0, 1] on a response token; pass a probability for each.")
+    for name, value_BT in (("z_BT", z_BT), ("uniform_BT", uniform_BT)):
+        if value_BT.shape != mask_BT.shape:
+            raise ValueError(f"{name} has shape {tuple(value_BT.shape)}, but mask has {tuple(mask_BT.shape)}.")
+        if not ((value_BT >= 0) & (value_BT <= 1 + 1e-4))[mask_BT].all():  # a sum over a float32 softmax may pass 1
+            raise ValueError(f"{name} leaves [0, 1] on a response token; pass a probability for each.")
     log_lambda = math.log(config.obrs_lambda)
     accepted_BT = mask_BT & (uniform_BT.double() < (log_r_BT - log_lambda).exp())
     weight_BT = torch.where(mask_BT, z_BT.detach().double(), 0.0) * log_r_BT.clamp(min=log_lambda).exp()
@@ -193,11 +201,12 @@ def compute_correction(
             full softmax.
         mask_BT: bool, true on response tokens; padding may hold anything.
 
-    Raises ValueError: there is no response token, or one has a log-prob that is not finite.
+    Raises ValueError: shapes disagree, there is no response token, or one has a log-prob that is not finite.
     """
     log_r_BT = _log_ratio(log_p_BT, log_q_BT, mask_BT)
     if config.kind == "obrs":
-        assert z_BT is not None and uniform_BT is not None
+        if z_BT is None or uniform_BT is None:
+            raise ValueError("obrs needs the normaliser Z and uniform draws; pass z_BT and uniform_BT.")
         weight_BT, kept_BT, clipped_BT = obrs(log_r_BT, mask_BT, config, z_BT, uniform_BT)
     else:
         weight_BT, kept_BT, clipped_BT = KINDS[config.kind](log_r_BT, mask_BT, config)

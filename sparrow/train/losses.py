@@ -69,7 +69,14 @@ def policy_loss(
       loss; clip_low_fraction, clip_high_fraction: tokens at which the lower or upper clip is active; ratio_mean: of
       rho; approx_kl: KL(p_old || pi_theta) as the mean of rho - 1 - log rho; log_ratio_abs_max. With dual clip also
       clip_c_fraction: tokens at which it is active; with a reference also kl: the KL to it.
+    Raises ValueError if shapes disagree, or if a reference is given without beta above 0 or the other way round.
     """
+    one_shape = logp_BT.shape == old_logp_BT.shape == mask_BT.shape == weight_BT.shape
+    if not one_shape or advantages_B.shape != logp_BT.shape[:1]:
+        shapes = [tuple(x.shape) for x in (logp_BT, old_logp_BT, mask_BT, weight_BT, advantages_B)]
+        raise ValueError(f"logp, old logp, mask, weight, advantages: {shapes}; pass four [B, T] and one [B].")
+    if (config.beta > 0) != (ref_logp_BT is not None):
+        raise ValueError(f"beta is {config.beta}; pass the reference's log-probs where it is above 0, and only there.")
     dtype = torch.promote_types(logp_BT.dtype, torch.float32)
     # Padding is replaced before any exp: an infinity there would turn into NaN gradients even when multiplied by 0.
     log_ratio_BT = torch.where(mask_BT, logp_BT.to(dtype) - old_logp_BT.detach().to(dtype), 0.0)

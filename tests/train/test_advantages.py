@@ -75,6 +75,15 @@ def test_no_gradient_reaches_the_rewards():
         assert not compute_advantages(kind, rewards, GROUPS)[0].requires_grad
 
 
-def test_rewards_must_be_finite():
-    with pytest.raises(ValueError, match="reward 7 is nan"):
-        compute_advantages("rloo", REWARDS.where(GROUPS != 5, torch.nan), GROUPS)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: compute_advantages("grpo", REWARDS[:3], GROUPS), "same, non-zero length"),
+        (lambda: compute_advantages("grpo", REWARDS[:0], GROUPS[:0]), "same, non-zero length"),
+        (lambda: compute_advantages("grpo", REWARDS, GROUPS.float()), "integer group ids"),
+        (lambda: compute_advantages("rloo", REWARDS.where(GROUPS != 5, torch.nan), GROUPS), "reward 7 is nan"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -155,6 +155,11 @@ def test_m2po_by_hand():
     assert nothing.metrics["masked_fraction"] == nothing.metrics["dropped_sequence_fraction"] == 1.0
 
 
+def test_obrs_needs_its_draws():
+    with pytest.raises(ValueError, match="pass z_BT and uniform_BT"):
+        compute_correction(CorrectionConfig("obrs"), *EXAMPLE)
+
+
 log_ratios = st.one_of(st.floats(-0.5, 0.5), st.floats(-20, 20), st.just(0.0))
 sequences = st.lists(st.lists(log_ratios, max_size=6), min_size=1, max_size=4).filter(any)
 
@@ -296,8 +301,15 @@ def test_gradients_stop(kind):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
+        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1][:1], EXAMPLE[2]), r"one shape \[B, T\]"),
+        (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2].float()), "pass a bool tensor"),
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1], EXAMPLE[2] & False), "no response token"),
         (lambda: correct("none", EXAMPLE[0], EXAMPLE[1] - math.inf, EXAMPLE[2]), "token 0 of sequence 0 .* log q -inf"),
+        (
+            lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2, 3), uniform_BT=torch.full((2, 3), 1.5)),
+            r"uniform_BT leaves \[0, 1\]",
+        ),
+        (lambda: correct("obrs", *EXAMPLE, z_BT=torch.ones(2), uniform_BT=torch.ones(2, 3)), r"z_BT has shape \(2,\)"),
         (
             lambda: correct("obrs", *EXAMPLE, z_BT=torch.full((2, 3), 1.001), uniform_BT=torch.zeros(2, 3)),
             r"z_BT leaves \[0, 1\]",

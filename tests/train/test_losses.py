@@ -125,6 +125,12 @@ def test_kl_to_the_reference_by_hand():
     torch.testing.assert_close(logp.grad - before.grad, torch.where(MASK, -0.1 / 5, 0.0).double())
 
 
+def test_beta_and_the_reference_come_together():
+    for beta, reference in ((0.1, None), (0.0, OLD)):
+        with pytest.raises(ValueError, match=r"pass the reference's log-probs where it is above 0, and only there"):
+            policy_loss(example(), OLD, ADVANTAGES, MASK, WEIGHT, LossConfig(beta=beta), NORMALIZERS, reference)
+
+
 def test_the_mean_over_tokens_is_the_default():
     assert LossConfig().normalization == "dapo"
 
@@ -237,6 +243,10 @@ def test_any_metric_may_be_checked():
     [
         (lambda: count_normalizers(MASK & False, 10), "at least one response token"),
         (lambda: Normalizers(sequences=1, tokens=1, max_length=0), "denominator below 1"),
+        (
+            lambda: policy_loss(OLD, OLD, ADVANTAGES[:1], MASK, WEIGHT, LossConfig(), NORMALIZERS),
+            r"pass four \[B, T\] and one \[B\]",
+        ),
     ],
 )
 def test_errors(call, message):
