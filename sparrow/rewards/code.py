@@ -61,6 +61,8 @@ _QUOTES = re.compile(r"\"{3}|'{3}")
 _WORD = re.compile(r"\S+|\n")
 _DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d{1,3})?")
 _DETAIL_CHARS = 400
+_MARGIN_S = 5.0
+"""Seconds beyond a test's limits before this side stops waiting for the sandbox, which enforces them itself."""
 _ROOM_BYTES, _ROOM_TIMES = 1 << 16, 16
 """Output is not read if it is longer than ``_ROOM_TIMES`` times the expected output plus ``_ROOM_BYTES``."""
 _SHARE = 8  # a result that crosses to assertions may have at most ``output_bytes`` divided by this
@@ -291,7 +293,7 @@ class _Run:
 
     def _feed(self, box: Sandbox, given: str, expected: str) -> tuple[Verdict, str]:
         self._send(box, {"stdin": given})
-        reply = self._receive(box, self.limits.output_bytes)
+        reply = self._receive(box, self.limits.output_bytes, self.limits.wall_s + _MARGIN_S)
         outcome = reply.get("outcome")
         if outcome == "ok":
             size, most = int(reply["stdout_bytes"]), self._most(expected)

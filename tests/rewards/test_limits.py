@@ -14,7 +14,8 @@ import pytest
 from sparrow.errors import ConfigError
 from sparrow.loading import load_problems
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards.sandbox import OwnTime, Sandbox, choose_isolation, clock, processes
+from sparrow.rewards.sandbox import OwnTime, Sandbox, choose_isolation, processes
+from sparrow.rewards.sandbox.inside import clock, programs
 from sparrow.rewards.sandbox.processes import Process, family
 
 DATA = Path(__file__).parents[1] / "data"
@@ -32,17 +33,23 @@ def pretend(monkeypatch, share, state="S"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, "timeout"), (0.3, "pass")])
-@pytest.mark.parametrize(
-    ("program", "tests"),
-    [
-        (SLEEPER, SLEEPS),
-        ("import time; time.sleep(float(input())); print(1)", {"inputs": ["1.6"], "outputs": ["1"]}),
-    ],
-)
-def test_a_program_kept_from_the_processor_is_waited_for(monkeypatch, program, tests, share, verdict):
+def test_a_called_program_kept_from_the_processor_is_waited_for(monkeypatch, share, verdict):
     """1.6 s by the clock of 1 s allowed: too much asleep, not at a third of a processor."""
     pretend(monkeypatch, share)
-    assert CodeVerifier(LIMITS).judge(program, tests).verdicts == (verdict,)
+    assert CodeVerifier(LIMITS).judge(SLEEPER, SLEEPS).verdicts == (verdict,)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "end"), [(0.0, (-9, "")), (0.3, (0, None))])
+def test_a_program_that_reads_kept_from_the_processor_is_waited_for(monkeypatch, share, end):
+    start = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(1.6)
+        os._exit(0)
+    monkeypatch.setattr(time, "clock_gettime", lambda clock: share * (time.monotonic() - start))
+    code, _, why = programs.reap(pid, SimpleNamespace(over=lambda pid: None), 1.0)
+    assert (code, why) == end
 
 
 @pytest.mark.slow

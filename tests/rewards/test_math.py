@@ -263,7 +263,7 @@ def test_an_answer_that_hung_is_not_tried_again():
 def test_the_limit_is_of_processor_time(monkeypatch, born):
     """A comparison that was kept from the processor is not wrong for that; one that never gets it is, in the end."""
     monkeypatch.setattr("sparrow.rewards.sandbox.processes.family", lambda pid: [Process("R", 1, 0.0)])
-    monkeypatch.setattr("sparrow.rewards.sandbox.clock.STARVED", 3)
+    monkeypatch.setattr("sparrow.rewards.sandbox.inside.clock.STARVED", 3)
     with MathVerifier(workers=1, limit_s=0.5) as verifier:
         assert verifier.equal("x+x", "2x")
         (worker,) = born()

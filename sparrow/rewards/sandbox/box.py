@@ -109,7 +109,7 @@ class Sandbox(Child):
 
     Args:
         request: what to run, see ``inside.main``.
-        limits: what it may use. ``wall_s`` is kept by whoever awaits its answers, see ``receive_within``.
+        limits: what it may use.
         isolation: how it is held, from ``choose_isolation``.
         starts: how many times starting it is tried.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from sparrow.rewards.sandbox import processes
-from sparrow.rewards.sandbox.clock import OwnTime
+from sparrow.rewards.sandbox.inside.clock import OwnTime
 from sparrow.rewards.sandbox.inside.wire import parse
 
 MOST_BYTES = 64 << 20  # longest answer, unless a caller takes less

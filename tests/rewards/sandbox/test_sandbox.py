@@ -12,7 +12,6 @@ import textwrap
 import time
 import venv
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -32,7 +31,7 @@ from sparrow.rewards.sandbox import (
     unpack,
     walls,
 )
-from sparrow.rewards.sandbox.inside import programs
+from sparrow.rewards.sandbox.inside import programs, watch
 from sparrow.rewards.sandbox.seccomp import program_filter
 
 pytestmark = pytest.mark.slow
@@ -313,7 +312,7 @@ def test_programs_end_with_a_trainer_that_is_killed(mode, marked, tmp_path):
     assert marked()
 
 
-def test_a_limit_may_strike_just_as_the_program_ends(monkeypatch):
+def test_a_time_limit_may_strike_just_as_the_program_ends(monkeypatch, tmp_path):
     reap = os.wait4
 
     def slowly(*arguments):
@@ -325,9 +324,11 @@ def test_a_limit_may_strike_just_as_the_program_ends(monkeypatch):
     if (pid := os.fork()) == 0:
         os._exit(0)
     before = signal.getsignal(signal.SIGALRM)
-    code, _, why = programs.reap(pid, SimpleNamespace(over=lambda pid: "made more than 9 tasks"))
+    limits = {"wall_s": 0.1, "cpu_s": 1, "memory_bytes": 1 << 30, "files": 9, "files_bytes": 1, "tasks": 9}
+    nothing = {"limits": limits, "folder": str(tmp_path), "own_files": False, "own_tasks": False}
+    reply = programs.wait(pid, limits, watch.Watch(nothing))
     signal.signal(signal.SIGALRM, before)
-    assert (code, why) == (0, "made more than 9 tasks")
+    assert reply == {"outcome": "ok", "detail": ""}
 
 
 def test_files_and_processes_do_not_pile_up(mode, marked):

@@ -9,13 +9,16 @@ from __future__ import annotations
 import builtins
 import io
 import json
+import math
 import os
 import resource
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 
+from .clock import OwnTime
 from .confine import allow_cpu, confine
 from .exchange import DETAIL_CHARS, Exchange, describe
 from .watch import EVERY_S, Watch
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from .wire import Channel
 
 _PRINTED_CHARS = 1 << 16  # how much of what a called function prints the tests can see
+_LOOK_S = 0.1  # seconds between two looks at a running program
 _STDIN = ("/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 
 
@@ -133,14 +137,14 @@ def finish(*sources: str) -> NoReturn:
 
 
 def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
-    """How the process ended; it is killed if it has more files or tasks than it may."""
-    code, used, why = reap(pid, watch)
+    """How the process ended; it is killed if it takes more time than ``wall_s``, or more files or tasks than it may."""
+    code, used, why = reap(pid, watch, limits["wall_s"])
     cpu_s = used.ru_utime + used.ru_stime
     if why:
         outcome, detail = "stopped", why
     elif code == 0:
         outcome, detail = "ok", ""
-    elif code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
+    elif why is not None or code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu_s >= limits["cpu_s"]):
         outcome, detail = "timeout", f"stopped after {cpu_s:.1f} s of processor time"
     elif code < 0 and used.ru_maxrss * 1024 > limits["memory_bytes"] / 2:
         outcome, detail = "memory", f"ended by signal {-code}"
@@ -149,17 +153,36 @@ def wait(pid: int, limits: Mapping[str, Any], watch: Watch) -> dict[str, Any]:
     return {"outcome": outcome, "detail": detail}
 
 
-def reap(pid: int, watch: Watch) -> tuple[int, resource.struct_rusage, str | None]:
-    """Exit code and usage of a process, and what it was killed for using too much of; None if it ended by itself."""
+def reap(pid: int, watch: Watch, wall_s: float = math.inf) -> tuple[int, resource.struct_rusage, str | None]:
+    """Exit code and usage of a process, and why it was killed: empty if for its time, None if it ended by itself.
+
+    Its time is over once it has run and slept for ``wall_s`` in all; waiting for a processor counts only while the
+    process gets less than a twentieth of one (``OwnTime``).
+    """
     why: str | None = None
     looking = False
+    looked = time.monotonic()
+    seen = 0.0
+    clock = OwnTime(wall_s)
+
+    def late() -> bool:
+        nonlocal looked, seen
+        if (now := time.monotonic()) - looked < _LOOK_S:
+            return False
+        looked, ran = now, 0.0
+        with suppress(OSError):  # it has just ended by itself
+            ran = time.clock_gettime((~pid << 3) | 2) - seen  # the processor time of another process
+        seen += ran
+        clock.count(_LOOK_S, ran)
+        return clock.over
 
     def look(*_: object) -> None:
         nonlocal why, looking
         if looking:  # a look may take so long that the alarm rings again
             return
         looking = True
-        why = why or watch.over(pid)
+        if why is None:
+            why = "" if late() else watch.over(pid)
         looking = False
         if why is not None:
             with suppress(ProcessLookupError):  # it has just ended by itself
