@@ -16,17 +16,21 @@ import re
 import sys
 import threading
 import time
+from contextlib import suppress
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 
 from sparrow.errors import RewardError
-from sparrow.rewards.sandbox import Child, ChildEndedError, ChildTimeoutError, OwnTime
+from sparrow.rewards.sandbox import processes
+from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 
 START_LIMIT_S = 120.0
 """Seconds a worker may take to import its libraries: generous, because a busy machine is slow at that."""
 RECYCLE = 5000  # comparisons after which a worker is replaced, so that no library's caches grow without end
 WORKER = Path(__file__).with_name("math_worker.py")
+PATIENCE_S = 0.5  # seconds after which a comparison no longer keeps others waiting
+WALL_LIMITS = 3  # a comparison that gets no processor is given up after this many times its limit
 HUNG_PAIRS = 1000  # comparisons remembered as hanging
 MAX_ANSWER_CHARS = 2000
 """Longer answers are wrong unless identical to the reference; the bound also keeps a request below a pipe's buffer."""
@@ -123,7 +127,7 @@ class _Worker(Child):
 
     def __init__(self, limit_s: float) -> None:
         # -P: the script's folder must not be searched for modules, as its math.py would hide the standard one.
-        super().__init__([sys.executable, "-P", str(WORKER), str(limit_s)])
+        super().__init__([sys.executable, "-P", str(WORKER), str(WALL_LIMITS * limit_s)])
         try:
             self.receive(time.monotonic() + START_LIMIT_S)
         except (ChildTimeoutError, ChildEndedError) as error:
@@ -136,18 +140,21 @@ class MathVerifier:
 
     Args:
         workers: how many processes run at a time; each holds about 100 MB. A thread that finds none free waits for one.
-        limit_s: seconds of a worker's own time that one comparison may take, see ``OwnTime``. A comparison that is
-            stopped there counts as wrong, is logged and counted in ``lost``, and is not tried again.
+            A comparison that takes longer than half a second makes room for another process, so as many answers as
+            there are workers can hang before any thread waits for one of them.
+        limit_s: processor seconds one comparison may take, or three times as many seconds by the clock. A comparison
+            that is stopped there counts as wrong, is logged and counted in ``lost``, and is not tried again.
 
     Thread-safe. Close it, or use it in a ``with`` block, to end its processes at once.
     """
 
-    def __init__(self, workers: int = 4, limit_s: float = 5.0) -> None:
+    def __init__(self, workers: int = 2, limit_s: float = 5.0) -> None:
         if workers < 1 or limit_s <= 0:
             raise ValueError(f"need workers >= 1 and limit_s > 0, got workers={workers}, limit_s={limit_s}")
         self.limit_s, self.lost = limit_s, 0
         self._pid = os.getpid()
-        self._hung: set[tuple[str, str]] = set()
+        self._hung: dict[tuple[str, str], None] = {}
+        self._slow = threading.BoundedSemaphore(workers)
         self._slots: queue.LifoQueue[_Worker | None] = queue.LifoQueue()
         for _ in range(workers):
             self._slots.put(None)
@@ -161,34 +168,64 @@ class MathVerifier:
         Raises RewardError: math-verify cannot be started.
         """
         verdict = _quick(answer, reference)
-        if verdict is not None or (answer, reference) in self._hung:
-            return bool(verdict)
-        try:
-            return self._ask(answer, reference)
-        except (ChildTimeoutError, ChildEndedError) as lost:
-            _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
-            self.lost += 1
-            if len(self._hung) >= HUNG_PAIRS:
-                self._hung.clear()
-            if isinstance(lost, ChildTimeoutError):
-                self._hung.add((answer, reference))
-            return False
+        if verdict is None and (answer, reference) in self._hung:
+            verdict = False
+        if verdict is None:
+            try:
+                verdict = self._ask(answer, reference)
+            except (ChildTimeoutError, ChildEndedError) as lost:
+                _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
+                verdict = False
+                if len(self._hung) >= HUNG_PAIRS:
+                    self._hung.clear()
+                if isinstance(lost, ChildTimeoutError):
+                    self._hung[answer, reference] = None
+        return verdict
 
     def _ask(self, answer: str, reference: str) -> bool:
         worker = self._slots.get()
-        fresh = False
+        fresh, slow = False, False
         try:
             worker = worker or _Worker(self.limit_s)
-            worker.send({"answer": answer, "reference": reference}, time.monotonic() + self.limit_s)
-            verdict = bool(worker.receive_within(OwnTime(self.limit_s))["equal"])
+            start, used = time.monotonic(), processes.look(worker.process.pid).processor_s
+            worker.send({"answer": answer, "reference": reference}, start + self.limit_s)
+            deadline = start + min(PATIENCE_S, self.limit_s)
+            while True:
+                try:
+                    verdict = bool(worker.receive(deadline)["equal"])
+                    break
+                except ChildTimeoutError:
+                    left = self.limit_s - (processes.look(worker.process.pid).processor_s - used)
+                    if left <= 0 or time.monotonic() >= start + WALL_LIMITS * self.limit_s:
+                        raise
+                    if not slow and (slow := self._slow.acquire(blocking=False)):
+                        self._slots.put(None)
+                    deadline = time.monotonic() + max(left, 0.05)
             worker.asked += 1
             fresh = worker.asked < RECYCLE
             return verdict
+        except (ChildTimeoutError, ChildEndedError):
+            self.lost += 1
+            raise
         finally:
             # This holds after an interrupt too: a late reply must not be read as the answer to the next request.
             if worker is not None and not fresh:
                 worker.close()
-            self._slots.put(worker if fresh else None)
+            if not slow:
+                self._slots.put(worker if fresh else None)
+            else:
+                self._slow.release()
+                if fresh:
+                    self._return(worker)
+
+    def _return(self, worker: _Worker | None) -> None:
+        """Keep a worker whose place another process has taken if some place is free, otherwise end it."""
+        with suppress(queue.Empty):
+            other = self._slots.get_nowait()
+            self._slots.put(other or worker)
+            worker = worker if other else None
+        if worker is not None:
+            worker.close()
 
     def __call__(self, response: str, answer: str, *, last_number: bool = False) -> float:
         """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0."""
@@ -221,7 +258,7 @@ def _shared(pid: int) -> MathVerifier:
 
 
 def verify_math(response: str, answer: str, *, last_number: bool = False) -> float:
-    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share four workers.
+    """1.0 if the response states an answer equivalent to ``answer``, otherwise 0.0; all calls share two workers.
 
     See ``extract_answer`` for what counts as an answer; the reference is plain text or LaTeX without a box. Raises
     RewardError: math-verify cannot be started.

@@ -313,7 +313,7 @@ def equal(answer: str, reference: str) -> bool:
     return any(same(a, r) for a in given for r in wanted)
 
 
-def main(limit_s: float) -> None:
+def main(wall_s: float) -> None:
     """Answer requests, each of which is an answer and a reference, until standard input ends."""
     logging.disable(logging.CRITICAL)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
@@ -327,12 +327,12 @@ def main(limit_s: float) -> None:
     os.dup2(nowhere, 2)
     for line in sys.stdin:
         # The verifier kills this process at the limit; if the verifier is gone, the kernel does a little later.
-        signal.setitimer(signal.ITIMER_PROF, limit_s + 1)
+        signal.setitimer(signal.ITIMER_REAL, wall_s + 1)
         try:
             verdict = equal(**json.loads(line))
         except (Exception, MemoryError, RecursionError):
             verdict = False
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         replies.write(json.dumps({"equal": verdict}) + "\n")
         replies.flush()
 
