@@ -198,6 +198,12 @@ def check(vllm_config: Any) -> None:
         return
     if runtime.meter is None:
         raise ConfigError("mode 'lossless': vLLM made another speculator than Sparrow's; drop speculative_config")
+    if (metered := runtime.meter.metered) is not None:
+        logger.info(
+            f"Sparrow also measures, in one of {decoding.meter_every} cycles, the acceptance that decoding under "
+            f"meter_schedule would have: layers read whole {list(metered.schedule.dense_layers) or 'none'}, top-k "
+            f"pages by {metered.schedule.bin_tokens} tokens {metered.schedule.to_dict()['top_k']}"
+        )
     if (copies := runtime.draft_weights) is not None:
         logger.info(
             f"Drafts multiply with an fp8 copy of the weights of {len(copies)} linear layers, which takes "

@@ -494,12 +494,27 @@ def test_in_lossless_mode_an_fp8_cache_has_vllms_scales(monkeypatch):
     with pytest.raises(ConfigError, match="the scales of an fp8 KV cache are vLLM's own, and stay; drop the call"):
         control.sparrow_renew_kv_scales(worker)
     if importlib.util.find_spec("vllm"):
+        importlib.import_module("vllm.triton_utils")  # it logs, too
         said: list[str] = []
         logger = SimpleNamespace(info=said.append)
         monkeypatch.setattr("vllm.logger.init_logger", lambda name: logger)
         monkeypatch.setattr(config, "requested", lambda of: decoding)
         control.check(worker.vllm_config)
         assert "verifies them; samples are the policy's with a KV cache in fp8_e4m3; logits" in said[0]
+
+
+def test_a_schedule_that_is_measured_on_the_way_is_said_at_start(monkeypatch):
+    pytest.importorskip("vllm.triton_utils")  # it logs, too, when it is imported
+    other = SCHEDULE.replace(top_k=(3, 5))
+    decoding = Decoding.lossless(SCHEDULE, meter_schedule=other, meter_every=7)
+    made = Runtime(decoding, 4, 100, torch.device("cpu"))
+    made.meter = SimpleNamespace(metered=SimpleNamespace(schedule=other))
+    layers = {"layer": SimpleNamespace(impl=SimpleNamespace(runtime=made))}
+    said: list[str] = []
+    monkeypatch.setattr("vllm.logger.init_logger", lambda name: SimpleNamespace(info=said.append))
+    monkeypatch.setattr(config, "requested", lambda of: decoding)
+    control.check(SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers)))
+    assert "in one of 7 cycles" in said[0] and "layers read whole [0], top-k pages by 64 tokens [3, 5]" in said[0]
 
 
 def test_heads_that_kernels_do_not_take_are_refused_on_a_gpu_alone():

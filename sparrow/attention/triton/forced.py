@@ -239,9 +239,9 @@ def _check(
         raise ValueError(f"q, k and v must all be float16, bfloat16 or float32, got {q.dtype}, {k.dtype}, {v.dtype}")
     if any(x.shape[1] * x.stride(1) >= 2**31 or T * x.stride(2) >= 2**31 for x in (q, k, v)):
         raise ValueError(f"sequences of {T} columns are beyond 32-bit offsets; split the batch or the heads")
-    rows = dict(start_B=start, length_B=length, prompt_B=prompt, top_k_BT=top_k)
-    for name, x in rows.items():
-        shape = (B, T) if x is top_k else (B,)
+    for name, x, shape in (
+        ("start_B", start, (B,)), ("length_B", length, (B,)), ("prompt_B", prompt, (B,)), ("top_k_BT", top_k, (B, T)),
+    ):  # fmt: skip
         if x.shape != shape or x.device != q.device or x.is_floating_point():
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
             raise ValueError(f"{name} must be integers {shape} on {q.device}, got {got}")
