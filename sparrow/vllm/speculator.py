@@ -90,7 +90,8 @@ def _advance_kernel(
     drawn_R, drafts_SK, ids_R, positions_R, lengths_R, step, decoded, slots_R, top_k_R, top_k_at_length, blocks_SM,
     R, K, limit, stride, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keep what a draft step has drawn, count the step, and set up the next one: one kernel, for these steps are short.
+    """Store the tokens that a draft step sampled, count the step, and set up the next one, all in one kernel: a draft
+    step is so short that each further kernel shows.
 
     ``decoded`` counts rows by length, see ``Runtime``. No token comes after the context's last, at ``limit``.
     """
