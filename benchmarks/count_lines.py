@@ -1,10 +1,12 @@
-"""How long the tree is: lines of Python and CUDA (of 120 characters) by folder, at any revision.
+"""How long the tree is: lines of Python and CUDA (of 120 characters) by folder, in one commit or several.
 
-    python benchmarks/count_lines.py                # the working tree's files
-    python benchmarks/count_lines.py a553f48 HEAD   # commits, side by side
+    python benchmarks/count_lines.py                # HEAD
+    python benchmarks/count_lines.py a553f48 HEAD   # side by side
 
-For each folder: all lines, then lines of code, which are neither blank nor comments nor docstrings. New modules that
-were added after commit a553f48 are counted separately, so that the rest can be compared with that commit.
+For each folder: all lines; in brackets lines of code, which are neither blank nor comments nor docstrings; then, of all
+lines of the package, those that commits after a553f48 have added. git says which commit a line is from
+(``git blame``, moved and copied lines too). Commits that ``.git-blame-ignore-revs`` lists have moved, cut or reworded
+what was there: a line of theirs is as old as the line it stands for, and not added where it stands for none.
 """
 
 from __future__ import annotations
@@ -25,34 +27,30 @@ from common import ROOT, table
 WIDTH = 120
 KINDS = (".py", ".cu", ".cuh")
 TOPS = ("sparrow", "benchmarks", "recipes", "studies", "tests")
-SINCE = {
-    "lossless mode": r"sparrow/(mode|cost_lossless|model/speculative|mismatch/drafts"
-    r"|vllm/(lossless|speculator|scheduler|adapt|meter|verify))\.py",
-    "caches and weights in 8 bits": r"sparrow/(attention/int8|vllm/(kv_cache|fp8|draft_weights))\.py",
-    "mode auto": r"sparrow/(dial|train/dialing)\.py",
-    "tau relative to the ceiling": r"sparrow/mismatch/(tau|ceiling)\.py",
-    "budgets by head": r"sparrow/(head_budgets|model/unread)\.py",
-    "settings and locks": r"sparrow/(settings|files)\.py",
-    "the sandbox's new limits": r"sparrow/rewards/sandbox/(cgroup|walls|limits|files|inside/(confine|watch|wire))\.py",
-}
-"""Paths of the added modules, by subject."""
+FIRST = "a553f48"
+IGNORED = ".git-blame-ignore-revs"
+PACKAGES = ("sparrow/rewards/sandbox",)
+"""Packages of their own inside the package."""
 
 
-def sources(revision: str | None) -> Iterator[tuple[str, str]]:
-    """Path and text of every source file of a commit, or of the working tree."""
-    if revision is None:
-        listed = subprocess.run(["git", "ls-files", *TOPS], cwd=ROOT, check=True, capture_output=True, text=True)
-        for name in listed.stdout.splitlines():
-            if name.endswith(KINDS) and (ROOT / name).exists():
-                yield name, (ROOT / name).read_text(encoding="utf-8")
-        return
-    packed = subprocess.run(["git", "archive", revision], cwd=ROOT, check=True, capture_output=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+def git(*arguments: str) -> bytes:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True).stdout
+
+
+def sources(revision: str) -> Iterator[tuple[str, str]]:
+    """Path and text of every source file of a commit."""
+    with tarfile.open(fileobj=io.BytesIO(git("archive", revision))) as archive:
         for member in archive:
             if member.isfile() and member.name.endswith(KINDS) and member.name.startswith(TOPS):
                 file = archive.extractfile(member)
                 assert file is not None
                 yield member.name, file.read().decode()
+
+
+def added_lines(revision: str, name: str, after: set[str]) -> int:
+    """How many lines of a file the commits ``after`` have added."""
+    origins = git("blame", "-s", "-l", "-w", "-M", "-C", "-C", "--ignore-revs-file", IGNORED, revision, "--", name)
+    return sum(line.split(maxsplit=1)[0].decode() in after for line in origins.splitlines())
 
 
 def code_lines(name: str, text: str) -> int:
@@ -72,37 +70,48 @@ def code_lines(name: str, text: str) -> int:
 
 
 def folder_of(name: str) -> str:
-    """The top two folders of a path in the package, the top folder of any other."""
+    """The top two folders of a path in the package, or that of a package in it; the top folder of any other."""
     parts = Path(name).parts[:-1]
-    return "/".join(parts[:2] if parts[0] == "sparrow" else parts[:1])
+    within = next((package for package in PACKAGES if name.startswith(f"{package}/")), None)
+    return within or "/".join(parts[:2] if parts[0] == "sparrow" else parts[:1])
 
 
-def count(revision: str | None) -> Counter[tuple[str, str]]:
-    """Lines by folder and kind; added modules are listed under their subject, not their folder."""
+def count(revision: str) -> Counter[tuple[str, str]]:
+    """Lines by folder and kind: all ``lines``, those of ``code``, and those ``added``."""
     tally: Counter[tuple[str, str]] = Counter()
+    ignored = {line.split()[0] for line in (ROOT / IGNORED).read_text().splitlines()}
+    after = {*git("rev-list", f"{FIRST}..{revision}").decode().split()} - ignored
     for name, text in sources(revision):
-        added = next((what for what, path in SINCE.items() if re.fullmatch(path, name)), None)
-        where = f"sparrow: {added}" if added else folder_of(name)
-        groups = [where, "sparrow, in all" if name.startswith("sparrow/") else "", "added" if added else ""]
-        for group in filter(None, groups):
-            tally[group, "lines"] += len(text.splitlines())
-            tally[group, "code"] += code_lines(name, text)
+        groups = [folder_of(name)]
+        numbers = {"lines": len(text.splitlines()), "code": code_lines(name, text)}
+        if name.startswith("sparrow/"):
+            numbers["added"] = added_lines(revision, name, after)
+            groups += ["sparrow, in all", *([] if groups[0] in PACKAGES else ["sparrow, but for packages in it"])]
+        elif not name.startswith("tests/"):
+            groups.append("benchmarks, recipes and studies")
+        for group in groups:
+            for kind, number in numbers.items():
+                tally[group, kind] += number
         tally[f"wider than {WIDTH}", "lines"] += sum(len(line) > WIDTH for line in text.splitlines())
-    for kind in ("lines", "code"):
-        tally["sparrow, without what was added", kind] = tally["sparrow, in all", kind] - tally.pop(("added", kind), 0)
-        scripts = (tally[top, kind] for top in ("benchmarks", "recipes", "studies"))
-        tally["benchmarks, recipes and studies", kind] = sum(scripts)
     return tally
+
+
+def cell(tally: Counter[tuple[str, str]], group: str) -> str:
+    """The three numbers of a folder; without ``added``, the lines that are left."""
+    lines, code, added = (tally[group, kind] for kind in ("lines", "code", "added"))
+    if not lines:
+        return ""
+    return f"{lines:,} ({code:,})" + (f"; {added:,} added, {lines - added:,} without" if added else "")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("revisions", nargs="*", default=[None], help="commits; the working tree if none is given")
-    revisions: list[str | None] = parser.parse_args().revisions
+    parser.add_argument("revisions", nargs="*", default=["HEAD"], help="commits, HEAD by default")
+    revisions: list[str] = parser.parse_args().revisions
     counts = [count(revision) for revision in revisions]
     groups = sorted({group for counter in counts for group, _ in counter})
-    rows = [[g, *(f"{n[g, 'lines']:,} ({n[g, 'code']:,})" if n[g, "lines"] else "" for n in counts)] for g in groups]
-    print(table(["lines (of code)", *(revision or "working tree" for revision in revisions)], rows), end="")
+    rows = [[group, *(cell(counter, group) for counter in counts)] for group in groups]
+    print(table(["lines (of code)", *revisions], rows), end="")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,40 @@ def f():
     assert count_lines.code_lines("a.cu", "// no\n/* no\nno */ int a; // yes\n\nint b;\n") == 2
 
 
-def test_what_was_added_is_counted_apart_and_a_commit_as_it_was(count_lines, monkeypatch):
-    files = {"sparrow/cli.py": "a = 1\n", "sparrow/mode.py": "b = 1\n\n", "recipes/x.py": "# c\n"}
-    monkeypatch.setattr(count_lines, "sources", lambda revision: files.items())
-    found = count_lines.count(None)
-    assert found["sparrow, in all", "lines"] == 3 and found["sparrow, without what was added", "lines"] == 1
-    assert found["sparrow: lossless mode", "lines"] == 2 and found["sparrow: lossless mode", "code"] == 1
-    assert found["benchmarks, recipes and studies", "lines"] == 1
-    assert found["benchmarks, recipes and studies", "code"] == 0
+@pytest.fixture
+def repository(count_lines, tmp_path, monkeypatch):
+    """A package with three commits: the first, one that rewords a line of it, and one that adds two."""
+    monkeypatch.setattr(count_lines, "ROOT", tmp_path)
+
+    def commit(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        count_lines.git("add", "-A")
+        count_lines.git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--no-verify", "-m", "x")
+        return count_lines.git("rev-parse", "HEAD").decode().strip()
+
+    count_lines.git("init", "-q")
+    old = "first = 1\nsecond = 2\nthird = 3\n"
+    monkeypatch.setattr(count_lines, "FIRST", commit({"sparrow/a.py": old, "sparrow/rewards/sandbox/b.py": "b = 1\n"}))
+    reworded = commit({"sparrow/a.py": old.replace("second =", "runner_up =")})
+    commit({
+        "sparrow/a.py": old.replace("second =", "runner_up =") + "new = 4\n\n", "recipes/x.py": "# c\n",
+        count_lines.IGNORED: f"{reworded}  # reworded\n",
+    })  # fmt: skip
+    return count_lines
+
+
+def test_lines_are_as_old_as_what_they_stand_for(repository):
+    found = repository.count("HEAD")
+    assert [found["sparrow", kind] for kind in ("lines", "code", "added")] == [5, 4, 2]
+    assert [found["sparrow, in all", kind] for kind in ("lines", "added")] == [6, 2]
+    assert found["sparrow, but for packages in it", "lines"] == 5 and found["sparrow/rewards/sandbox", "lines"] == 1
+    assert [found["benchmarks, recipes and studies", kind] for kind in ("lines", "code")] == [1, 0]
+    assert repository.cell(found, "sparrow") == "5 (4); 2 added, 3 without"
+    assert repository.cell(repository.count(repository.FIRST), "sparrow") == "3 (3)"
+
+
+def test_a_commit_that_is_not_listed_adds_the_lines_it_rewords(repository):
+    (repository.ROOT / repository.IGNORED).write_text("")
+    assert repository.count("HEAD")["sparrow", "added"] == 3
