@@ -73,10 +73,12 @@ def lossless_step(
     overheads: Overheads = VLLM_H200, cycle: Cycle = CYCLE_H200,
 ) -> StepCost:  # fmt: skip
     """The cost of a cycle over sequences of ``lengths`` ``[B]``, divided by the tokens that it gives each sequence, so
-    that it compares to a dense step.
+    that it compares to a dense step. Without drafts it is a dense step.
 
     Raises ValueError, ConfigError: see ``decode_step``.
     """
+    if not drafting.tokens:
+        return decode_step(shape, machine, lengths, None, overheads)
     length = np.atleast_1d(np.asarray(lengths, dtype=np.int64))
     plain = replace(overheads, lists_s=0.0, host_s=0.0)
     copied, layer_s = _copied(shape, drafting.weights), cycle.draft_layer_s
