@@ -113,6 +113,13 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
         bench.llm.llm_engine.step()
 
 
+def hold(bench: Bench, drafts: int) -> None:
+    """Have every cycle draft so many tokens."""
+    chooser: Any = DraftLength(scheduler(bench).draft_length.choices)
+    chooser.choose = lambda *_: drafts
+    scheduler(bench).draft_length = chooser
+
+
 def point(bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: float = 0.0) -> dict[str, Any]:
     """Time ``batch`` sequences that have ``length`` tokens on average meanwhile, if this is about their speed."""
     lengths = [length - 32 - int(tokens_per_s * seconds / batch / 2)] * batch  # 32: about what it grows by before
@@ -132,7 +139,7 @@ def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
             bench.llm.llm_engine.step()
             now = len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths)
         drafts = chooser.settled(*now)
-        chooser.choose = lambda *_: drafts
+        chooser.choose, chooser.repeats = lambda *_: drafts, 0
     metrics = timed(bench, behind.tolist(), TIMED, 0.5)
     abandon(bench, len(lengths))
     if settle:
@@ -209,7 +216,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
         print(f"{time.monotonic() - began:6.1f} s  started, {result['kv_tokens']} tokens of KV cache", flush=True)
         if arguments.profile and decoding is not None:
-            scheduler(bench).draft_length.choose = lambda *_: k
+            hold(bench, k)
             runner(bench).rejection_sampler.synthetic_conditional_rates.fill_(cases[0][1])
             begin(bench, [15_000 - 64] * 64)
             out.with_suffix(".txt").write_text(in_cuda(bench, 4))
@@ -220,7 +227,7 @@ def measure(arguments: argparse.Namespace) -> None:
             rates = runner(bench).rejection_sampler.synthetic_conditional_rates
         for batch, length in (points or POINTS[arguments.shape]) if "points" in parts else ():
             if decoding is not None:
-                scheduler(bench).draft_length.choose = lambda *_: 0
+                hold(bench, 0)
             speed = point(bench, batch, length, 0.0)["tokens_per_s"]
             if decoding is None:
                 save("points", batch=batch, length=length, **point(bench, batch, length, FIXED_S, speed))
@@ -231,7 +238,7 @@ def measure(arguments: argparse.Namespace) -> None:
                 rates.fill_(rate)
                 what = dict(batch=batch, length=length, pages=pages, rate=rate)
                 for drafts in choices if (pages, rate) == cases[0] else ():
-                    scheduler(bench).draft_length.choose = lambda *_, drafts=drafts: drafts
+                    hold(bench, drafts)
                     measured = point(bench, batch, length, FIXED_S, speed)
                     save("points", **what, drafts=drafts, **measured)
                     speed = measured["tokens_per_s"]

@@ -45,10 +45,9 @@ class Counted(DraftLength):
         self.held = held
         self.cycles: Counter[tuple[int, float]] = Counter()
 
-    def choose(self, rows: int, length: float) -> int:
-        drafts = super().choose(rows, length)
-        if not drafts:  # then nothing reads what ``choose_budget`` would say
-            self.cycles[0, 1.0] += 1
+    def choose(self, rows: int, length: float, repeated: int = 0) -> int:
+        drafts = super().choose(rows, length, repeated)
+        self.cycles[0, 1.0] += repeated + (not drafts)  # cycles without drafts, for which no budget is chosen
         return drafts
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:

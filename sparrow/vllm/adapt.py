@@ -18,11 +18,11 @@ PROBES, DENSE_PROBES = 4, 6
 with dense steps, and theirs are the times that scatter most."""
 DENSE_ALIKE, ALIKE = 3, 1.03
 """So many dense steps are enough if the longest of them takes no more than this times the shortest."""
-THINK_EVERY = 8
-"""Cycles between two comparisons of speed, which cost the host time."""
+THINK_EVERY, THINK_DENSE = 8, 32
+"""Cycles between two comparisons of speed, which cost the host time, with drafts in use and without."""
 WATCHED = 2
 """Cycles after a comparison whose times are noted where no drafts are in use: noting them costs the host time too."""
-TRY_AGAIN = 2000
+TRY_AGAIN = 2048
 """Cycles after which the numbers that lost are tried again: acceptance may have changed while nothing was drafted."""
 RETIME = 320
 """Cycles after which a number that nearly won is timed again: the first times of a batch are the least reliable."""
@@ -30,7 +30,7 @@ DENSE_AGAIN = 8
 """Cycles with drafts after which dense steps are timed anew, as they are after twice as many, four times as many and so
 on: the first times of a batch may have been slow, and lossless decoding must not be slower than dense."""
 DENSE_NEAR = 0.7
-"""Dense steps are timed again only if they had this share of the best speed; else they cannot win."""
+"""Dense steps are timed again only if the fastest of them had this share of the best speed; else they cannot win."""
 DENSE_LEAD = 0.06
 """By how much drafting must be faster than dense decoding to be chosen: times scatter by as much where steps wait for
 the host, and a wrong choice there would make lossless decoding the slower one."""
@@ -84,6 +84,7 @@ class DraftLength:
         self.choices, self.budgets = tuple(sorted(choices)), budgets
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
+        self.repeats = 0  # cycles of as many sequences that may follow without drafts before the chooser is asked
         self.budget = budgets.index(1.0)  # in use for the batches of that cycle
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
         self._first_seconds: dict[tuple[Key, int], float] = {}  # of the first cycle after some with other drafts
@@ -94,14 +95,23 @@ class DraftLength:
         self._in_use: dict[Key, int] = {}
         self._being_timed: set[Key] = set()
         self._cycles: Counter[Key] = Counter()
+        self._repeated_key: Key | None = None  # of the batch that ``repeats`` is about
         self._drafting: Counter[Key] = Counter()  # cycles since drafts came into use
 
     def settled(self, rows: int, length: float) -> int | None:
         """The number of drafts in use for similar batches; None while other numbers are being timed."""
         return self._settled(self._key(rows, length))
 
-    def choose(self, rows: int, length: float) -> int:
-        """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens)."""
+    def choose(self, rows: int, length: float, repeated: int = 0) -> int:
+        """How many drafts the next cycle has, for ``rows`` sequences of mean ``length`` (tokens).
+
+        Args:
+            repeated: cycles without drafts that followed the choice before this one, at most ``repeats``.
+        """
+        if repeated and self._repeated_key is not None:
+            self._cycles[self._repeated_key] += repeated
+            self.chosen[0] += repeated
+        self.repeats = 0
         key = self._key(rows, length)
         self.budget = key[2]
         if key not in self._seconds:
@@ -116,9 +126,11 @@ class DraftLength:
                 self._seconds[key].pop(0, None)
             self.chosen[0] += 1
             return 0
-        if current is not None and cycle % THINK_EVERY:
+        if current is not None and (since := cycle % (THINK_EVERY if current else THINK_DENSE)):
             self.chosen[current] += 1
-            self.is_watching = bool(current) or cycle % THINK_EVERY <= WATCHED
+            self.is_watching = bool(current) or since <= WATCHED
+            if not self.is_watching:
+                self.repeats, self._repeated_key = THINK_DENSE - 1 - since, key
             return current
         timed = self._seconds[key]
         if cycle % TRY_AGAIN == 0:
@@ -304,7 +316,8 @@ class DraftLength:
         if cycles < DENSE_AGAIN or cycles - (1 << cycles.bit_length() - 1) >= DENSE_PROBES:  # after a power of two
             return False
         speed = self._expected(key)
-        return speed.get(0, math.inf) >= DENSE_NEAR * max(speed.values())
+        fastest = max((self._speed(key, 0, seconds) for seconds in self._seconds[key].get(0, ())), default=0.0)
+        return max(fastest, speed.get(0, math.inf)) >= DENSE_NEAR * max(speed.values())
 
     def _promising(self, key: Key) -> list[int]:
         """The numbers of drafts worth timing, the fastest known first; at most one unknown number, the smallest."""

@@ -26,6 +26,8 @@ from sparrow.vllm.fp8 import Fp8Cache
 
 LAYOUT = (*PAGE_LAYOUT, "dense_layers", "head_budgets")
 """What CUDA graphs and landmarks are made for: a running engine cannot change it."""
+PLAIN_PASSES = 256
+"""Passes without drafts whose tokens are summed at a time: a short step waits for the host, and a sum costs it time."""
 
 
 class Runtime:
@@ -65,6 +67,7 @@ class Runtime:
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
         # The same of passes without drafts: sequences, and tokens read.
         self._plain_rows = self._plain_tokens = 0
+        self._plain_passes: list[np.ndarray] = []  # those that are not in these sums yet
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self.top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
@@ -193,9 +196,17 @@ class Runtime:
             computed: tokens that each sequence had in the cache before. The pass after a verification is scheduled
                 before it is known which drafts were rejected, and counts those too.
         """
-        self._cycles[0] += 1
-        self._plain_rows += len(computed)
-        self._plain_tokens += sum(computed.tolist()) + len(computed)  # which takes the host less time than numpy's sum
+        self._plain_passes.append(computed)
+        if len(self._plain_passes) >= PLAIN_PASSES:
+            self._sum_plain_passes()
+
+    def _sum_plain_passes(self) -> None:
+        if self._plain_passes:
+            self._cycles[0] += len(self._plain_passes)
+            computed = np.concatenate(self._plain_passes)
+            self._plain_rows += len(computed)
+            self._plain_tokens += int(computed.sum(dtype=np.int64)) + len(computed)
+            self._plain_passes.clear()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:
         """Use other page counts from the next step on.
@@ -250,6 +261,7 @@ class Runtime:
 
     def acceptance(self) -> dict[str, Any]:
         """How drafts fared since the last call; see ``control.sparrow_acceptance``."""
+        self._sum_plain_passes()
         cycles, self._cycles = dict(sorted(self._cycles.items())), Counter()
         if self.meter is None:
             return {"cycles": cycles}
@@ -296,6 +308,7 @@ class Runtime:
         self._decoded_before.zero_()
         self._prefill_rows = 0
         if self.is_lossless:  # the steps counted above are drafts
+            self._sum_plain_passes()
             read, held, emitted, passes = self._verified.tolist()
             layers = len(self.sparse_layers) + len(self.dense_layers)
             settled["tokens_read"] += layers * (read + self._plain_tokens)

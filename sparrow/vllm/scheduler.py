@@ -41,6 +41,7 @@ class LosslessScheduler(AsyncScheduler):
         self.draft_length = DraftLength(choices, decoding.draft_budgets)
         # The latest choice, which also holds for a step before which nothing runs.
         self._drafts, self._budget = self.draft_length.choices[0], self.draft_length.budgets.index(1.0)
+        self._rows = self._repeated = 0  # for how many sequences the chooser was asked last, and steps since
         self.keeps_choices = False  # for whoever calls ``take_choices``
         self._choices: list[tuple[int, float]] = []  # of each step since its last call
         self._replayed: Iterator[tuple[int, int]] | None = None
@@ -55,11 +56,7 @@ class LosslessScheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         verified = self._budget  # what the drafts read that this step verifies
         if self.running:
-            rows = len(self.running)
-            length = sum([request.num_computed_tokens for request in self.running]) / rows
-            chooser = self.draft_length
-            self._drafts = chooser.choose(rows, length)
-            self._budget = chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
+            self._choose(len(self.running))
         if self._replayed is not None:
             self._repeat()
         self.dynamic_sd_lookup = self._tables[self._drafts]
@@ -71,7 +68,10 @@ class LosslessScheduler(AsyncScheduler):
         return scheduled
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
-        self._learn(scheduler_output, model_runner_output.sampled_token_ids)
+        if self.draft_length.is_watching:
+            self._learn(scheduler_output, model_runner_output.sampled_token_ids)
+        else:
+            self._last = None
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def take_choices(self) -> list[Choice]:
@@ -99,6 +99,18 @@ class LosslessScheduler(AsyncScheduler):
             (drafts, budgets.index(multiple)) for drafts, multiple, steps in choices for _ in range(steps)
         )
 
+    def _choose(self, rows: int) -> None:
+        """Choose for the next step; where nothing is drafted, the chooser need not be asked about every step."""
+        chooser = self.draft_length
+        if rows == self._rows and self._repeated < chooser.repeats:
+            self._repeated += 1
+            self._drafts, self._budget = 0, chooser.budget  # a replay may have put others in their place
+            return
+        length = sum([request.num_computed_tokens for request in self.running]) / rows
+        self._drafts = chooser.choose(rows, length, self._repeated)
+        self._budget = chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
+        self._rows, self._repeated = rows, 0
+
     def _repeat(self) -> None:
         """Take the next choice that is to be repeated, if there is one left."""
         assert self._replayed is not None
@@ -112,8 +124,6 @@ class LosslessScheduler(AsyncScheduler):
     def _learn(self, scheduled: Any, sampled: Any) -> None:
         """Note a step's time if its sequences all had equally many drafts and the step before had as many sequences."""
         last, self._last = self._last, None
-        if not self.draft_length.is_watching:
-            return
         now, rows = time.perf_counter(), len(scheduled.num_scheduled_tokens)
         counts = set(scheduled.num_scheduled_tokens.values())
         if not rows or len(counts) != 1 or not sampled:

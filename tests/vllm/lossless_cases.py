@@ -203,7 +203,7 @@ def test_greedy_tokens_of_64_ragged_prompts_are_stock_vllms(stock, monkeypatch, 
     with engine(folder, lossless(8, adapt=True, pages=pages)) as llm:
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         for k in (1, 4, 8):
-            monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length, k=k: k)
+            monkeypatch.setattr(DraftLength, "choose", lambda *_, k=k: k)
             scheduler._drafts = k  # of the first step, before which nothing runs
             llm.reset_prefix_cache()
             counters(llm)
@@ -510,7 +510,7 @@ def test_a_seeds_tokens_are_stock_vllms_whatever_drafts(tmp_path, monkeypatch):
         expected = seeded(llm, asked)
     assert len({str(tokens) for tokens in expected}) == len(SEEDED)
     turns = iter(range(10**6))
-    monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length: (0, 1, 3, 4)[next(turns) % 4])
+    monkeypatch.setattr(DraftLength, "choose", lambda *_: (0, 1, 3, 4)[next(turns) % 4])
     for decoding, options in (
         (lossless(1, pages=4, drafter_invariant=True), {}),
         (lossless(8, pages=1, drafter_invariant=True), dict(max_num_seqs=3)),
@@ -585,7 +585,7 @@ def test_distribution_of_continuations(tmp_path, monkeypatch, variant):
     stock = speculator.gumbel_sample
     if adapts:
         turns = iter(range(10**6))
-        monkeypatch.setattr(DraftLength, "choose", lambda self, rows, length: (2, 0, 1)[next(turns) % 3])
+        monkeypatch.setattr(DraftLength, "choose", lambda *_: (2, 0, 1)[next(turns) % 3])
     elif variant == "worst drafts":  # rejected as often as can be
         monkeypatch.setattr(speculator, "gumbel_sample", lambda logits, *args, **named: stock(-logits, *args, **named))
     elif variant == "shared noise":  # real drafts, drawn from the noise that replaces them when they are rejected

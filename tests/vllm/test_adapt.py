@@ -80,12 +80,21 @@ def test_dense_steps_that_were_slow_at_first_are_found_to_be_the_fastest(seed, g
 def test_dense_steps_are_timed_again_however_late_drafts_came_into_use():
     machine, chooser = dict(dense=2.1, draft=2.0, verified=0.0), DraftLength(CHOICES)
     assert simulate(chooser, 1100, 0.9, machine, rows=1)[0][-1] == 0
-    for seed in range(200):  # dense steps are slow for a while
+    for seed in range(800):  # dense steps are slow for a while
         if not chooser.settled(1, 15_000):
             simulate(chooser, 1, 0.9, dict(machine, dense=4.2), rows=1, seed=seed)
     assert chooser.settled(1, 15_000) == 4
     chosen, _ = simulate(chooser, 60, 0.9, machine, rows=1, seed=1)
     assert chosen[30:].count(0) >= 27
+
+
+def test_one_slow_dense_step_does_not_hide_what_is_known_of_others():
+    """Four drafts win by a third. At the next length the only dense step so far seems to take as long as a pause."""
+    machine, chooser = dict(dense=7.0, draft=3.8, verified=0.15), DraftLength(CHOICES)
+    assert simulate(chooser, 100, 0.95, machine, length=1000)[0][-1] == 4
+    assert chooser.choose(64, 1500) == 4
+    chooser.observe(64, 1500, 0, 0.4, 0, 0)
+    assert simulate(chooser, 60, 0.95, machine, length=1500)[0].count(0) >= adapt.DENSE_ALIKE
 
 
 def test_what_lost_is_tried_again_when_acceptance_has_changed():
@@ -152,15 +161,40 @@ def test_where_drafting_hardly_pays_it_is_left_alone_though_times_scatter(rows, 
     assert np.mean(floor) >= 0.98
 
 
-@pytest.mark.parametrize(("acceptance", "drafts", "watched"), [(0.3, 0, 30), (0.95, 8, 80)])
+@pytest.mark.parametrize(("acceptance", "drafts", "watched"), [(0.3, 0, 9), (0.95, 8, 96)])
 def test_few_steps_are_watched_where_nothing_is_drafted(acceptance, drafts, watched):
     chooser = DraftLength(CHOICES)
     simulate(chooser, 180, acceptance, LONG)
     seen = 0
-    for _ in range(80):
+    for _ in range(96):
         assert chooser.choose(64, 15_000) == drafts
         seen += chooser.is_watching
     assert seen == watched
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.95])
+def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance):
+    """Two choosers see the same times. One is asked at every step, the other only where it has to be."""
+    always, seldom = DraftLength(CHOICES), DraftLength(CHOICES)
+    rng, repeated, asked, drafts, before = np.random.default_rng(0), 0, 0, 0, 0
+    for _ in range(6_000):
+        rows = 64 if rng.random() < 0.99 else 60
+        expected = always.choose(rows, 15_000)
+        if rows == before and repeated < seldom.repeats:
+            repeated += 1
+        else:
+            drafts, repeated, asked = seldom.choose(rows, 15_000, repeated), 0, asked + 1
+        before = rows
+        assert drafts == expected and always.is_watching == seldom.is_watching
+        took = cycle_time(drafts, **LONG) * rng.normal(1, 0.02)
+        accepted = (rng.random((rows, drafts)) < acceptance).cumprod(1).sum(1)
+        if always.is_watching:
+            for each in (always, seldom):
+                judged = int(np.minimum(accepted + 1, drafts).sum())
+                each.observe(rows, 15_000, drafts, took, int(accepted.sum()), judged)
+    seldom.chosen[0] += repeated
+    assert always.chosen == seldom.chosen
+    assert asked < 1500 if acceptance == 0.3 else asked > 5500
 
 
 def test_what_is_far_too_slow_is_timed_twice_only():

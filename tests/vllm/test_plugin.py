@@ -22,7 +22,7 @@ from sparrow.errors import ConfigError, EngineError, UnsupportedModel
 from sparrow.mode import Decoding
 from sparrow.schedule import ALL_PAGES
 from sparrow.vllm import config, control, fp8, versions
-from sparrow.vllm.runtime import Runtime, find
+from sparrow.vllm.runtime import PLAIN_PASSES, Runtime, find
 
 SCHEDULE = SparsitySchedule(top_k=(2, 4), bin_tokens=64, dense_layers=(0,))
 
@@ -206,6 +206,22 @@ def test_counters_know_which_budget_drafts_read():
     assert step(made, lengths(400)).tolist() == [21]  # of the new schedule twice as much, too
     assert made.counters()["pages_read"] == 24
     assert not any(made.counters().values())
+
+
+@pytest.mark.parametrize("passes", [1, PLAIN_PASSES - 1, PLAIN_PASSES, 2 * PLAIN_PASSES + 3])
+def test_passes_without_drafts_are_counted_whenever_they_are_summed(passes):
+    made = Runtime(Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu"))
+    made.sparse_layers, made.dense_layers = [1, 2], [0]
+    for i in range(passes):
+        made.count_plain_pass(np.array([100 + i, 2**31 - 1], np.int32)[: 1 + i % 2])
+    counts = made.counters()
+    read = sum(101 + i + i % 2 * 2**31 for i in range(passes))
+    assert counts["tokens_read"] == counts["tokens_held"] == 3 * read
+    assert counts["emitted"] == passes + passes // 2 and counts["drafted"] == 0
+    assert not any(made.counters().values())
+    assert made.acceptance() == {"cycles": {0: passes}} and made.acceptance() == {"cycles": {}}
+    made.count_plain_pass(np.array([7], np.int32))
+    assert made.acceptance() == {"cycles": {0: 1}} and made.counters()["tokens_read"] == 3 * 8
 
 
 UNEVEN = SCHEDULE.replace(head_budgets=((1,) * 4, (0, 1, 2, 3), (0.5, 0.5, 0.5, 0.5), (0, 1, 1, 2)))

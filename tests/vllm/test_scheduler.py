@@ -102,6 +102,16 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)]  # not the first, which came after drafts
 
 
+def test_steps_that_the_chooser_does_not_watch_are_not_noted(make, observed):
+    scheduler = make()
+    run(scheduler, {"a": 100})
+    for is_watching, noted in ((True, 0), (True, 1), (False, 1), (False, 1), (True, 1), (True, 2)):
+        scheduler.draft_length.is_watching = is_watching
+        step(scheduler, ["a"], 0, [1])
+        assert len(observed) == noted
+    assert observed[1][3] == pytest.approx(0.01)
+
+
 def test_the_first_step_with_other_drafts_is_marked(make, observed):
     scheduler = make()
     run(scheduler, {"a": 100, "b": 300})
@@ -143,6 +153,35 @@ def test_what_drafts_would_read_is_not_asked_of_dense_steps(make, monkeypatch):
     scheduler.draft_length._budget_of[adapt._step(1), adapt._step(100)] = 2
     monkeypatch.setattr(module.DraftLength, "choose_budget", lambda *_: pytest.fail("asked"))
     assert getattr(scheduler.schedule(), lossless.BUDGET) == 2
+
+
+def test_the_chooser_is_asked_as_seldom_as_it_says_and_when_sequences_come_or_go(make, monkeypatch):
+    scheduler, asked = make(), []
+    monkeypatch.setattr(scheduler.draft_length, "repeats", 3)
+    monkeypatch.setattr(module.DraftLength, "choose", lambda _, *what: asked.append(what) or 0)
+    run(scheduler, {"a": 100, "b": 300})
+    for _ in range(9):
+        scheduler.schedule()
+    assert asked == [(2, 200.0, 0), (2, 200.0, 3), (2, 200.0, 3)]
+    run(scheduler, {"a": 100})
+    for _ in range(3):
+        scheduler.schedule()
+    run(scheduler, {"a": 100, "b": 300})
+    scheduler.schedule()
+    assert asked[3:] == [(1, 100.0, 0), (2, 200.0, 2)]
+
+
+def test_after_a_replay_steps_without_drafts_have_none(make, monkeypatch):
+    scheduler = make()
+    monkeypatch.setattr(scheduler.draft_length, "repeats", 3)
+    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: 0)
+    run(scheduler, {"a": 100})
+    scheduler.replay([(0, 1.0, 1), (4, 1.0, 1)])
+    told = []
+    for _ in range(3):
+        scheduler.schedule()
+        told.append(scheduler.dynamic_sd_lookup[1])
+    assert told == [0, 4, 0]
 
 
 def chosen(scheduler, choices, monkeypatch):
