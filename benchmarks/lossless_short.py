@@ -1,20 +1,24 @@
 """Short contexts and few sequences, where drafting does not pay: is lossless mode in vLLM slower than stock vLLM there?
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
+    python benchmarks/lossless_short.py --shape qwen3-8b --growth 1024
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute and from process to
-process by more than what is asked about. So both engines live in one process, on one GPU, and take turns of ``TURN_S``.
-Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens; acceptance is
-synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they read are chosen from
-knowing nothing. A ratio is that of tokens per second over all turns; intervals resample pairs of turns.
+process by more than what is asked about. So the engines live in one process, on one GPU, and take turns of ``TURN_S``:
+stock vLLM, lossless mode, and stock vLLM once more, for two engines that are the same differ, too (``control`` is the
+ratio of the second stock engine to the first). A ratio is that of lossless mode to both stock engines together.
+Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``--growth`` tokens; acceptance
+is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they read are chosen
+from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample rounds of turns.
 
 Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
 start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
-first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What both engines hold
-when a state begins is left out of Python's garbage collection, which one engine alone would not have to go through.
+first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What the engines hold when
+a state begins is left out of Python's garbage collection, which one engine alone would not have to go through.
 
-``--profile`` writes where the host spends its time in steps of both engines without drafts, for ``PROFILED`` states: in
-Python, then in torch and CUDA. Python comes first in all, since a trace of CUDA's calls may slow what comes after it.
+``--profile`` writes where the host spends its time in steps without drafts, of one stock engine and the lossless one,
+for ``PROFILED`` states: in Python, then in torch and CUDA. Python comes first in all, since a trace of CUDA's calls may
+slow what comes after it.
 """
 
 from __future__ import annotations
@@ -47,12 +51,12 @@ STATES = {
 """The number of sequences, and the tokens in the cache of each at the start."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
-GROWTH, TURN_S = 2048, 0.2
+TURN_S = 0.2
 PROFILED = ((1, 1024), (64, 320))
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
-MEMORY = {"stock": 0.42, "lossless": 0.46}
-"""vLLM's ``gpu_memory_utilization`` of both engines."""
+MEMORY = {"stock": 0.30, "lossless": 0.33, "control": 0.30}
+"""vLLM's ``gpu_memory_utilization`` of the engines, in the order of their turns (of an H200; an H100 is too small)."""
 
 
 def turn(bench: Bench, tokens: int) -> list[float]:
@@ -60,8 +64,9 @@ def turn(bench: Bench, tokens: int) -> list[float]:
     those of the pauses."""
     resumed, had = clock(), generated(bench)
     for _ in range(UNDER_WAY):
-        bench.llm.llm_engine.step()
         scheduler(bench)._last = None  # what ended in the pause says nothing about the time of a cycle
+        bench.llm.llm_engine.step()
+    scheduler(bench)._last = None
     began = now = time.perf_counter()
     before = generated(bench)
     while now - began < TURN_S and generated(bench) < tokens:
@@ -71,26 +76,28 @@ def turn(bench: Bench, tokens: int) -> list[float]:
     return [new - before, now - began, new - had, clock() - resumed]
 
 
-def side_by_side(stock: Bench, ours: Bench, batch: int, length: int) -> dict[str, Any]:
-    """The ratio of speeds with its interval, tokens per second of both, and each turn of both."""
+def side_by_side(benches: dict[str, Bench], batch: int, length: int, growth: int) -> dict[str, Any]:
+    """The ratio of speeds with its interval, that of both stock engines, tokens per second, and each turn of each."""
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
-    for bench in (stock, ours):
+    for bench in benches.values():
         begin(bench, lengths)
-    ends = [generated(bench) + GROWTH * batch for bench in (stock, ours)]
-    turns = []
+    ends = {name: generated(bench) + growth * batch for name, bench in benches.items()}
+    turns: dict[str, list[list[float]]] = {name: [] for name in benches}
     gc.collect()
     gc.freeze()
-    while all(generated(bench) < end for bench, end in zip((stock, ours), ends, strict=True)):
-        turns.append([turn(bench, end) for bench, end in zip((stock, ours), ends, strict=True)])
-    for bench in (stock, ours):
+    while all(generated(bench) < ends[name] for name, bench in benches.items()):
+        for name, bench in benches.items():
+            turns[name].append(turn(bench, ends[name]))
+    for bench in benches.values():
         abandon(bench, batch)
-    new = np.array(turns)  # [turns, engine, 4]
-    speeds = new.sum(0)[:, ::2] / new.sum(0)[:, 1::2]  # [engine, without and with pauses]
+    stock, ours, control = (np.array(turns[name]) for name in ("stock", "lossless", "control"))  # [turns, 4]
+    both = stock + control
     return {
-        "ratio": speed_ratio(new[..., :2]),
-        "with_pauses": speeds[1, 1] / speeds[0, 1],
-        "stock_tokens_per_s": speeds[0, 0], "tokens_per_s": speeds[1, 0],
-        "grown": (new.sum(0)[:, 2] / batch).tolist(), "turns": turns,
+        "ratio": speed_ratio(np.stack([both, ours], 1)[..., :2]),
+        "control": speed_ratio(np.stack([stock, control], 1)[..., :2]),
+        "with_pauses": float(np.divide(*ours.sum(0)[2:]) / np.divide(*both.sum(0)[2:])),
+        "tokens_per_s": {name: float(np.divide(*np.sum(of, 0)[:2])) for name, of in turns.items()},
+        "grown": {name: float(np.sum(of, 0)[2] / batch) for name, of in turns.items()}, "turns": turns,
     }  # fmt: skip
 
 
@@ -127,6 +134,7 @@ def main() -> None:
 
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
+    options.add_argument("--growth", type=int, default=2048, help="tokens by which sequences grow")
     options.add_argument(
         "--profile", action="store_true", help="also write lossless_host.txt and lossless_host_stock.txt"
     )
@@ -135,10 +143,16 @@ def main() -> None:
     drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
     decoding = Decoding.lossless(drafts, adapt_draft_budget=True)
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+    with tempfile.TemporaryDirectory() as folder:
         most = max(batch for batch, _ in STATES[shape])
-        stock = Bench(shape, "stock", one, MEMORY["stock"], slots=most)
-        ours = Bench(shape, "lossless", other, MEMORY["lossless"], decoding, slots=most)
+        benches = {
+            name: Bench(
+                shape, "lossless" if name == "lossless" else "stock", f"{folder}/{name}", memory,
+                decoding if name == "lossless" else None, slots=most,
+            )
+            for name, memory in MEMORY.items()
+        }  # fmt: skip
+        ours = benches["lossless"]
         choices = scheduler(ours).draft_length.choices
         for batch, length in STATES[shape]:
             for rate in RATES:
@@ -146,16 +160,21 @@ def main() -> None:
                 chooser = scheduler(ours).draft_length = DraftLength(numbers, decoding.draft_budgets)
                 if rate is not None:
                     accept(ours, rate)
-                row = {"batch": batch, "length": length, "rate": rate, **side_by_side(stock, ours, batch, length)}
+                row = {
+                    "batch": batch,
+                    "length": length,
+                    "rate": rate,
+                    **side_by_side(benches, batch, length, arguments.growth),
+                }
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
                 save(RESULTS / f"lossless_short_{shape}.json", {
                     "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
-                    "growth": GROWTH, "turn_s": TURN_S, "rows": rows,
+                    "growth": arguments.growth, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
         if arguments.profile:
             scheduler(ours).draft_length = DraftLength([0], decoding.draft_budgets)
-            profile({"lossless_host_stock": stock, "lossless_host": ours})
+            profile({"lossless_host_stock": benches["stock"], "lossless_host": ours})
 
 
 if __name__ == "__main__":

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from statistics import mean, stdev
 
 from common import SHAPES, Row, interval, load, speed_ratio, table
 from scipy.stats import ttest_1samp
 
 WIDE = (157, 0.968)
-SHORT = tuple(f"lossless_short_{name}" for name in ("qwen3-1.7b", "qwen3-1.7b_first", "qwen3-1.7b_again", "qwen3-8b"))
 POINTS = ("lossless_qwen3-1.7b_one_kernel", "lossless_qwen3-1.7b_points", "lossless_qwen3-1.7b_again")
 
 
@@ -142,24 +139,21 @@ def lossless_whole() -> str:
     )
 
 
-def short_contexts(names: Sequence[str], digits: int) -> str:
-    """Ratios of speeds by acceptance, from files of ``lossless_short.py``; turns of the same case are pooled."""
-    cases = dict[tuple[str, int, int, int], dict[float | None, list[Row]]]()
-    for result in map(load, names):
-        for row in result["rows"]:
-            of_case = cases.setdefault((result["shape"], *at(row), at(row)[1] + result["growth"]), {})
-            of_case.setdefault(row["rate"], []).append(row)
+def short_contexts() -> str:
+    """Ratios of speeds by acceptance, and of stock vLLM to itself, from files of ``lossless_short.py``."""
     rows, rates = [], dict[str, None]()
-    for (shape, batch, length, end), ours in cases.items():
-        step = 1e3 * batch / mean(row["stock_tokens_per_s"] for runs in ours.values() for row in runs)
-        gains = {}
-        for rate, (run, *more) in ours.items():
-            pooled = [turn for each in (run, *more) for turn in each["turns"]]
-            ratio = speed_ratio([[one[:2] for one in turn] for turn in pooled]) if more else run["ratio"]
-            gains["no drafts" if rate is None else f"{rate}"] = interval(ratio, digits)
-        rates |= dict.fromkeys(gains)
-        where = [SHAPES[shape], batch, f"{length:,} to {end:,}"]
-        rows.append([*where, f"{step:.2f}", *(gains.get(rate, "") for rate in rates)])
+    for result in (load(f"lossless_short_{shape}") for shape in ("qwen3-1.7b", "qwen3-8b")):
+        cases = dict[tuple[int, int], list[Row]]()
+        for row in result["rows"]:
+            cases.setdefault(at(row), []).append(row)
+        for (batch, length), runs in cases.items():
+            step = 1e3 * batch / mean(run["tokens_per_s"]["stock"] for run in runs)
+            rounds = [pair for run in runs for pair in zip(run["turns"]["stock"], run["turns"]["control"], strict=True)]
+            ratios = {"stock twice": speed_ratio([[turn[:2] for turn in pair] for pair in rounds])}
+            ratios |= {"no drafts" if run["rate"] is None else f"{run['rate']}": run["ratio"] for run in runs}
+            rates |= dict.fromkeys(ratios)
+            where = [SHAPES[result["shape"]], batch, f"{length:,} to {length + result['growth']:,}", f"{step:.2f}"]
+            rows.append([*where, *(interval(ratios[rate], 3) for rate in rates)])
     return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
 
 
@@ -242,8 +236,7 @@ TABLES = {
     "lossless exact draft weights": lossless_exact_draft_weights,
     "lossless rollout": lossless_rollout,
     "lossless whole": lossless_whole,
-    "lossless short contexts": partial(short_contexts, SHORT, 2),
-    "lossless floor": partial(short_contexts, ("lossless_floor_qwen3-1.7b", "lossless_floor_qwen3-8b"), 3),
+    "lossless short contexts": short_contexts,
     "lossless budgets": lossless_budgets,
     "lossless memory": lossless_memory,
     "lossless exact": lossless_exact,

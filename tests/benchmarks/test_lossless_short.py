@@ -1,4 +1,4 @@
-"""What the benchmark of short contexts makes of the steps of two engines, on a clock that the test moves."""
+"""What the benchmark of short contexts makes of the steps of three engines, on a clock that the test moves."""
 
 import importlib
 from pathlib import Path
@@ -41,10 +41,14 @@ class Engine:
 @pytest.fixture
 def engines(short, monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    stock, ours = Engine(clock, 0.010, 0.002), Engine(clock, 0.008, 0.050)
+    benches = {
+        "stock": Engine(clock, 0.010, 0.002),
+        "lossless": Engine(clock, 0.008, 0.050),
+        "control": Engine(clock, 0.0125, 0.002),
+    }
 
     def synchronised():
-        for engine in (stock, ours):
+        for engine in benches.values():
             if engine.since_pause:  # one step is under way when a turn ends
                 clock.now += engine.step_s
             engine.since_pause = 0
@@ -57,21 +61,23 @@ def engines(short, monkeypatch):
     monkeypatch.setattr(short, "abandon", lambda *_: None)
     monkeypatch.setattr(short, "scheduler", lambda bench: bench.scheduler)
     monkeypatch.setattr(short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running))
-    return stock, ours
+    return benches
 
 
 def test_the_ratio_leaves_out_what_pauses_cost(short, engines):
-    result = short.side_by_side(*engines, ROWS, 1024)
-    assert result["ratio"] == pytest.approx([1.25] * 3)
-    assert result["stock_tokens_per_s"] == pytest.approx(ROWS / 0.010)
-    assert result["with_pauses"] < 1.2  # a turn of ours begins with 48 ms more
-    assert max(result["grown"]) == short.GROWTH
-    turns = result["turns"]
-    assert all(one[0] < one[2] and one[1] < one[3] for turn in turns for one in turn)
+    result = short.side_by_side(engines, ROWS, 1024, 512)
+    assert result["control"] == pytest.approx([0.8] * 3)
+    assert result["tokens_per_s"] == pytest.approx({"stock": ROWS / 0.010, "lossless": 500, "control": 320})
+    of_both = [sum(turn[i] for name in ("stock", "control") for turn in result["turns"][name]) for i in (0, 1)]
+    assert result["ratio"] == pytest.approx([500 * of_both[1] / of_both[0]] * 3, rel=0.01)
+    assert 320 < of_both[0] / of_both[1] < 400
+    assert result["with_pauses"] < 0.96 * result["ratio"][0]  # a turn of ours begins with 48 ms more
+    assert max(result["grown"].values()) == 512
+    assert all(one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns)
 
 
 def test_times_from_before_a_pause_are_forgotten(short, engines):
-    _, ours = engines
+    ours = engines["lossless"]
     short.turn(ours, 10**9)
-    # Before a step: what the step before it noted is gone until the first results after the pause are out.
-    assert ours.cleared[: short.UNDER_WAY + 2] == [False, *[True] * short.UNDER_WAY, False]
+    # Before a step: what was noted is gone until the first results after the pause are out.
+    assert ours.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
