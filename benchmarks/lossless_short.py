@@ -16,28 +16,22 @@ start the GPU waits for the host. So a turn's time is from the result of one ste
 first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What the engines hold when
 a state begins is left out of Python's garbage collection, which one engine alone would not have to go through.
 
-``--profile`` writes where the host spends its time in steps without drafts, of one stock engine and the lossless one,
-for ``PROFILED`` states: in Python, then in torch and CUDA. Python comes first in all, since a trace of CUDA's calls may
-slow what comes after it.
+``host_us`` has the microseconds that ``PARTS`` of a step take the host, for each engine; ``benchmarks/lossless.py
+--profile`` tells what the GPU does.
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import io
 import json
-import pstats
-import sys
 import tempfile
 import time
-from functools import partial
-from pathlib import Path
+from collections import Counter
 from typing import Any
 
 import numpy as np
 from common import RESULTS, clock, parser, save, speed_ratio
-from lossless import abandon, accept, begin, generated, in_cuda, scheduler
+from lossless import abandon, accept, begin, generated, scheduler
 from rollout import Bench
 
 from sparrow import SparsitySchedule
@@ -52,11 +46,35 @@ STATES = {
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
 TURN_S = 0.2
-PROFILED = ((1, 1024), (64, 320))
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
 MEMORY = {"stock": 0.30, "lossless": 0.33, "control": 0.30}
 """vLLM's ``gpu_memory_utilization`` of the engines, in the order of their turns (of an H200; an H100 is too small)."""
+PARTS = {
+    "schedule": "scheduler", "update_from_output": "scheduler",
+    "execute_model": "model_executor", "sample_tokens": "model_executor",
+}  # fmt: skip
+"""Methods that a step calls, by the attributes of vLLM's engine core that have them."""
+
+
+def clock_parts(bench: Bench) -> Counter[str]:
+    """Have an engine add up the seconds that ``PARTS`` take, and its steps."""
+    core, spent = bench.llm.llm_engine.engine_core.engine_core, Counter[str]()
+
+    def clocked(part: str, method: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*args, **kwargs)
+            spent[part] += time.perf_counter() - began
+            spent["steps"] += part == "schedule"
+            return result
+
+        return run
+
+    for part, owner in PARTS.items():
+        holder = getattr(core, owner)
+        setattr(holder, part, clocked(part, getattr(holder, part)))
+    return spent
 
 
 def turn(bench: Bench, tokens: int) -> list[float]:
@@ -76,11 +94,16 @@ def turn(bench: Bench, tokens: int) -> list[float]:
     return [new - before, now - began, new - had, clock() - resumed]
 
 
-def side_by_side(benches: dict[str, Bench], batch: int, length: int, growth: int) -> dict[str, Any]:
-    """The ratio of speeds with its interval, that of both stock engines, tokens per second, and each turn of each."""
+def side_by_side(
+    benches: dict[str, Bench], spent: dict[str, Counter[str]], batch: int, length: int, growth: int
+) -> dict[str, Any]:
+    """The ratio of speeds with its interval, that of both stock engines, tokens per second, what parts of a step take
+    (``spent``, from ``clock_parts`` of each engine), and each turn of each."""
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
     for bench in benches.values():
         begin(bench, lengths)
+    for of_engine in spent.values():
+        of_engine.clear()
     ends = {name: generated(bench) + growth * batch for name, bench in benches.items()}
     turns: dict[str, list[list[float]]] = {name: [] for name in benches}
     gc.collect()
@@ -97,36 +120,9 @@ def side_by_side(benches: dict[str, Bench], batch: int, length: int, growth: int
         "control": speed_ratio(np.stack([stock, control], 1)[..., :2]),
         "with_pauses": float(np.divide(*ours.sum(0)[2:]) / np.divide(*both.sum(0)[2:])),
         "tokens_per_s": {name: float(np.divide(*np.sum(of, 0)[:2])) for name, of in turns.items()},
+        "host_us": {name: {part: 1e6 * of[part] / of["steps"] for part in PARTS} for name, of in spent.items()},
         "grown": {name: float(np.sum(of, 0)[2] / batch) for name, of in turns.items()}, "turns": turns,
     }  # fmt: skip
-
-
-def in_python(bench: Bench, steps: int) -> str:
-    """What the functions of Python take in the steps of running requests, by their own time and with what they call."""
-    engine, recorded, stream = bench.llm.llm_engine, cProfile.Profile(), io.StringIO()
-    recorded.enable()
-    for _ in range(steps):
-        engine.step()
-    recorded.disable()
-    for order in ("tottime", "cumulative"):
-        pstats.Stats(recorded, stream=stream).sort_stats(order).print_stats(120)
-    profiled = stream.getvalue()
-    for folder in sorted({str(Path(p).resolve()) for p in sys.path}, key=len, reverse=True):
-        profiled = profiled.replace(f"{folder}/", "")  # modules by their names, wherever they are installed
-    return profiled
-
-
-def profile(benches: dict[str, Bench]) -> None:
-    """Profile steps without drafts, in the engines as in ``side_by_side``, and write a file for each."""
-    texts = []
-    for part in (partial(in_python, steps=600), partial(in_cuda, steps=40)):
-        for batch, length in PROFILED:
-            for name, bench in benches.items():
-                begin(bench, [length + i % BLOCK for i in range(batch)])
-                texts.append((name, f"{batch} x {length:,}\n{part(bench)}"))
-                abandon(bench, batch)
-    for name in benches:
-        (RESULTS / f"{name}.txt").write_text("\n".join(text for owner, text in texts if owner == name))
 
 
 def main() -> None:
@@ -135,9 +131,6 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
     options.add_argument("--growth", type=int, default=2048, help="tokens by which sequences grow")
-    options.add_argument(
-        "--profile", action="store_true", help="also write lossless_host.txt and lossless_host_stock.txt"
-    )
     arguments = options.parse_args()
     shape = arguments.shape
     drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
@@ -152,7 +145,7 @@ def main() -> None:
             )
             for name, memory in MEMORY.items()
         }  # fmt: skip
-        ours = benches["lossless"]
+        ours, spent = benches["lossless"], {name: clock_parts(bench) for name, bench in benches.items()}
         choices = scheduler(ours).draft_length.choices
         for batch, length in STATES[shape]:
             for rate in RATES:
@@ -164,7 +157,7 @@ def main() -> None:
                     "batch": batch,
                     "length": length,
                     "rate": rate,
-                    **side_by_side(benches, batch, length, arguments.growth),
+                    **side_by_side(benches, spent, batch, length, arguments.growth),
                 }
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
@@ -172,9 +165,6 @@ def main() -> None:
                     "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
                     "growth": arguments.growth, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
-        if arguments.profile:
-            scheduler(ours).draft_length = DraftLength([0], decoding.draft_budgets)
-            profile({"lossless_host_stock": benches["stock"], "lossless_host": ours})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the benchmark of short contexts makes of the steps of three engines, on a clock that the test moves."""
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,8 +65,11 @@ def engines(short, monkeypatch):
     return benches
 
 
-def test_the_ratio_leaves_out_what_pauses_cost(short, engines):
-    result = short.side_by_side(engines, ROWS, 1024, 512)
+def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
+    spent = {name: Counter({"schedule": 7.0}) for name in engines}  # before the state
+    monkeypatch.setattr(short, "abandon", lambda *_: [of.update(schedule=6e-6, steps=2) for of in spent.values()])
+    result = short.side_by_side(engines, spent, ROWS, 1024, 512)
+    assert result["host_us"]["stock"] == pytest.approx({**dict.fromkeys(short.PARTS, 0.0), "schedule": 3.0})
     assert result["control"] == pytest.approx([0.8] * 3)
     assert result["tokens_per_s"] == pytest.approx({"stock": ROWS / 0.010, "lossless": 500, "control": 320})
     of_both = [sum(turn[i] for name in ("stock", "control") for turn in result["turns"][name]) for i in (0, 1)]
@@ -81,3 +85,35 @@ def test_times_from_before_a_pause_are_forgotten(short, engines):
     short.turn(ours, 10**9)
     # Before a step: what was noted is gone until the first results after the pause are out.
     assert ours.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
+
+
+def test_parts_of_a_step_are_timed(short, monkeypatch):
+    now = SimpleNamespace(s=0.0)
+
+    def part(seconds):
+        def run(given, doubled=False):
+            now.s += seconds
+            return given * (2 if doubled else 1)
+
+        return run
+
+    monkeypatch.setattr(short, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    parts = {"schedule": part(3.0), "update_from_output": part(2.0)}
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(**parts),
+        model_executor=SimpleNamespace(execute_model=part(5.0), sample_tokens=part(7.0)),
+    )
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=core))
+    spent = short.clock_parts(SimpleNamespace(llm=SimpleNamespace(llm_engine=engine)))
+    for step in range(2):
+        assert core.scheduler.schedule(step, doubled=True) == 2 * step
+        core.model_executor.execute_model(step)
+        core.model_executor.sample_tokens(step)
+        core.scheduler.update_from_output(step)
+    assert spent == {
+        "schedule": 6.0,
+        "execute_model": 10.0,
+        "sample_tokens": 14.0,
+        "update_from_output": 4.0,
+        "steps": 2,
+    }
