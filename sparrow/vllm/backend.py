@@ -39,7 +39,9 @@ class Prefill(NamedTuple):
     """Rows of a batch that vLLM's own attention serves."""
 
     tokens: slice  # of the batch
-    metadata: Any  # vLLM's own, of these rows
+    # vLLM's own, of these rows; None: that of the whole batch, which holds the step. A reference to it would leave the
+    # tensors of every step to the garbage collector.
+    metadata: Any = None
     blocks: Tensor | None = None  # those of a quantised cache that vLLM reads as a copy; None: it reads the cache
 
 
@@ -105,8 +107,9 @@ class SparseBuilder(VLLMClass):
         layers = vllm_config.compilation_config.static_forward_context
         self._layers = LayerGroup(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
-        self._nothing = torch.empty(0, dtype=torch.int32, device=device)
-        self._no_blocks = self._nothing.view(0, 1)
+        # Of lossless mode. Whatever vLLM itself runs there is dense: prefill, verification, and steps without drafts.
+        nothing, everything = torch.empty(0, dtype=torch.int32, device=device), Prefill(slice(None))
+        self._dense = Step(0, nothing, nothing, nothing.view(0, 1), (everything,), self._layers)
         if self.runtime is not None and not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
 
@@ -121,9 +124,7 @@ class SparseBuilder(VLLMClass):
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
         if self.runtime.is_lossless:
-            # Whatever vLLM itself runs is dense: prefill, verification, and steps without drafts.
-            everything = (Prefill(slice(None), metadata),)
-            metadata.sparrow = Step(0, self._nothing, self._nothing, self._no_blocks, everything, self._layers)
+            metadata.sparrow = self._dense
             return metadata
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         prefills: list[Prefill] = []
@@ -298,10 +299,10 @@ class SparseImpl(VLLMClass):
         keys, values, marks, scales = self.cache_views(layer, kv_cache)
         for part in step.prefills:
             cache, at = self._copy(layer, query, kv_cache, part.blocks), part.tokens
-            super().forward(layer, query[at], key[at], value[at], cache, part.metadata, output[at])
-        if step.layers is not None and step.layers.ends_with(layer):
-            for part in step.prefills:
-                step.layers.update_landmarks(part.metadata.slot_mapping)
+            metadata = attn_metadata if part.metadata is None else part.metadata
+            super().forward(layer, query[at], key[at], value[at], cache, metadata, output[at])
+            if step.layers is not None and step.layers.ends_with(layer):
+                step.layers.update_landmarks(metadata.slot_mapping)
         if B:
             if query.dtype == FP8:  # as vLLM's own attention takes them from such a cache
                 query = query[:B].to(output.dtype) * layer._q_scale.to(output.dtype)

@@ -714,3 +714,20 @@ def test_scheduling_does_not_change_greedy_tokens(folder, model, options):
         cycles = llm.collective_rpc("sparrow_acceptance")[0]["cycles"]
     assert_greedy_and_dense(model, asked, got)
     assert len(cycles) > 1 if adapt else set(cycles) == {4}
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_steps_leave_nothing_to_the_garbage_collector(folder, monkeypatch, drafts):
+    def tensors():
+        return sum(isinstance(x, torch.Tensor) for x in gc.get_objects())
+
+    monkeypatch.setattr(DraftLength, "choose", lambda *_: drafts)
+    with engine(folder, lossless(4, adapt=True)) as llm:
+        generate(llm, [[1, 2, 3]], 10, temperature=1.0)
+        gc.collect()
+        gc.disable()
+        before = tensors()
+        generate(llm, [[1, 2, 3]], 60, temperature=1.0)
+        left = tensors() - before
+        gc.enable()
+    assert left < 20
