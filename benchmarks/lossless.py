@@ -115,7 +115,8 @@ def begin(bench: Bench, lengths: Sequence[int], logprobs: int | None = None) -> 
 
 def hold(bench: Bench, drafts: int) -> None:
     """Have every cycle draft so many tokens."""
-    chooser: Any = DraftLength(scheduler(bench).draft_length.choices)
+    before = scheduler(bench).draft_length
+    chooser: Any = DraftLength(before.choices, before.budgets)
     chooser.choose = lambda *_: drafts
     scheduler(bench).draft_length = chooser
 
@@ -139,11 +140,11 @@ def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
             bench.llm.llm_engine.step()
             now = len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths)
         drafts = chooser.settled(*now)
-        chooser.choose, chooser.repeats = lambda *_: drafts, 0
+        hold(bench, drafts)
     metrics = timed(bench, behind.tolist(), TIMED, 0.5)
     abandon(bench, len(lengths))
     if settle:
-        del chooser.choose
+        scheduler(bench).draft_length = chooser
         metrics["drafts"] = drafts
     return {"ms_per_token": len(lengths) / metrics["tokens_per_s"] * 1e3, **metrics}
 
