@@ -5,8 +5,8 @@
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute and from process to
 process by more than what is asked about. So the engines live in one process, on one GPU, and take turns of ``TURN_S``:
-stock vLLM, lossless mode, and stock vLLM once more, for two engines that are the same differ, too (``control`` is the
-ratio of the second stock engine to the first). A ratio is that of lossless mode to both stock engines together.
+stock vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ (``control`` is the ratio of
+the second one's speed to the first one's). A ratio is that of lossless mode to both stock engines together.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``--growth`` tokens; acceptance
 is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they read are chosen
 from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample rounds of turns.

@@ -84,7 +84,8 @@ class DraftLength:
         self.choices, self.budgets = tuple(sorted(choices)), budgets
         self.chosen: Counter[int] = Counter()  # cycles by number of drafts
         self.is_watching = True  # whether the cycle chosen last is to be observed
-        self.repeats = 0  # cycles of as many sequences that may follow without drafts before the chooser is asked
+        # Further cycles without drafts before the chooser must be asked again, if as many sequences run.
+        self.repeats = 0
         self.budget = budgets.index(1.0)  # in use for the batches of that cycle
         self._seconds: dict[Key, dict[int, deque[float]]] = {}
         self._first_seconds: dict[tuple[Key, int], float] = {}  # of the first cycle after some with other drafts

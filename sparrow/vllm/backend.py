@@ -108,8 +108,8 @@ class SparseBuilder(VLLMClass):
         self._layers = LayerGroup(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
         # Of lossless mode. Whatever vLLM itself runs there is dense: prefill, verification, and steps without drafts.
-        nothing, everything = torch.empty(0, dtype=torch.int32, device=device), Prefill(slice(None))
-        self._dense = Step(0, nothing, nothing, nothing.view(0, 1), (everything,), self._layers)
+        nothing, whole_batch = torch.empty(0, dtype=torch.int32, device=device), Prefill(slice(None))
+        self._dense = Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers)
         if self.runtime is not None and not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
 

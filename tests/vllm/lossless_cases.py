@@ -726,8 +726,10 @@ def test_steps_leave_nothing_to_the_garbage_collector(folder, monkeypatch, draft
         generate(llm, [[1, 2, 3]], 10, temperature=1.0)
         gc.collect()
         gc.disable()
-        before = tensors()
-        generate(llm, [[1, 2, 3]], 60, temperature=1.0)
-        left = tensors() - before
-        gc.enable()
+        try:
+            before = tensors()
+            generate(llm, [[1, 2, 3]], 60, temperature=1.0)
+            left = tensors() - before
+        finally:
+            gc.enable()
     assert left < 20
