@@ -10,26 +10,17 @@ from typing import Any
 
 from sparrow.errors import ConfigError, refuse
 from sparrow.mode import Decoding
-from sparrow.vllm import versions
+from sparrow.vllm import graphs, versions
 
 ENGINE_KEY = "sparrow"  # the entry of vLLM's ``additional_config`` that says how to decode
 SCHEDULER = "sparrow.vllm.scheduler.LosslessScheduler"
 BUDGET = "sparrow_budget"  # the attribute of vLLM's ``SchedulerOutput`` that says what the drafts of this step read
-DEFAULT_ROWS = 256
-"""Sequences to make CUDA graphs for where vLLM will choose ``max_num_seqs`` itself."""
 
 
 def draft_choices(decoding: Decoding) -> tuple[int, ...]:
     """Numbers of drafts that a cycle may have: ``draft_tokens``, or if they adapt, 0, 1/3, 2/3 and all of it."""
     k = decoding.draft_tokens
     return tuple(sorted({round(k * part / 3) for part in range(4)})) if decoding.adapt_draft_tokens else (k,)
-
-
-def capture_sizes(rows: int, choices: tuple[int, ...]) -> list[int]:
-    """Batch sizes, in tokens, to make CUDA graphs for: each number of sequences with 1 token each, or with drafts."""
-    counts = [1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 513, 32), *range(576, 1025, 64)]
-    counts = sorted({*(n for n in counts if n < rows), rows})
-    return sorted({n * (k + 1) for n in counts for k in {0, *choices}})
 
 
 def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
@@ -88,8 +79,8 @@ def prepare(arguments: Any, decoding: Decoding, on_cpu: bool) -> None:
     sizes = (arguments.cudagraph_capture_sizes, arguments.max_cudagraph_capture_size)
     theirs = (getattr(compilation, name, None) for name in ("cudagraph_capture_sizes", "max_cudagraph_capture_size"))
     if not arguments.enforce_eager and not any((*sizes, *theirs)):
-        rows = arguments.max_num_seqs or DEFAULT_ROWS
-        arguments.cudagraph_capture_sizes = capture_sizes(rows, draft_choices(decoding))
+        rows = arguments.max_num_seqs or graphs.DEFAULT_ROWS
+        arguments.cudagraph_capture_sizes = graphs.capture_sizes(rows, draft_choices(decoding))
 
 
 def is_ours(speculative_config: Any) -> bool:

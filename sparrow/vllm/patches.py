@@ -15,7 +15,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from sparrow.vllm import config, control, lossless, versions
+from sparrow.vllm import config, control, graphs, lossless, versions
 from sparrow.vllm.runtime import find
 
 
@@ -219,6 +219,21 @@ def _without_drafting(stock: Any) -> Any:
     return sample_tokens
 
 
+def _candidates_by_drafts(stock: Any) -> Any:
+    @wraps(stock)
+    def _init_candidates(self: Any) -> None:
+        from vllm.config import CUDAGraphMode
+
+        stock(self)
+        decoding = config.requested(self.vllm_config)
+        if decoding is not None and decoding.mode == "lossless":
+            captured = self._capture_descs
+            modes = (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE)
+            self._candidates = graphs.candidates(graph for mode in modes for graph in captured.get(mode, ()))
+
+    return _init_candidates
+
+
 def _metered_rejection_sample(stock: Any) -> Any:
     from sparrow.vllm.verify import draw
 
@@ -336,6 +351,11 @@ LOSSLESS = (
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", ">=0.26", "a step that has no drafts and makes "
         "none is stock vLLM's: looking after drafts would cost the host time", _without_drafting,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager._init_candidates", ">=0.26", "find the CUDA graph of a "
+        "step whatever the number of drafts that others are for: vLLM looks at graphs of the nearest size alone",
+        _candidates_by_drafts,
     ),
     Patch(
         "vllm.v1.worker.gpu.spec_decode.rejection_sampler:rejection_sample", ">=0.26", "measure the acceptance of "

@@ -68,13 +68,6 @@ def test_on_a_gpu_the_backend_and_the_sizes_of_graphs_are_chosen(cuda_version):
     assert prepared(on_cpu=False, enforce_eager=True).cudagraph_capture_sizes is None
 
 
-def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
-    assert lossless.capture_sizes(5, (0, 2, 4)) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 25]
-    sizes = lossless.capture_sizes(100, (0, 8))
-    assert {100, 900, 96, 864, 64, 576} <= set(sizes) and max(sizes) == 900
-    assert sizes == sorted(set(sizes))
-
-
 def test_the_choices_of_drafts():
     assert lossless.draft_choices(Decoding.lossless(draft_tokens=8)) == (0, 3, 5, 8)
     assert lossless.draft_choices(Decoding.lossless(draft_tokens=1)) == (0, 1)

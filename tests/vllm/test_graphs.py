@@ -1,0 +1,88 @@
+"""For which batches lossless mode has CUDA graphs, and that each batch is served by one; captures none."""
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+
+from sparrow.mode import Decoding
+from sparrow.vllm import config, graphs, patches
+from sparrow.vllm.lossless import draft_choices
+
+vllm = pytest.importorskip("vllm")
+from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager  # noqa: E402
+
+ROWS = 64
+CHOICES = draft_choices(Decoding.lossless())
+
+
+def test_graphs_are_captured_for_every_batch_with_and_without_drafts():
+    assert graphs.capture_sizes(5, (0, 2, 4)) == [1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 25]
+    sizes = graphs.capture_sizes(100, (0, 8))
+    assert {100, 900, 96, 864, 64, 576} <= set(sizes) and max(sizes) == 900
+    assert sizes == sorted(set(sizes))
+
+
+def manager(init_candidates):
+    """vLLM's chooser of graphs for ``ROWS`` sequences, with what it would have after capturing them."""
+    made = CudaGraphManager.__new__(CudaGraphManager)
+    sizes = graphs.capture_sizes(ROWS, CHOICES)
+    ranges = [(n, n, drafts) for n, drafts in enumerate(CHOICES, start=1)]
+    speculative = SimpleNamespace(
+        uses_dynamic_speculative_decoding=lambda: True, num_speculative_tokens_per_batch_size=ranges,
+    )  # fmt: skip
+    vars(made).update(
+        vllm_config=SimpleNamespace(
+            speculative_config=speculative, num_speculative_tokens=CHOICES[-1],
+            cache_config=SimpleNamespace(use_kda_recoverssm=False),
+        ),
+        compilation_config=SimpleNamespace(cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=sizes[-1]),
+        cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE, max_num_reqs=ROWS, decode_query_len=CHOICES[-1] + 1,
+        varlen_decode=False, ubatch_runner=None, lora_capture_cases=[0], _lora_dispatch_map={}, _max_lora_case=0,
+        _candidates={}, _capture_descs={}, _graphs_captured=True,
+    )  # fmt: skip
+    init_candidates(made)
+    return made
+
+
+@pytest.fixture
+def stock_and_ours(monkeypatch):
+    stock = inspect.unwrap(CudaGraphManager._init_candidates)  # another test may have replaced it
+    monkeypatch.setattr(config, "requested", lambda vllm_config: Decoding.lossless())
+    return manager(stock), manager(patches._candidates_by_drafts(stock))
+
+
+def served(manager, rows, drafts):
+    return manager.dispatch(rows, rows * (drafts + 1), drafts + 1, 0)
+
+
+def test_a_whole_graph_serves_every_number_of_sequences_and_drafts(stock_and_ours):
+    stock, ours = stock_and_ours
+    steps = [(rows, drafts) for rows in range(1, ROWS + 1) for drafts in CHOICES]
+    assert any(served(stock, *step).cg_mode != CUDAGraphMode.FULL for step in steps)  # else the patch may go
+    for rows, drafts in steps:
+        graph = served(ours, rows, drafts)
+        assert graph.cg_mode == CUDAGraphMode.FULL and graph.uniform_token_count == drafts + 1
+        larger = {n for n in graphs.capture_sizes(ROWS, (0,)) if n >= rows}
+        assert rows <= graph.num_reqs <= min(larger)
+    assert ours._capture_descs == stock._capture_descs  # the graphs are vLLM's
+
+
+def test_a_batch_of_uneven_steps_has_the_smallest_piecewise_graph(stock_and_ours):
+    _, ours = stock_and_ours
+    sizes = graphs.capture_sizes(ROWS, CHOICES)
+    for tokens in range(1, sizes[-1] + 1):
+        graph = ours.dispatch(1, tokens, None, 0)
+        assert graph.cg_mode == CUDAGraphMode.PIECEWISE
+        assert graph.num_tokens == min(size for size in sizes if size >= tokens)
+    assert ours.dispatch(1, sizes[-1] + 1, None, 0).cg_mode == CUDAGraphMode.NONE
+
+
+def test_other_modes_keep_the_candidates_of_vllm(stock_and_ours, monkeypatch):
+    stock, _ = stock_and_ours
+    for decoding in (None, Decoding.lossy("fixed:8")):
+        monkeypatch.setattr(config, "requested", lambda vllm_config, decoding=decoding: decoding)
+        assert (
+            manager(patches._candidates_by_drafts(CudaGraphManager._init_candidates))._candidates == stock._candidates
+        )
