@@ -130,8 +130,8 @@ class DraftLength:
         if current is not None and (since := cycle % (THINK_EVERY if current else THINK_DENSE)):
             self.chosen[current] += 1
             self.is_watching = bool(current) or since <= WATCHED
-            if not self.is_watching:
-                self.repeats, self._repeated_key = THINK_DENSE - 1 - since, key
+            if not current:
+                self._may_repeat(key, (WATCHED if self.is_watching else THINK_DENSE - 1) - since)
             return current
         timed = self._seconds[key]
         if cycle % TRY_AGAIN == 0:
@@ -152,8 +152,13 @@ class DraftLength:
             self._being_timed.discard(key)
             speed = self._speeds(key)
             choice = self._in_use[key] = max(speed, key=speed.__getitem__)
+            if not choice and cycle % THINK_DENSE == 0:
+                self._may_repeat(key, WATCHED)
         self.chosen[choice] += 1
         return choice
+
+    def _may_repeat(self, key: Key, cycles: int) -> None:
+        self.repeats, self._repeated_key = cycles, key
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:
         """What the drafts of the next cycle read, an index of ``budgets``; called after ``choose``, with its result if

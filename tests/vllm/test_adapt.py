@@ -194,7 +194,7 @@ def test_a_choice_that_may_be_repeated_is_the_one_that_would_be_made(acceptance)
                 each.observe(rows, 15_000, drafts, took, int(accepted.sum()), judged)
     seldom.chosen[0] += repeated
     assert always.chosen == seldom.chosen
-    assert asked < 1500 if acceptance == 0.3 else asked > 5500
+    assert asked < 700 if acceptance == 0.3 else asked > 5500
 
 
 def test_what_is_far_too_slow_is_timed_twice_only():
