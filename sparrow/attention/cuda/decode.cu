@@ -110,7 +110,7 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<MARKS>(even, odd, tile, queries.q, p.lane);
+    times_queries<MARKS>(even, odd, tile, queries.q, p.lane, p.chunks);
     // The mean query's score, times G (and the queries' scale); columns beyond the group are no queries.
     float first = 0.f, second = 0.f;
     if (2 * p.column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
@@ -229,7 +229,7 @@ struct Softmax {
   // Adds the page in a slot; the row's newest page may be filled in part.
   DEVICE void add_page(const Program& p, const Queries& queries, u32 slot, bool is_newest) {
     float logit[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<CACHE>(logit, odd, slot, queries.q, p.lane);
+    times_queries<CACHE>(logit, odd, slot, queries.q, p.lane, p.chunks);
 #pragma unroll
     for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
     float in_sum0 = 1.f, in_sum1 = 1.f;  // what a token's weight is multiplied by in the sum
@@ -243,6 +243,7 @@ struct Softmax {
       in_sum0 = reciprocal_of(value0), in_sum1 = reciprocal_of(value1);
     }
     if (is_newest) {
+      __syncwarp();  // keeps this a branch: else every page would pay for the masks
       const int inside = p.tokens - P * (p.pages - 1);
       if constexpr (CACHE == INT8) {  // 0 times what a byte that nobody wrote stands for may be NaN
         if (p.row8 >= inside) in_sum0 = 0.f;
@@ -269,13 +270,13 @@ struct Softmax {
     const float w2 = exp2_of(logit[2] - max0), w3 = exp2_of(logit[3] - max1);
     if constexpr (CACHE == INT8) sum0 += w0 * in_sum0 + w2 * in_sum1, sum1 += w1 * in_sum0 + w3 * in_sum1;
     else sum0 += w0 + w2, sum1 += w1 + w3;
-    add_values(slot + TILE, p.lane, w0, w1, w2, w3);
+    add_values(p, slot + TILE, w0, w1, w2, w3);
   }
 
   // Adds values times weights; tokens are columns of the left-hand side.
-  DEVICE void add_values(u32 tile, int lane, float w0, float w1, float w2, float w3) {
-    const int row = (lane & 7) + (lane >> 4) * 8, chunk = (lane >> 3) & 1;
+  DEVICE void add_values(const Program& p, u32 tile, float w0, float w1, float w2, float w3) {
 #if FP8_CACHE || INT8_CACHE
+    const int row = p.lane % 8 + p.lane / 16 * 8, chunk = p.lane / 8 % 2;
     const u32 right0 = transposed(pack_halves(w0, w1)), right1 = transposed(pack_halves(w2, w3));
 #pragma unroll
     for (int j = 0; j < STEPS; j += 2) {
@@ -295,7 +296,7 @@ struct Softmax {
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       u32 left[4];
-      load_tiles_transposed(left, tile + swizzled<ROW>(row, 2 * j + chunk));
+      load_tiles_transposed(left, tile + p.chunks.of_columns[j]);
       multiply(acc[j], left, right0, right1);
     }
 #endif

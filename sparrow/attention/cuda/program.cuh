@@ -53,6 +53,7 @@ struct Program {
   const Args& a;
   // A thread's place, also in a tile of results: rows row8 and row8 + 8, columns 2 * column2 and the next.
   const int lane, warp, row8, column2;
+  const Chunks chunks;
   // Dynamic shared memory; the launcher counts the same bytes.
   unsigned char* ring;     // [WARPS, STAGES] slots for pages on their way; afterwards the warps' results
   int* bins;               // [BINS] how many scores fell into each
@@ -73,7 +74,8 @@ struct Program {
   const Mark *landmarks;
 
   DEVICE Program(const Args& a, unsigned char* memory)
-      : a(a), lane(threadIdx.x % 32), warp(threadIdx.x / 32), row8(lane / 4), column2(lane % 4), ring(memory) {
+      : a(a), lane(threadIdx.x % 32), warp(threadIdx.x / 32), row8(lane / 4), column2(lane % 4), chunks(lane),
+        ring(memory) {
     bins = (int*)(ring + WARPS * STAGES * SLOT);
     candidate_score = (float*)(bins + BINS);
     candidate_index = (int*)(candidate_score + CANDIDATES);
@@ -85,9 +87,10 @@ struct Program {
     item = b * K + head, slot = entry.w * K + head;
     tokens = row.x, pages = (tokens + P - 1) / P;
     const int ranked = max(pages - ALWAYS, 0);
-    i64 top_k = max(row.y, 0);
-    if (a.head_budgets && top_k < ALL_PAGES) top_k = (top_k * __ldg(a.head_budgets + head) + 128) >> 8;
-    ranked_end = SINK + ranked, budget = (int)min((i64)ranked, top_k);
+    int top_k = max(row.y, 0);
+    if (a.head_budgets && top_k < ALL_PAGES)
+      top_k = (int)min((i64)ALL_PAGES, ((i64)top_k * __ldg(a.head_budgets + head) + 128) >> 8);
+    ranked_end = SINK + ranked, budget = min(ranked, top_k);
     listed = budget < ranked, ranks = listed && part == 0;
     table = a.table + b * a.table_row;
     warp_ring = shared_address(ring) + warp * STAGES * SLOT;

@@ -69,6 +69,19 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
   if constexpr (IN_BF16) MULTIPLY("bf16");
   else MULTIPLY("f16");
 }
+// Where a lane finds its chunks of a tile in 16 bits, for each step of a product. The compiler would work them out anew
+// for every page, but not what comes from a shuffle.
+struct Chunks {
+  int of_rows[STEPS], of_columns[STEPS];
+
+  DEVICE explicit Chunks(int lane) {
+#pragma unroll
+    for (int j = 0; j < STEPS; ++j) {
+      of_rows[j] = __shfl_sync(ALL, swizzled<2 * D>(lane % 16, 2 * j + lane / 16), lane);
+      of_columns[j] = __shfl_sync(ALL, swizzled<2 * D>(lane % 8 + lane / 16 * 8, 2 * j + lane / 8 % 2), lane);
+    }
+  }
+};
 DEVICE u32 pack(float low, float high) {
   u32 y;
 #if BF16
@@ -120,12 +133,11 @@ DEVICE void prepare(u32* words) {
 }
 // A tile's 16 rows in 16 bits times the queries, even and odd steps added apart, which do not wait for each other.
 template <Format FORMAT>
-DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int lane) {
-  const int row = lane % 16, chunk = lane / 16;
+DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int, const Chunks& chunks) {
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     u32 left[4];
-    load_tiles(left, tile + swizzled<2 * D>(row, 2 * j + chunk));
+    load_tiles(left, tile + chunks.of_rows[j]);
     multiply(j & 1 ? odd : even, left, q[2 * j], q[2 * j + 1]);
   }
 }
@@ -148,11 +160,11 @@ DEVICE void times_queries_in_halves(float* even, float* odd, u32 tile, const u32
   }
 }
 template <>
-DEVICE void times_queries<E4M3>(float* even, float* odd, u32 tile, const u32* q, int lane) {
+DEVICE void times_queries<E4M3>(float* even, float* odd, u32 tile, const u32* q, int lane, const Chunks&) {
   times_queries_in_halves<E4M3>(even, odd, tile, q, lane);
 }
 template <>
-DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, int lane) {
+DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, int lane, const Chunks&) {
   times_queries_in_halves<INT8>(even, odd, tile, q, lane);
 }
 // Of exponent bytes (attention/int8.py): the scale, its reciprocal, and the exponent, infinite for 255, so that a value
