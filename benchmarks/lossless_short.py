@@ -1,15 +1,16 @@
 """Short contexts and few sequences, where drafting does not pay: is lossless mode in vLLM slower than stock vLLM there?
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
-    python benchmarks/lossless_short.py --shape qwen3-8b --growth 1024
+    python benchmarks/lossless_short.py --shape qwen3-8b
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute and from process to
 process by more than what is asked about. So the engines live in one process, on one GPU, and take turns of ``TURN_S``:
 stock vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ (``control`` is the ratio of
 the second one's speed to the first one's). A ratio is that of lossless mode to both stock engines together.
-Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``--growth`` tokens; acceptance
-is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what they read are chosen
-from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample rounds of turns.
+Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
+``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
+they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample
+rounds of turns.
 
 Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
 start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
@@ -39,13 +40,15 @@ from sparrow.mode import Decoding
 from sparrow.vllm.adapt import DraftLength
 
 STATES = {
-    "qwen3-1.7b": [(64, 320), (64, 1024), (8, 1024), (1, 1024), (1, 30000)],
+    "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],
     "qwen3-8b": [(64, 320), (8, 1024), (1, 1024), (2, 30000)],
 }
-"""The number of sequences, and the tokens in the cache of each at the start."""
+"""The number of sequences, and the tokens in the cache of each at the start. vLLM captures no graph for 60 of them."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
-TURN_S = 0.2
+TURN_S = 0.1
+GROWTH, SECONDS = 4096, 20.0
+"""Tokens by which sequences grow at most, and for how long the engines take turns at most."""
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
 MEMORY = {"stock": 0.30, "lossless": 0.33, "control": 0.30}
@@ -94,9 +97,7 @@ def turn(bench: Bench, tokens: int) -> list[float]:
     return [new - before, now - began, new - had, clock() - resumed]
 
 
-def side_by_side(
-    benches: dict[str, Bench], spent: dict[str, Counter[str]], batch: int, length: int, growth: int
-) -> dict[str, Any]:
+def side_by_side(benches: dict[str, Bench], spent: dict[str, Counter[str]], batch: int, length: int) -> dict[str, Any]:
     """The ratio of speeds with its interval, that of both stock engines, tokens per second, what parts of a step take
     (``spent``, from ``clock_parts`` of each engine), and each turn of each."""
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
@@ -104,11 +105,12 @@ def side_by_side(
         begin(bench, lengths)
     for of_engine in spent.values():
         of_engine.clear()
-    ends = {name: generated(bench) + growth * batch for name, bench in benches.items()}
+    ends = {name: generated(bench) + GROWTH * batch for name, bench in benches.items()}
     turns: dict[str, list[list[float]]] = {name: [] for name in benches}
     gc.collect()
     gc.freeze()
-    while all(generated(bench) < ends[name] for name, bench in benches.items()):
+    began = clock()
+    while clock() - began < SECONDS and all(generated(bench) < ends[name] for name, bench in benches.items()):
         for name, bench in benches.items():
             turns[name].append(turn(bench, ends[name]))
     for bench in benches.values():
@@ -130,9 +132,7 @@ def main() -> None:
 
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
-    options.add_argument("--growth", type=int, default=2048, help="tokens by which sequences grow")
-    arguments = options.parse_args()
-    shape = arguments.shape
+    shape = options.parse_args().shape
     drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
     decoding = Decoding.lossless(drafts, adapt_draft_budget=True)
     rows: list[dict[str, Any]] = []
@@ -157,13 +157,13 @@ def main() -> None:
                     "batch": batch,
                     "length": length,
                     "rate": rate,
-                    **side_by_side(benches, spent, batch, length, arguments.growth),
+                    **side_by_side(benches, spent, batch, length),
                 }
                 rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
                 print(json.dumps(rows[-1]), flush=True)
                 save(RESULTS / f"lossless_short_{shape}.json", {
                     "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
-                    "growth": arguments.growth, "turn_s": TURN_S, "rows": rows,
+                    "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
 
 

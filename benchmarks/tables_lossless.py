@@ -152,7 +152,8 @@ def short_contexts() -> str:
             ratios = {"stock twice": speed_ratio([[turn[:2] for turn in pair] for pair in rounds])}
             ratios |= {"no drafts" if run["rate"] is None else f"{run['rate']}": run["ratio"] for run in runs}
             rates |= dict.fromkeys(ratios)
-            where = [SHAPES[result["shape"]], batch, f"{length:,} to {length + result['growth']:,}", f"{step:.2f}"]
+            end = length + round(max(run["grown"]["stock"] for run in runs))
+            where = [SHAPES[result["shape"]], batch, f"{length:,} to {end:,}", f"{step:.2f}"]
             rows.append([*where, *(interval(ratios[rate], 3) for rate in rates)])
     return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
 

@@ -66,9 +66,10 @@ def engines(short, monkeypatch):
 
 
 def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
+    monkeypatch.setattr(short, "GROWTH", 512)
     spent = {name: Counter({"schedule": 7.0}) for name in engines}  # before the state
     monkeypatch.setattr(short, "abandon", lambda *_: [of.update(schedule=6e-6, steps=2) for of in spent.values()])
-    result = short.side_by_side(engines, spent, ROWS, 1024, 512)
+    result = short.side_by_side(engines, spent, ROWS, 1024)
     assert result["host_us"]["stock"] == pytest.approx({**dict.fromkeys(short.PARTS, 0.0), "schedule": 3.0})
     assert result["control"] == pytest.approx([0.8] * 3)
     assert result["tokens_per_s"] == pytest.approx({"stock": ROWS / 0.010, "lossless": 500, "control": 320})
@@ -78,6 +79,16 @@ def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
     assert result["with_pauses"] < 0.96 * result["ratio"][0]  # a turn of ours begins with 48 ms more
     assert max(result["grown"].values()) == 512
     assert all(one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns)
+
+
+def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, monkeypatch):
+    monkeypatch.setattr(short, "SECONDS", 2.0)
+    spent = {name: Counter[str]() for name in engines}
+    monkeypatch.setattr(short, "abandon", lambda *_: [of.update(steps=1) for of in spent.values()])
+    result = short.side_by_side(engines, spent, ROWS, 1024)
+    assert max(result["grown"].values()) < short.GROWTH / 2
+    took = sum(turn[3] for turns in result["turns"].values() for turn in turns)
+    assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun goes on to its end
 
 
 def test_times_from_before_a_pause_are_forgotten(short, engines):
