@@ -139,6 +139,9 @@ class LosslessScheduler(AsyncScheduler):
         # Right after drafts a dense step seems short where steps wait for the host, which drafting has let run ahead.
         if last is None or last[1] != rows or (last[2] != drafts and not drafts):
             return
+        # Before the host sees this step's end it launches the next one, and with drafts that takes it long.
+        if self._drafts and not drafts:
+            return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:
             return

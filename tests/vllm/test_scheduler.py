@@ -3,6 +3,7 @@
 import pickle
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm.version")
@@ -100,6 +101,32 @@ def test_a_step_is_noted_with_what_it_accepted_and_judged(make, observed):
     for _ in range(2):
         step(scheduler, ["a", "b", "c"], 0, [1, 1, 1])
     assert observed == [(3, 200.0, 0, pytest.approx(0.01), 0, 0, False, 0)]  # not the first, which came after drafts
+
+
+@pytest.mark.parametrize(
+    ("dense", "verified", "draft", "drafts"), [(2.9, 3.9, 2.8, 0), (26.0, 27.6, 4.5, 4)], ids=["short", "long"]
+)
+def test_a_dense_step_does_not_seem_slow_because_the_next_one_drafts(make, dense, verified, draft, drafts):
+    """The host launches a step before it sees the end of the one before, and takes twice as long for one with drafts.
+
+    Milliseconds of the GPU. Where contexts are short, dense steps wait for the host, and drafts give fewer tokens.
+    """
+    scheduler, names, rng = make(), ["a", "b", "c", "d"], np.random.default_rng(0)
+    run(scheduler, dict.fromkeys(names, 320))
+    host = free = end = 0.0  # when the host has launched a step, the GPU has done all so far, and the pass has ended
+    verifies, makes, chosen = None, 0, []
+    for _ in range(600):
+        scheduler.schedule()
+        before, verifies, makes = verifies, makes, scheduler.dynamic_sd_lookup[1]
+        host, ended = host + (6.6 if verifies or makes else 3.4), end
+        end = max(host, free) + (verified if verifies else dense)
+        free = end + makes * draft
+        if before is not None:
+            host = max(host, ended)
+            emitted = [1 + int((rng.random(before) < 0.9).cumprod().sum()) for _ in names]
+            step(scheduler, names, before, emitted, host / 1000 - scheduler.clock.now)
+        chosen.append(makes)
+    assert chosen[-300:].count(drafts) >= 270
 
 
 def test_steps_that_the_chooser_does_not_watch_are_not_noted(make, observed):
