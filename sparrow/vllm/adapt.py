@@ -158,6 +158,7 @@ class DraftLength:
         return choice
 
     def _may_repeat(self, key: Key, cycles: int) -> None:
+        """Have so many further cycles of these batches draft nothing without asking."""
         self.repeats, self._repeated_key = cycles, key
 
     def choose_budget(self, rows: int, length: float, drafts: int) -> int:

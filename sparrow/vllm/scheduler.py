@@ -136,11 +136,11 @@ class LosslessScheduler(AsyncScheduler):
             return
         budget = getattr(scheduled, VERIFIED)
         self._last = (now, rows, drafts, budget)
-        # Right after drafts a dense step seems short where steps wait for the host, which drafting has let run ahead.
-        if last is None or last[1] != rows or (last[2] != drafts and not drafts):
+        if last is None or last[1] != rows:
             return
-        # Before the host sees this step's end it launches the next one, and with drafts that takes it long.
-        if self._drafts and not drafts:
+        # Where steps wait for the host, a dense step seems short right after drafts, which have let the host run ahead,
+        # and long right before some: the host launches the next step, drafts and all, before it sees this one's end.
+        if not drafts and (last[2] or self._drafts):
             return
         emitted = list(map(len, sampled))
         if min(emitted) == 0:

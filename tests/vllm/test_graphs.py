@@ -46,11 +46,15 @@ def manager(init_candidates):
     return made
 
 
+def stock_and_patched(monkeypatch, decoding):
+    stock = inspect.unwrap(CudaGraphManager._init_candidates)  # another test may have replaced it
+    monkeypatch.setattr(config, "requested", lambda vllm_config: decoding)
+    return manager(stock), manager(patches._candidates_by_drafts(stock))
+
+
 @pytest.fixture
 def stock_and_ours(monkeypatch):
-    stock = inspect.unwrap(CudaGraphManager._init_candidates)  # another test may have replaced it
-    monkeypatch.setattr(config, "requested", lambda vllm_config: Decoding.lossless())
-    return manager(stock), manager(patches._candidates_by_drafts(stock))
+    return stock_and_patched(monkeypatch, Decoding.lossless())
 
 
 def served(manager, rows, drafts):
@@ -79,10 +83,7 @@ def test_a_batch_of_uneven_steps_has_the_smallest_piecewise_graph(stock_and_ours
     assert ours.dispatch(1, sizes[-1] + 1, None, 0).cg_mode == CUDAGraphMode.NONE
 
 
-def test_other_modes_keep_the_candidates_of_vllm(stock_and_ours, monkeypatch):
-    stock, _ = stock_and_ours
-    for decoding in (None, Decoding.lossy("fixed:8")):
-        monkeypatch.setattr(config, "requested", lambda vllm_config, decoding=decoding: decoding)
-        assert (
-            manager(patches._candidates_by_drafts(CudaGraphManager._init_candidates))._candidates == stock._candidates
-        )
+@pytest.mark.parametrize("decoding", [None, Decoding.lossy("fixed:8")])
+def test_other_modes_keep_the_candidates_of_vllm(monkeypatch, decoding):
+    stock, patched = stock_and_patched(monkeypatch, decoding)
+    assert patched._candidates == stock._candidates
