@@ -43,7 +43,7 @@ STATES = {
     "qwen3-1.7b": [(64, 320), (64, 1024), (60, 1024), (8, 1024), (1, 1024), (1, 30000)],
     "qwen3-8b": [(64, 320), (8, 1024), (1, 1024), (2, 30000)],
 }
-"""The number of sequences, and the tokens in the cache of each at the start. vLLM captures no graph for 60 of them."""
+"""Sequences, and tokens in the cache of each at the start. vLLM has no CUDA graph for 60 sequences."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
 TURN_S = 0.1
