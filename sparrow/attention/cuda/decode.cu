@@ -110,7 +110,7 @@ DEVICE Seen score_pages(const Program& p, const Queries& queries) {
     __syncwarp();
     const u32 tile = p.warp_ring + place * MARK_TILE;
     float even[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<MARKS>(even, odd, tile, queries.q, p.lane, p.chunks);
+    times_queries<MARKS>(even, odd, tile, queries.q, p.chunks);
     // The mean query's score, times G (and the queries' scale); columns beyond the group are no queries.
     float first = 0.f, second = 0.f;
     if (2 * p.column2 < G) first += even[0] + odd[0], second += even[2] + odd[2];
@@ -229,7 +229,7 @@ struct Softmax {
   // Adds the page in a slot; the row's newest page may be filled in part.
   DEVICE void add_page(const Program& p, const Queries& queries, u32 slot, bool is_newest) {
     float logit[4] = {0, 0, 0, 0}, odd[4] = {0, 0, 0, 0};
-    times_queries<CACHE>(logit, odd, slot, queries.q, p.lane, p.chunks);
+    times_queries<CACHE>(logit, odd, slot, queries.q, p.chunks);
 #pragma unroll
     for (int j = 0; j < 4; ++j) logit[j] = (logit[j] + odd[j]) * queries.factor;
     float in_sum0 = 1.f, in_sum1 = 1.f;  // what a token's weight is multiplied by in the sum

@@ -72,9 +72,9 @@ DEVICE void multiply(float* c, const u32* a, u32 b0, u32 b1) {  // c[16, 8] += a
 // Where a lane finds its chunks of a tile in 16 bits, for each step of a product. The compiler would work them out anew
 // for every page, but not what comes from a shuffle.
 struct Chunks {
-  int of_rows[STEPS], of_columns[STEPS];
+  int lane, of_rows[STEPS], of_columns[STEPS];
 
-  DEVICE explicit Chunks(int lane) {
+  DEVICE explicit Chunks(int lane) : lane(lane) {
 #pragma unroll
     for (int j = 0; j < STEPS; ++j) {
       of_rows[j] = __shfl_sync(ALL, swizzled<2 * D>(lane % 16, 2 * j + lane / 16), lane);
@@ -133,7 +133,7 @@ DEVICE void prepare(u32* words) {
 }
 // A tile's 16 rows in 16 bits times the queries, even and odd steps added apart, which do not wait for each other.
 template <Format FORMAT>
-DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, int, const Chunks& chunks) {
+DEVICE void times_queries(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
 #pragma unroll
   for (int j = 0; j < STEPS; ++j) {
     u32 left[4];
@@ -160,12 +160,12 @@ DEVICE void times_queries_in_halves(float* even, float* odd, u32 tile, const u32
   }
 }
 template <>
-DEVICE void times_queries<E4M3>(float* even, float* odd, u32 tile, const u32* q, int lane, const Chunks&) {
-  times_queries_in_halves<E4M3>(even, odd, tile, q, lane);
+DEVICE void times_queries<E4M3>(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
+  times_queries_in_halves<E4M3>(even, odd, tile, q, chunks.lane);
 }
 template <>
-DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, int lane, const Chunks&) {
-  times_queries_in_halves<INT8>(even, odd, tile, q, lane);
+DEVICE void times_queries<INT8>(float* even, float* odd, u32 tile, const u32* q, const Chunks& chunks) {
+  times_queries_in_halves<INT8>(even, odd, tile, q, chunks.lane);
 }
 // Of exponent bytes (attention/int8.py): the scale, its reciprocal, and the exponent, infinite for 255, so that a value
 // that was not finite makes the maximum infinite, its own weight NaN, and the result too.
