@@ -3,10 +3,12 @@
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
     python benchmarks/lossless_short.py --shape qwen3-8b
 
-A short step is bound by the host or nearly so, and the host's speed changes from minute to minute and from process to
-process by more than what is asked about. So the engines live in one process, on one GPU, and take turns of ``TURN_S``:
-stock vLLM, lossless mode, and stock vLLM once more, because even two stock engines differ (``control`` is the ratio of
-the second one's speed to the first one's). A ratio is that of lossless mode to both stock engines together.
+A short step is bound by the host or nearly so, and the host's speed changes from minute to minute by more than what is
+asked about. So the engines share one GPU and take turns of ``TURN_S``: stock vLLM, lossless mode, and stock vLLM once
+more, because even two stock engines differ (``control`` is the ratio of the second one's speed to the first one's). A
+ratio is that of lossless mode to both stock engines together. Each engine has a process of its own, as it has in use:
+in one process, engines of two kinds slow each other down. The threads that step run on one core, whose speed at a time
+is then the same for all.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
 ``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
 they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample
@@ -14,8 +16,8 @@ rounds of turns.
 
 Taking turns costs time that nobody else would spend: at its end a turn waits for what the GPU still does, and at its
 start the GPU waits for the host. So a turn's time is from the result of one step to that of a later one, without the
-first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What the engines hold when
-a state begins is left out of Python's garbage collection, which one engine alone would not have to go through.
+first ``UNDER_WAY`` and without the wait at the end (``with_pauses`` is the ratio with both). What an engine holds when
+a state begins is left out of Python's garbage collection, which it would otherwise go through in some turn.
 
 ``host_us`` has the microseconds that ``PARTS`` of a step take the host, for each engine; ``benchmarks/lossless.py
 --profile`` tells what the GPU does.
@@ -25,15 +27,19 @@ from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
+import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy as np
 from common import RESULTS, clock, parser, save, speed_ratio
 from lossless import abandon, accept, begin, generated, scheduler
-from rollout import Bench
+from rollout import CONTEXT, Bench
 
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding
@@ -46,13 +52,20 @@ STATES = {
 """Sequences, and tokens in the cache of each at the start. vLLM has no CUDA graph for 60 sequences."""
 RATES = (None, 0.95, 0.9, 0.5)
 """Probability with which vLLM accepts a draft; None: no drafts."""
-TURN_S = 0.1
-GROWTH, SECONDS = 4096, 20.0
+ENGINES = ("stock", "lossless", "control")
+"""In the order of their turns; ``control`` is stock vLLM too."""
+TURN_S = 0.2
+GROWTH, SECONDS = 4096, 30.0
 """Tokens by which sequences grow at most, and for how long the engines take turns at most."""
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
-MEMORY = {"stock": 0.30, "lossless": 0.33, "control": 0.30}
-"""vLLM's ``gpu_memory_utilization`` of the engines, in the order of their turns (of an H200; an H100 is too small)."""
+SPARE = 64  # tokens of each sequence that are left for drafts
+MEMORY, CACHE = 0.3, 20 * 2**30
+"""The share of the GPU that must be free when an engine starts, and bytes of its KV cache. vLLM would size the cache
+by the memory in use, which the other engines change meanwhile."""
+DECODING = Decoding.lossless(
+    SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3"), adapt_draft_budget=True
+)
 PARTS = {
     "schedule": "scheduler", "update_from_output": "scheduler",
     "execute_model": "model_executor", "sample_tokens": "model_executor",
@@ -80,50 +93,104 @@ def clock_parts(bench: Bench) -> Counter[str]:
     return spent
 
 
-def turn(bench: Bench, tokens: int) -> list[float]:
-    """Steps for ``TURN_S``, or until the requests have ``tokens`` together: new tokens and seconds, without and with
-    those of the pauses."""
-    resumed, had = clock(), generated(bench)
-    for _ in range(UNDER_WAY):
-        scheduler(bench)._last = None  # what ended in the pause says nothing about the time of a cycle
-        bench.llm.llm_engine.step()
-    scheduler(bench)._last = None
-    began = now = time.perf_counter()
-    before = generated(bench)
-    while now - began < TURN_S and generated(bench) < tokens:
-        bench.llm.llm_engine.step()
-        now = time.perf_counter()
-    new = generated(bench)
-    return [new - before, now - began, new - had, clock() - resumed]
+class Engine:
+    """An engine that runs when it is its turn."""
+
+    def __init__(self, bench: Bench, lossless: bool) -> None:
+        self.bench, self.spent = bench, clock_parts(bench)
+        self.choices: Sequence[int] = scheduler(bench).draft_length.choices if lossless else ()
+
+    def cache_tokens(self) -> int:
+        cache = self.bench.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
+    def begin(self, lengths: Sequence[int], rate: float | None) -> int:
+        """Start requests of ``lengths`` cached tokens; how many tokens they then have generated."""
+        if self.choices:
+            choices = [0] if rate is None else self.choices
+            scheduler(self.bench).draft_length = DraftLength(choices, DECODING.draft_budgets)
+            if rate is not None:
+                accept(self.bench, rate)
+        begin(self.bench, lengths)
+        self.spent.clear()
+        gc.collect()
+        gc.freeze()
+        return generated(self.bench)
+
+    def turn(self, tokens: int) -> list[float]:
+        """Step for ``TURN_S``, or until the requests have ``tokens`` together: new tokens and seconds, without and with
+        those of the pauses."""
+        bench, resumed, had = self.bench, clock(), generated(self.bench)
+        for _ in range(UNDER_WAY):
+            scheduler(bench)._last = None  # what ended in the pause says nothing about the time of a cycle
+            bench.llm.llm_engine.step()
+        scheduler(bench)._last = None
+        began = now = time.perf_counter()
+        before = generated(bench)
+        while now - began < TURN_S and generated(bench) < tokens:
+            bench.llm.llm_engine.step()
+            now = time.perf_counter()
+        new = generated(bench)
+        return [new - before, now - began, new - had, clock() - resumed]
+
+    def end(self, batch: int) -> dict[str, Any]:
+        """Give the requests up: microseconds of the host in a step's parts, and cycles by their number of drafts."""
+        abandon(self.bench, batch)
+        host_us = {part: 1e6 * self.spent[part] / self.spent["steps"] for part in PARTS}
+        cycles = dict(scheduler(self.bench).draft_length.chosen) if self.choices else {}
+        return {"host_us": host_us, "cycles_by_drafts": cycles}
 
 
-def side_by_side(benches: dict[str, Bench], spent: dict[str, Counter[str]], batch: int, length: int) -> dict[str, Any]:
+_engine: Engine
+"""Of this process."""
+
+
+def start(shape: str, name: str, folder: str) -> None:
+    """Start an engine in this process."""
+    global _engine
+    os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache"  # engines that start at once must not write the same files
+    slots, lossless = max(batch for batch, _ in STATES[shape]), name == "lossless"
+    kind, decoding = ("lossless", DECODING) if lossless else ("stock", None)
+    bench = Bench(shape, kind, folder, MEMORY, decoding, slots=slots, kv_cache_memory_bytes=CACHE)
+    _engine = Engine(bench, lossless)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # this thread; others that the engine has are left alone
+
+
+def run(method: str, *arguments: Any) -> Any:
+    """Have this process' engine do something."""
+    return getattr(_engine, method)(*arguments)
+
+
+def side_by_side(
+    engines: Mapping[str, ProcessPoolExecutor], batch: int, length: int, rate: float | None
+) -> dict[str, Any]:
     """The ratio of speeds with its interval, that of both stock engines, tokens per second, what parts of a step take
-    (``spent``, from ``clock_parts`` of each engine), and each turn of each."""
+    the host, and each turn of each engine."""
+
+    def ask(name: str, method: str, *arguments: Any) -> Any:
+        return engines[name].submit(run, method, *arguments).result()
+
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
-    for bench in benches.values():
-        begin(bench, lengths)
-    for of_engine in spent.values():
-        of_engine.clear()
-    ends = {name: generated(bench) + GROWTH * batch for name, bench in benches.items()}
-    turns: dict[str, list[list[float]]] = {name: [] for name in benches}
-    gc.collect()
-    gc.freeze()
-    began = clock()
-    while clock() - began < SECONDS and all(generated(bench) < ends[name] for name, bench in benches.items()):
-        for name, bench in benches.items():
-            turns[name].append(turn(bench, ends[name]))
-    for bench in benches.values():
-        abandon(bench, batch)
-    stock, ours, control = (np.array(turns[name]) for name in ("stock", "lossless", "control"))  # [turns, 4]
+    most = min(CONTEXT, *(ask(name, "cache_tokens") // batch for name in engines)) - BLOCK - SPARE
+    growth = min(GROWTH, most - length)
+    ends = {name: ask(name, "begin", lengths, rate) + growth * batch for name in engines}
+    turns: dict[str, list[list[float]]] = {name: [] for name in engines}
+    began, grown = time.perf_counter(), Counter[str]()
+    while time.perf_counter() - began < SECONDS and all(tokens < growth * batch for tokens in grown.values()):
+        for name in engines:
+            turns[name].append(ask(name, "turn", ends[name]))
+            grown[name] += int(turns[name][-1][2])
+    ended = {name: ask(name, "end", batch) for name in engines}
+    stock, ours, control = (np.array(turns[name]) for name in ENGINES)  # [turns, 4]
     both = stock + control
     return {
         "ratio": speed_ratio(np.stack([both, ours], 1)[..., :2]),
         "control": speed_ratio(np.stack([stock, control], 1)[..., :2]),
         "with_pauses": float(np.divide(*ours.sum(0)[2:]) / np.divide(*both.sum(0)[2:])),
         "tokens_per_s": {name: float(np.divide(*np.sum(of, 0)[:2])) for name, of in turns.items()},
-        "host_us": {name: {part: 1e6 * of[part] / of["steps"] for part in PARTS} for name, of in spent.items()},
-        "grown": {name: float(np.sum(of, 0)[2] / batch) for name, of in turns.items()}, "turns": turns,
+        "host_us": {name: of["host_us"] for name, of in ended.items()},
+        "cycles_by_drafts": ended["lossless"]["cycles_by_drafts"],
+        "grown": {name: tokens / batch for name, tokens in grown.items()}, "turns": turns,
     }  # fmt: skip
 
 
@@ -133,38 +200,26 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
     shape = options.parse_args().shape
-    drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
-    decoding = Decoding.lossless(drafts, adapt_draft_budget=True)
     rows: list[dict[str, Any]] = []
+    spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        most = max(batch for batch, _ in STATES[shape])
-        benches = {
-            name: Bench(
-                shape, "lossless" if name == "lossless" else "stock", f"{folder}/{name}", memory,
-                decoding if name == "lossless" else None, slots=most,
-            )
-            for name, memory in MEMORY.items()
-        }  # fmt: skip
-        ours, spent = benches["lossless"], {name: clock_parts(bench) for name, bench in benches.items()}
-        choices = scheduler(ours).draft_length.choices
+        engines = {
+            name: ProcessPoolExecutor(1, spawn, initializer=start, initargs=(shape, name, f"{folder}/{name}"))
+            for name in ENGINES
+        }
+        started = [engine.submit(run, "cache_tokens") for engine in engines.values()]
+        print(f"tokens of KV cache: {[future.result() for future in started]}", flush=True)
         for batch, length in STATES[shape]:
             for rate in RATES:
-                numbers = [0] if rate is None else choices
-                chooser = scheduler(ours).draft_length = DraftLength(numbers, decoding.draft_budgets)
-                if rate is not None:
-                    accept(ours, rate)
-                row = {
-                    "batch": batch,
-                    "length": length,
-                    "rate": rate,
-                    **side_by_side(benches, spent, batch, length),
-                }
-                rows.append({**row, "cycles_by_drafts": dict(chooser.chosen)})
-                print(json.dumps(rows[-1]), flush=True)
+                about = {"batch": batch, "length": length, "rate": rate}
+                rows.append(about | side_by_side(engines, batch, length, rate))
+                print(json.dumps({key: of for key, of in rows[-1].items() if key != "turns"}), flush=True)
                 save(RESULTS / f"lossless_short_{shape}.json", {
-                    "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "memory": MEMORY,
+                    "vllm": vllm.__version__, "shape": shape, "decoding": DECODING.to_dict(), "cache_bytes": CACHE,
                     "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
+        for engine in engines.values():
+            engine.shutdown()
 
 
 if __name__ == "__main__":

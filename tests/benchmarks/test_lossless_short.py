@@ -1,4 +1,5 @@
-"""What the benchmark of short contexts makes of the steps of three engines, on a clock that the test moves."""
+"""What the benchmark of short contexts makes of the steps of three engines, on a clock that the test moves. The engines
+are objects of this process."""
 
 import importlib
 from collections import Counter
@@ -20,14 +21,17 @@ def short():
         yield importlib.import_module("lossless_short")
 
 
-class Engine:
+class Bench:
     """Results come one step late: after a pause the first is there at once, and the GPU has nothing to do at first."""
 
     def __init__(self, clock, step_s, restart_s):
         self.clock, self.step_s, self.restart_s = clock, step_s, restart_s
         self.running = [SimpleNamespace(num_output_tokens=0) for _ in range(ROWS)]
-        self.llm = SimpleNamespace(llm_engine=self)
-        self.scheduler = SimpleNamespace(_last="before the pause")
+        cache = SimpleNamespace(num_gpu_blocks=10_000, block_size=16)
+        self.llm, self.vllm_config = SimpleNamespace(llm_engine=self), SimpleNamespace(cache_config=cache)
+        self.scheduler = SimpleNamespace(
+            _last="before the pause", draft_length=SimpleNamespace(choices=[0, 4], chosen={})
+        )
         self.served, self.since_pause, self.cleared = ROWS, 0, []
 
     def step(self):
@@ -39,43 +43,60 @@ class Engine:
             request.num_output_tokens += 1
 
 
+class Here:
+    """Runs what a process of its own would."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def submit(self, _, method, *arguments):
+        result = getattr(self.engine, method)(*arguments)
+        return SimpleNamespace(result=lambda: result)
+
+
 @pytest.fixture
 def engines(short, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     benches = {
-        "stock": Engine(clock, 0.010, 0.002),
-        "lossless": Engine(clock, 0.008, 0.050),
-        "control": Engine(clock, 0.0125, 0.002),
+        "stock": Bench(clock, 0.010, 0.002),
+        "lossless": Bench(clock, 0.008, 0.050),
+        "control": Bench(clock, 0.0125, 0.002),
     }
 
     def synchronised():
-        for engine in benches.values():
-            if engine.since_pause:  # one step is under way when a turn ends
-                clock.now += engine.step_s
-            engine.since_pause = 0
+        for bench in benches.values():
+            if bench.since_pause:  # one step is under way when a turn ends
+                clock.now += bench.step_s
+            bench.since_pause = 0
         return clock.now
 
     monkeypatch.setattr(short, "clock", synchronised)
     monkeypatch.setattr(short, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     monkeypatch.setattr(short, "gc", SimpleNamespace(collect=lambda: 0, freeze=lambda: None))
-    monkeypatch.setattr(short, "begin", lambda *_: None)
-    monkeypatch.setattr(short, "abandon", lambda *_: None)
+    monkeypatch.setattr(short, "begin", lambda bench, _: bench.step())
+    monkeypatch.setattr(short, "accept", lambda bench, rate: setattr(bench, "rate", rate))
+    monkeypatch.setattr(short, "abandon", lambda bench, _: bench.spent.update(schedule=6e-6, steps=2))
     monkeypatch.setattr(short, "scheduler", lambda bench: bench.scheduler)
     monkeypatch.setattr(short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running))
-    return benches
+    monkeypatch.setattr(short, "clock_parts", lambda _: Counter({"schedule": 7.0}))  # before the state
+    here = {name: Here(short.Engine(bench, name == "lossless")) for name, bench in benches.items()}
+    for engine in here.values():
+        engine.engine.bench.spent = engine.engine.spent
+    return here
 
 
 def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
+    monkeypatch.setattr(short, "TURN_S", 0.1)
     monkeypatch.setattr(short, "GROWTH", 512)
-    spent = {name: Counter({"schedule": 7.0}) for name in engines}  # before the state
-    monkeypatch.setattr(short, "abandon", lambda *_: [of.update(schedule=6e-6, steps=2) for of in spent.values()])
-    result = short.side_by_side(engines, spent, ROWS, 1024)
+    result = short.side_by_side(engines, ROWS, 1024, None)
     assert result["host_us"]["stock"] == pytest.approx({**dict.fromkeys(short.PARTS, 0.0), "schedule": 3.0})
     assert result["control"] == pytest.approx([0.8] * 3)
     assert result["tokens_per_s"] == pytest.approx({"stock": ROWS / 0.010, "lossless": 500, "control": 320})
-    of_both = [sum(turn[i] for name in ("stock", "control") for turn in result["turns"][name]) for i in (0, 1)]
+    of_both = [sum(turn[i] for name in ("stock", "control") for turn in result["turns"][name]) for i in range(4)]
     assert result["ratio"] == pytest.approx([500 * of_both[1] / of_both[0]] * 3, rel=0.01)
     assert 320 < of_both[0] / of_both[1] < 400
+    ours = [sum(turn[i] for turn in result["turns"]["lossless"]) for i in range(4)]
+    assert result["with_pauses"] == pytest.approx(ours[2] / ours[3] * of_both[3] / of_both[2])
     assert result["with_pauses"] < 0.96 * result["ratio"][0]  # a turn of ours begins with 48 ms more
     assert max(result["grown"].values()) == 512
     assert all(one[0] < one[2] and one[1] < one[3] for turns in result["turns"].values() for one in turns)
@@ -83,19 +104,38 @@ def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
 
 def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, monkeypatch):
     monkeypatch.setattr(short, "SECONDS", 2.0)
-    spent = {name: Counter[str]() for name in engines}
-    monkeypatch.setattr(short, "abandon", lambda *_: [of.update(steps=1) for of in spent.values()])
-    result = short.side_by_side(engines, spent, ROWS, 1024)
+    result = short.side_by_side(engines, ROWS, 1024, None)
     assert max(result["grown"].values()) < short.GROWTH / 2
     took = sum(turn[3] for turns in result["turns"].values() for turn in turns)
     assert 2.0 <= took < 2.0 + 3 * 2 * short.TURN_S  # a round that has begun goes on to its end
 
 
+def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(short, engines):
+    result = short.side_by_side(engines, ROWS, short.CONTEXT - 280, None)
+    assert max(result["grown"].values()) == 280 - short.BLOCK - short.SPARE
+    engines["lossless"].engine.bench.vllm_config.cache_config.num_gpu_blocks = 350  # 1,400 tokens a sequence
+    result = short.side_by_side(engines, ROWS, 1024, None)
+    assert max(result["grown"].values()) == 1400 - 1024 - short.BLOCK - short.SPARE
+
+
+@pytest.mark.parametrize(("rate", "numbers"), [(None, (0,)), (0.9, (0, 4))])
+def test_each_state_begins_with_nothing_known(short, engines, monkeypatch, rate, numbers):
+    monkeypatch.setattr(short, "GROWTH", 64)
+    short.side_by_side(engines, ROWS, 1024, None)  # without drafts, after which they are chosen again
+    bench = engines["lossless"].engine.bench
+    before = bench.scheduler.draft_length
+    bench.step = lambda: (Bench.step(bench), bench.scheduler.draft_length.chosen.__setitem__(0, 5))
+    result = short.side_by_side(engines, ROWS, 1024, rate)
+    assert bench.scheduler.draft_length is not before and bench.scheduler.draft_length.choices == numbers
+    assert result["cycles_by_drafts"] == {0: 5} and getattr(bench, "rate", None) == rate
+    assert not hasattr(engines["stock"].engine.bench, "rate")
+
+
 def test_times_from_before_a_pause_are_forgotten(short, engines):
-    ours = engines["lossless"]
-    short.turn(ours, 10**9)
+    ours = engines["lossless"].engine
+    ours.turn(10**9)
     # Before a step: what was noted is gone until the first results after the pause are out.
-    assert ours.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
+    assert ours.bench.cleared[: short.UNDER_WAY + 2] == [True] * (short.UNDER_WAY + 1) + [False]
 
 
 def test_parts_of_a_step_are_timed(short, monkeypatch):
