@@ -71,19 +71,17 @@ def measure(shape: str, variant: str, count: int) -> dict[str, Any]:
     limit = int(MOST * SLOTS[shape]) // 8 * 8
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, kind, folder, slots=limit, **options)
-        cache = bench.vllm_config.cache_config
         for prefilled in (1, 8):  # compiles what is left to compile, and sets the scales of an fp8 cache
             bench.start([PROMPT] * prefilled, [4] * prefilled, 20)
             bench.finish()
         if kind == "sparse":
             bench.use("published")
         bench.step([1024] * 8, 20)
-        kv_tokens = cache.num_gpu_blocks * cache.block_size
-        own = most_slots(kv_tokens, cache.block_size, limit)
+        own = most_slots(bench.kv_tokens, bench.vllm_config.cache_config.block_size, limit)
         import vllm
 
         return {
-            "options": options, "vllm": vllm.__version__, "kv_tokens": kv_tokens,
+            "options": options, "vllm": vllm.__version__, "kv_tokens": bench.kv_tokens,
             "described": None if bench.engine is None else bench.engine.describe(),
             "traces": [trace(bench, slots, count) for slots in sorted({min(own, SLOTS[shape]), own})],
         }  # fmt: skip

@@ -196,13 +196,12 @@ def measure(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         cache = {} if arguments.cache == "auto" else {"kv_cache_dtype": arguments.cache}
         bench = Bench(arguments.shape, arguments.variant, folder, arguments.memory, decoding, **cache)
-        config = bench.vllm_config
         import vllm
 
         result: dict[str, Any] = dict(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=arguments.shape,
             variant=arguments.variant, start_s=time.monotonic() - began,
-            kv_tokens=config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            kv_tokens=bench.kv_tokens,
             settings={"max_num_seqs": bench.slots, "gpu_memory_utilization": arguments.memory, **cache},
         )  # fmt: skip
         if decoding is not None:

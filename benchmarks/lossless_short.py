@@ -7,8 +7,8 @@ A short step is bound by the host or nearly so, and the host's speed changes fro
 asked about. So the engines share one GPU and take turns of ``TURN_S``: stock vLLM, lossless mode, and stock vLLM once
 more, because even two stock engines differ (``control`` is the ratio of the second one's speed to the first one's). A
 ratio is that of lossless mode to both stock engines together. Each engine has a process of its own, as it has in use:
-in one process, engines of two kinds slow each other down. The threads that step run on one core, whose speed at a time
-is then the same for all.
+beside engines of another kind in one process, its scheduler would take longer. The threads that step run on one core,
+whose speed at a time is then the same for all.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
 ``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
 they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample
@@ -60,7 +60,7 @@ GROWTH, SECONDS = 4096, 30.0
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
 SPARE = 64  # tokens of each sequence that are left for drafts
-MEMORY, CACHE = 0.3, 20 * 2**30
+MEMORY, CACHE_BYTES = 0.3, 20 * 2**30
 """The share of the GPU that must be free when an engine starts, and bytes of its KV cache. vLLM would size the cache
 by the memory in use, which the other engines change meanwhile."""
 DECODING = Decoding.lossless(
@@ -98,13 +98,13 @@ class Engine:
 
     def __init__(self, bench: Bench, lossless: bool) -> None:
         self.bench, self.spent = bench, clock_parts(bench)
+        # Numbers of drafts to choose from; stock vLLM has none.
         self.choices: Sequence[int] = scheduler(bench).draft_length.choices if lossless else ()
 
-    def cache_tokens(self) -> int:
-        cache = self.bench.vllm_config.cache_config
-        return int(cache.num_gpu_blocks * cache.block_size)
+    def kv_tokens(self) -> int:
+        return self.bench.kv_tokens
 
-    def begin(self, lengths: Sequence[int], rate: float | None) -> int:
+    def prepare(self, lengths: Sequence[int], rate: float | None) -> int:
         """Start requests of ``lengths`` cached tokens; how many tokens they then have generated."""
         if self.choices:
             choices = [0] if rate is None else self.choices
@@ -142,7 +142,7 @@ class Engine:
 
 
 _engine: Engine
-"""Of this process."""
+"""The engine of this process."""
 
 
 def start(shape: str, name: str, folder: str) -> None:
@@ -151,7 +151,7 @@ def start(shape: str, name: str, folder: str) -> None:
     os.environ["VLLM_CACHE_ROOT"] = f"{folder}/cache"  # engines that start at once must not write the same files
     slots, lossless = max(batch for batch, _ in STATES[shape]), name == "lossless"
     kind, decoding = ("lossless", DECODING) if lossless else ("stock", None)
-    bench = Bench(shape, kind, folder, MEMORY, decoding, slots=slots, kv_cache_memory_bytes=CACHE)
+    bench = Bench(shape, kind, folder, MEMORY, decoding, slots=slots, kv_cache_memory_bytes=CACHE_BYTES)
     _engine = Engine(bench, lossless)
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # this thread; others that the engine has are left alone
 
@@ -171,9 +171,9 @@ def side_by_side(
         return engines[name].submit(run, method, *arguments).result()
 
     lengths = [length + i % BLOCK for i in range(batch)]  # sequences of real use do not end their blocks together
-    most = min(CONTEXT, *(ask(name, "cache_tokens") // batch for name in engines)) - BLOCK - SPARE
+    most = min(CONTEXT, *(ask(name, "kv_tokens") // batch for name in engines)) - BLOCK - SPARE
     growth = min(GROWTH, most - length)
-    ends = {name: ask(name, "begin", lengths, rate) + growth * batch for name in engines}
+    ends = {name: ask(name, "prepare", lengths, rate) + growth * batch for name in engines}
     turns: dict[str, list[list[float]]] = {name: [] for name in engines}
     began, grown = time.perf_counter(), Counter[str]()
     while time.perf_counter() - began < SECONDS and all(tokens < growth * batch for tokens in grown.values()):
@@ -207,7 +207,7 @@ def main() -> None:
             name: ProcessPoolExecutor(1, spawn, initializer=start, initargs=(shape, name, f"{folder}/{name}"))
             for name in ENGINES
         }
-        started = [engine.submit(run, "cache_tokens") for engine in engines.values()]
+        started = [engine.submit(run, "kv_tokens") for engine in engines.values()]
         print(f"tokens of KV cache: {[future.result() for future in started]}", flush=True)
         for batch, length in STATES[shape]:
             for rate in RATES:
@@ -215,8 +215,8 @@ def main() -> None:
                 rows.append(about | side_by_side(engines, batch, length, rate))
                 print(json.dumps({key: of for key, of in rows[-1].items() if key != "turns"}), flush=True)
                 save(RESULTS / f"lossless_short_{shape}.json", {
-                    "vllm": vllm.__version__, "shape": shape, "decoding": DECODING.to_dict(), "cache_bytes": CACHE,
-                    "turn_s": TURN_S, "rows": rows,
+                    "vllm": vllm.__version__, "shape": shape, "decoding": DECODING.to_dict(),
+                    "cache_bytes": CACHE_BYTES, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
         for engine in engines.values():
             engine.shutdown()

@@ -148,6 +148,12 @@ class Bench:
         self.vllm_config = self.llm.llm_engine.vllm_config
 
     @property
+    def kv_tokens(self) -> int:
+        """Tokens that the KV cache has room for."""
+        cache = self.vllm_config.cache_config
+        return int(cache.num_gpu_blocks * cache.block_size)
+
+    @property
     def schedules(self) -> Sequence[str]:
         return ("stock",) if self.engine is None else OUR_SCHEDULES
 
@@ -232,12 +238,12 @@ def measure(arguments: argparse.Namespace) -> None:
     shape, slots = arguments.shape, SLOTS[arguments.shape]
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, arguments.variant, folder)
-        blocks, block = bench.vllm_config.cache_config.num_gpu_blocks, bench.vllm_config.cache_config.block_size
+        block = bench.vllm_config.cache_config.block_size
         import vllm
 
         save(
             device=torch.cuda.get_device_name(), vllm=vllm.__version__, torch=torch.__version__, shape=shape,
-            variant=arguments.variant, slots=slots, kv_tokens=blocks * block,
+            variant=arguments.variant, slots=slots, kv_tokens=bench.kv_tokens,
             settings={
                 "max_num_seqs": bench.slots, "gpu_memory_utilization": MEMORY,
                 "compilation_mode": int(bench.vllm_config.compilation_config.mode),
@@ -263,7 +269,7 @@ def measure(arguments: argparse.Namespace) -> None:
             tokens = responses(requests)
             spans = simulate([PROMPT] * requests, tokens, slots)
             longest = most_cached(spans)
-            assert longest + slots * block < blocks * block, f"{longest} tokens would be preempted: fewer slots"
+            assert longest + slots * block < bench.kv_tokens, f"{longest} tokens would be preempted: fewer slots"
             chosen, rows = states(spans, arguments.states), []
             trace: dict[str, Any] = dict(
                 requests=requests, prompt=PROMPT, tokens=sum(tokens), longest=max(tokens),

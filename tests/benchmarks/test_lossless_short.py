@@ -27,8 +27,7 @@ class Bench:
     def __init__(self, clock, step_s, restart_s):
         self.clock, self.step_s, self.restart_s = clock, step_s, restart_s
         self.running = [SimpleNamespace(num_output_tokens=0) for _ in range(ROWS)]
-        cache = SimpleNamespace(num_gpu_blocks=10_000, block_size=16)
-        self.llm, self.vllm_config = SimpleNamespace(llm_engine=self), SimpleNamespace(cache_config=cache)
+        self.llm, self.kv_tokens = SimpleNamespace(llm_engine=self), 160_000
         self.scheduler = SimpleNamespace(
             _last="before the pause", draft_length=SimpleNamespace(choices=[0, 4], chosen={})
         )
@@ -43,8 +42,8 @@ class Bench:
             request.num_output_tokens += 1
 
 
-class Here:
-    """Runs what a process of its own would."""
+class InThisProcess:
+    """Stands for the pool with an engine's process."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -79,10 +78,10 @@ def engines(short, monkeypatch):
     monkeypatch.setattr(short, "scheduler", lambda bench: bench.scheduler)
     monkeypatch.setattr(short, "generated", lambda bench: sum(r.num_output_tokens for r in bench.running))
     monkeypatch.setattr(short, "clock_parts", lambda _: Counter({"schedule": 7.0}))  # before the state
-    here = {name: Here(short.Engine(bench, name == "lossless")) for name, bench in benches.items()}
-    for engine in here.values():
-        engine.engine.bench.spent = engine.engine.spent
-    return here
+    pools = {name: InThisProcess(short.Engine(bench, name == "lossless")) for name, bench in benches.items()}
+    for pool in pools.values():
+        pool.engine.bench.spent = pool.engine.spent
+    return pools
 
 
 def test_the_ratio_leaves_out_what_pauses_cost(short, engines, monkeypatch):
@@ -113,7 +112,7 @@ def test_turns_end_after_some_seconds_if_growing_takes_longer(short, engines, mo
 def test_sequences_grow_by_no_more_than_the_smallest_cache_and_the_context_hold(short, engines):
     result = short.side_by_side(engines, ROWS, short.CONTEXT - 280, None)
     assert max(result["grown"].values()) == 280 - short.BLOCK - short.SPARE
-    engines["lossless"].engine.bench.vllm_config.cache_config.num_gpu_blocks = 350  # 1,400 tokens a sequence
+    engines["lossless"].engine.bench.kv_tokens = 1400 * ROWS
     result = short.side_by_side(engines, ROWS, 1024, None)
     assert max(result["grown"].values()) == 1400 - 1024 - short.BLOCK - short.SPARE
 
