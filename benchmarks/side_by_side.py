@@ -4,8 +4,8 @@
 
 Each tree times the rows of ``decode_kernels.py`` with its own package and its own benchmark, in processes of their
 own, old and new by turns; a row's time is its best median, of all processes and of ``BATCHES`` batches in each. One
-batch does not do: with few sequences the same kernel takes up to 14 % longer for one batch than for the next of the
-same shape over the same caches. Rows that only one tree has are named and left out. Exits with 1 if a row is more than
+batch is not enough: with few sequences the same kernel may take longer for one batch than for the next of the same
+shape over the same caches. Rows that only one tree has are named and left out. Exits with 1 if a row is more than
 2 % slower than before, or more than 25 % if only Triton serves its shape.
 """
 
@@ -39,16 +39,16 @@ def measure() -> dict[str, float]:
     def note(row: str, us: float) -> None:
         times[row] = min(us, times.get(row, us))
 
-    def time(row: str, pool: Any, B: int, L: int, G: int, k: int, every_page: bool = False) -> None:
+    def time_row(row: str, pool: Any, B: int, L: int, G: int, k: int, every_page: bool = False) -> None:
         for _ in range(BATCHES):
             case = kernels.Case(pool, B, L, G, k)
             note(row, case.time(None, "step", torch.full_like(case.top_k, 2**30) if every_page else None)["us"])
 
     pool = kernels.Pool(kernels.TOKENS, kernels.LAYERS)
     for B, L, G, k in kernels.CASES:
-        time(f"{B} x {L}, group {G}, {k} pages", pool, B, L, G, k)
+        time_row(f"{B} x {L}, group {G}, {k} pages", pool, B, L, G, k)
     for B, L in kernels.DENSE:
-        time(f"{B} x {L}, all pages", pool, B, L, 2, 0, every_page=True)
+        time_row(f"{B} x {L}, all pages", pool, B, L, 2, 0, every_page=True)
     for _ in range(BATCHES):
         for row in kernels.ragged(pool, 1.0):
             note(f"uneven, {row['shape']}, step {row['step']}: {row['B']} rows", row["us"])
@@ -57,7 +57,7 @@ def measure() -> dict[str, float]:
     for D, dtype, P in kernels.SHAPES:
         by = "CUDA" if P == 16 and D in (64, 128) and dtype == torch.bfloat16 else "Triton"
         pool = kernels.Pool(kernels.TOKENS, kernels.LAYERS, D, dtype, P)
-        time(f"{by}, head dim {D}, pages of {P}, {dtype}", pool, B, L, G, k * 16 // P)
+        time_row(f"{by}, head dim {D}, pages of {P}, {dtype}", pool, B, L, G, k * 16 // P)
         del pool
     return times
 

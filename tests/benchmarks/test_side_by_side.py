@@ -9,14 +9,16 @@ import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "side_by_side.py"
 KERNELS = """
-import torch
+import itertools, torch
 TOKENS, LAYERS, CASES, DENSE = 1, 1, [(1, 2, 3, 4)] * 4, [(5, 6)]
 SHAPES = [(128, torch.bfloat16, 16), (80, torch.bfloat16, 16)]
+calls = itertools.count()
+def us(pool): return TIMES[pool] + (next(calls) % 4 != 2) * 10  # one batch of four is as fast as it gets
 def Pool(tokens, layers, D=128, dtype=None, P=16): return D
 class Case:
     def __init__(self, pool, *shape): self.pool, self.top_k = pool, torch.zeros(1)
-    def time(self, config, what, top_k=None): return {"us": TIMES[self.pool]}
-def ragged(pool, limit): return [dict(shape="small", step=7, B=3, us=TIMES[128])]
+    def time(self, config, what, top_k=None): return {"us": us(self.pool)}
+def ragged(pool, limit): return [dict(shape="small", step=7, B=3, us=us(128))]
 """
 
 
