@@ -258,10 +258,16 @@ class DraftLength:
         """Seconds of a cycle with each number of drafts: as timed here if often enough, else as expected."""
         timed = {k: _typical(of) for k, of in self._seconds[key].items() if self._is_timed(key, k)}
         expected = self._taken_over[key]
-        if 0 in timed and 0 in expected:  # longer sequences make verification slower, other numbers of them drafts too
-            more, factor = timed[0] - expected[0], timed[0] / expected[0]
-            expected = {k: min(seconds + more, factor * seconds) for k, seconds in expected.items()}
-        return {**expected, **timed}
+        known = {**expected, **timed}
+        if both := expected.keys() & timed.keys():
+            fewest = min(both)
+            more, factor = timed[fewest] - expected[fewest], timed[fewest] / expected[fewest]
+            for drafts in expected.keys() - timed.keys():
+                # Longer sequences make verification slower, other numbers of them drafts too. Fewer drafts gain less.
+                seconds = factor * expected[drafts]
+                is_bound = more > 0 or drafts > fewest
+                known[drafts] = min(seconds, expected[drafts] + more) if is_bound else seconds
+        return known
 
     def _is_timed(self, key: Key, drafts: int) -> bool:
         """Whether a number of drafts was timed often enough, or is too slow to be worth more."""

@@ -320,6 +320,28 @@ def test_a_host_that_looks_late_is_not_misled(rows, length, machine, acceptance)
     assert np.mean(floor) >= 0.98
 
 
+def test_times_of_another_batch_follow_the_number_of_drafts_that_was_timed_first():
+    """Milliseconds of 4B: 48 sequences, then 21 longer ones, which begin with four drafts; eight are 7 % faster."""
+    chooser = DraftLength(CHOICES)
+    many, few = dict(dense=23.4, draft=4.9, verified=0.45), dict(dense=17.6, draft=4.2, verified=0.43)
+    assert simulate(chooser, 100, 0.95, many, rows=48, length=11_500)[0][-1] == 8
+    for _ in range(adapt.PROBES):
+        chooser.observe(21, 16_800, 4, cycle_time(4, **few), 76, 80)
+    chosen, _ = simulate(chooser, 60, 0.95, few, rows=21, length=16_800)
+    assert 8 in chosen[:2] and chosen[30:].count(8) >= 26
+
+
+def test_a_smaller_batch_tries_dense_steps_though_only_drafts_were_timed_there():
+    """Eight drafts win by little. In a smaller batch a cycle of theirs gains more time than a dense step takes."""
+    chooser = DraftLength((0, 8))
+    many, few = dict(dense=7.0, draft=6.0, verified=0.1), dict(dense=4.5, draft=5.3, verified=0.1)
+    assert simulate(chooser, 100, 0.99, many, rows=48, length=1000)[0][-1] == 8
+    for _ in range(adapt.PROBES):
+        chooser.observe(30, 1000, 8, cycle_time(8, **few), 230, 232)
+    chosen, _ = simulate(chooser, 60, 0.99, few, rows=30, length=1000)
+    assert chosen[30:].count(0) >= 26
+
+
 def test_times_at_other_lengths_follow_those_of_dense_steps():
     """Four drafts lose by a seventh at 320 tokens. At longer sequences dense steps are timed first, and tell that four
     drafts lose there as well."""
