@@ -33,14 +33,15 @@ from rollout_trace import SLOTS, most_cached, responses, simulate, states
 from sparrow import SparsitySchedule
 from sparrow.mode import Decoding, DraftWeights, acceptance_at
 from sparrow.schedule import LandmarkDtype
-from sparrow.vllm.adapt import DraftLength
+from sparrow.vllm.adapt import DraftLength, tokens_per_cycle
 from sparrow.vllm.runtime import Runtime, find
 
 SETTLE, TIMED = 4, 16
 FIXED_S, SECONDS, SETTLED_S = 5.0, 4.0, 6.0
 STATES = 16
-SETTLED = 256
-"""Tokens that a request may grow by while the number of drafts is chosen."""
+SETTLED, SETTLED_CYCLES = 512, 48
+"""Tokens that a request may grow by while the number of drafts is chosen, and cycles after the first choice, which time
+dense steps again."""
 MARGIN = 8192
 """Tokens a request may still generate after its point was timed."""
 
@@ -130,20 +131,35 @@ def point(bench: Bench, batch: int, length: int, seconds: float, tokens_per_s: f
     return metrics
 
 
-def state(bench: Bench, lengths: np.ndarray, settle: bool) -> dict[str, float]:
-    """Time a state of the trace, once its number of drafts is settled; ``ms_per_token`` is per token of a request."""
-    behind = np.maximum(PROMPT + 1, lengths - (SETTLED if settle else SETTLE + TIMED // 2))
+def settle(bench: Bench, lengths: np.ndarray) -> int:
+    """The number of drafts that is in use once this state has lasted for ``SETTLED_CYCLES`` with one."""
+    behind, chooser = np.maximum(PROMPT + 1, lengths - SETTLED), scheduler(bench).draft_length
     begin(bench, behind.tolist(), LOGPROBS["sampled"])
-    if settle:
-        chooser, now = scheduler(bench).draft_length, (len(lengths), float(np.mean(behind)))
-        while chooser.settled(*now) is None:
-            bench.llm.llm_engine.step()
-            now = len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths)
-        drafts = chooser.settled(*now)
-        hold(bench, drafts)
-    metrics = timed(bench, behind.tolist(), TIMED, 0.5)
+    drafts, cycles = None, 0
+    while drafts is None or cycles < SETTLED_CYCLES:
+        bench.llm.llm_engine.step()
+        drafts = chooser.settled(len(lengths), float(np.mean(behind)) + generated(bench) / len(lengths))
+        cycles += drafts is not None
     abandon(bench, len(lengths))
-    if settle:
+    return drafts
+
+
+def state(bench: Bench, lengths: np.ndarray, rate: float | None) -> dict[str, float]:
+    """Time a state of the trace; ``ms_per_token`` is per token of a request.
+
+    Args:
+        rate: acceptance of drafts, whose number is settled first; None in stock vLLM.
+    """
+    drafts = 0
+    if rate is not None:
+        drafts, chooser = settle(bench, lengths), scheduler(bench).draft_length
+        hold(bench, drafts)
+    grown = round((SETTLE + TIMED / 2) * tokens_per_cycle(rate or 0.0, drafts))  # by the middle of the timed cycles
+    behind = np.maximum(PROMPT + 1, lengths - grown).tolist()
+    begin(bench, behind, LOGPROBS["sampled"])
+    metrics = timed(bench, behind, TIMED, 0.5)
+    abandon(bench, len(lengths))
+    if rate is not None:
         scheduler(bench).draft_length = chooser
         metrics["drafts"] = drafts
     return {"ms_per_token": len(lengths) / metrics["tokens_per_s"] * 1e3, **metrics}
@@ -261,7 +277,8 @@ def measure(arguments: argparse.Namespace) -> None:
             peak = most_cached(spans)
             assert peak + slots * 64 < result["kv_tokens"], f"{peak} tokens would be preempted: fewer slots"
             for step, lengths in states(spans, STATES):
-                row = dict(batch=len(lengths), tokens=int(lengths.sum()), **state(bench, lengths, decoding is not None))
+                row = dict(batch=len(lengths), tokens=int(lengths.sum()))
+                row |= state(bench, lengths, None if decoding is None else cases[0][1])
                 save("trace", step=step, **row)
         if "whole" in parts:
             ran = whole(bench, arguments.requests)
@@ -283,7 +300,7 @@ def main() -> None:
         "--draft-tokens", type=int, default=12, help="the most; 0, a third and two thirds are chosen too"
     )
     parser.add_argument(
-        "--cases", nargs="+", default=["61:0.95", "61:0.943", "61:0.9"], metavar="PAGES:ACCEPTANCE",
+        "--cases", nargs="+", default=["61:0.95", "61:0.945", "61:0.9"], metavar="PAGES:ACCEPTANCE",
         help="top-k pages of drafts and synthetic acceptance; the first also with each number of drafts",
     )  # fmt: skip
     parser.add_argument("--dense-layers", type=int, nargs="*", default=[], help="layers that drafts read whole")

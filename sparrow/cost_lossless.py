@@ -45,7 +45,7 @@ class Cycle:
 
 
 # Fitted to benchmarks/results/lossless_*.json by benchmarks/fit_lossless.py.
-CYCLE_H200 = Cycle(45.79e-6, 0.920, 7.46e-6, 0.728)
+CYCLE_H200 = Cycle(45.55e-6, 0.774, 7.64e-6, 0.762)
 
 
 def _flops_s(shape: ModelShape, machine: Machine, tokens: float) -> float:
