@@ -2,13 +2,15 @@
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
     python benchmarks/lossless_short.py --shape qwen3-8b
+    taskset -c 8-15 python benchmarks/lossless_short.py --out benchmarks/results/lossless_short_qwen3-1.7b_again.json
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute by more than what is
 asked about. So the engines share one GPU and take turns of ``TURN_S``: stock vLLM, lossless mode, and stock vLLM once
 more, because even two stock engines differ (``control`` is the ratio of the second one's speed to the first one's). A
 ratio is that of lossless mode to both stock engines together. Each engine has a process of its own, as it has in use:
 beside engines of another kind in one process, its scheduler would take longer. The threads that step run on one core,
-whose speed at a time is then the same for all.
+the last that the script may use, whose speed at a time is then the same for all. Two processes of one engine may differ
+by 1 to 2 % for as long as they live: several runs tell more than a long one.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
 ``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
 they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample
@@ -34,6 +36,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -199,7 +202,10 @@ def main() -> None:
 
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
-    shape = options.parse_args().shape
+    options.add_argument("--out", type=Path, help="results/lossless_short_SHAPE.json by default")
+    arguments = options.parse_args()
+    shape = arguments.shape
+    out = arguments.out or RESULTS / f"lossless_short_{shape}.json"
     rows: list[dict[str, Any]] = []
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
@@ -214,7 +220,7 @@ def main() -> None:
                 about = {"batch": batch, "length": length, "rate": rate}
                 rows.append(about | side_by_side(engines, batch, length, rate))
                 print(json.dumps({key: of for key, of in rows[-1].items() if key != "turns"}), flush=True)
-                save(RESULTS / f"lossless_short_{shape}.json", {
+                save(out, {
                     "vllm": vllm.__version__, "shape": shape, "decoding": DECODING.to_dict(),
                     "cache_bytes": CACHE_BYTES, "turn_s": TURN_S, "rows": rows,
                 })  # fmt: skip
