@@ -27,6 +27,7 @@ def kv_clipped(sparrow):
     return sparrow.rpc("sparrow_counters")[0]["kv_clipped"]
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 def test_new_weights_get_new_scales(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)
@@ -50,6 +51,7 @@ def test_new_weights_get_new_scales(tmp_path, folder):
         assert logprob_gap(sparrow.generate(PROMPTS, SAMPLED), first) < 1e-5
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 def test_scales_stay_while_something_is_cached(folder):
     with fp8_engine(folder) as sparrow:
@@ -63,12 +65,14 @@ def test_scales_stay_while_something_is_cached(folder):
             sparrow.generate(PROMPTS[2:3], SAMPLED)
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 def test_scales_are_not_taken_from_one_token(folder):
     with fp8_engine(folder) as sparrow, pytest.raises(ConfigError, match="first prompts, which must have two tokens"):
         sparrow.generate([[7]], SAMPLED)
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 def test_what_is_beyond_the_range_is_clamped_and_counted(folder, reference, monkeypatch):
     monkeypatch.setattr(fp8, "MARGIN", 0.75)

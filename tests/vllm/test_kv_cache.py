@@ -34,6 +34,7 @@ def grouped(monkeypatch):
     return seen
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 @CACHES
 def test_log_probs_are_those_of_rounded_keys_and_values(name, folder, reference, monkeypatch, grouped):
@@ -58,6 +59,7 @@ def test_log_probs_are_those_of_rounded_keys_and_values(name, folder, reference,
         assert as_rounded(apart, reference, SMALL, sparrow) and max(map(len, grouped)) == 5
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 @CACHES
 def test_prefill_agrees_with_decoding(name, folder, reference):
@@ -74,6 +76,7 @@ def test_prefill_agrees_with_decoding(name, folder, reference):
         assert cached.num_cached_tokens == 320  # so it was: whole blocks of 324 tokens
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 @CACHES
 def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
@@ -83,6 +86,7 @@ def test_landmarks_in_8_bits_are_those_of_stored_keys(name, folder, reference):
         assert as_rounded(rollouts, reference, schedule, sparrow)
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 @CACHES
 @pytest.mark.parametrize(
@@ -103,6 +107,7 @@ def test_scheduling_does_not_matter(name, folder, reference, monkeypatch, groupe
     assert (max(map(len, grouped)) > 1) == (copied_tokens == 64)
 
 
+@tiny.CACHE_IN_8_BITS
 @pytest.mark.slow
 def test_new_weights_need_no_new_scales_in_int8(tmp_path, folder):
     louder = tiny.tiny_model(seed=1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -31,6 +32,10 @@ OPTIONS: dict[str, Any] = dict(
 SMALL = SparsitySchedule(top_k=(2, 3, 4, 6), bin_tokens=100, dense_layers=(0,))
 """Sparse from the first hundred tokens on, in all layers but the first."""
 UNBOUNDED = SparsitySchedule.dense(dense_layers=(0,))
+CACHE_IN_8_BITS = pytest.mark.skipif(
+    not (torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()),
+    reason="vLLM has KV caches in 8 bits on CPUs with AVX-512 or AMX only",
+)
 
 
 def checkpoint(folder: Path, **changes: Any) -> PreTrainedModel:
