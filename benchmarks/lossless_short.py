@@ -9,8 +9,8 @@ asked about. So the engines share one GPU and take turns of ``TURN_S``: stock vL
 more, because even two stock engines differ (``control`` is the ratio of the second one's speed to the first one's). A
 ratio is that of lossless mode to both stock engines together. Each engine has a process of its own, as it has in use:
 beside engines of another kind in one process, its scheduler would take longer. The threads that step run on one core,
-the last that the script may use, whose speed at a time is then the same for all. Two processes of one engine may differ
-by 1 to 2 % for as long as they live: several runs tell more than a long one.
+the last that the script may use, whose speed at a time is then the same for all. Hosts differ, and so do two processes
+of one engine: several runs tell more than a long one.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
 ``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
 they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample

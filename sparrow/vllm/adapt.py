@@ -263,10 +263,11 @@ class DraftLength:
             fewest = min(both)
             more, factor = timed[fewest] - expected[fewest], timed[fewest] / expected[fewest]
             for drafts in expected.keys() - timed.keys():
-                # Longer sequences make verification slower, other numbers of them drafts too. Fewer drafts gain less.
-                seconds = factor * expected[drafts]
-                is_bound = more > 0 or drafts > fewest
-                known[drafts] = min(seconds, expected[drafts] + more) if is_bound else seconds
+                known[drafts] = factor * expected[drafts]
+                # Longer sequences slow verification alone, which adds as much to any number of drafts. Where a cycle
+                # got shorter, one without drafts saves less than one with drafts.
+                if more > 0 or drafts > fewest:
+                    known[drafts] = min(known[drafts], expected[drafts] + more)
         return known
 
     def _is_timed(self, key: Key, drafts: int) -> bool:
