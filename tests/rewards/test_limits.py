@@ -102,8 +102,9 @@ def test_own_time_is_what_is_spent_on_the_processor_and_asleep(monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_a_program_spends_before_it_ends_counts():
-    """Six tests of 0.6 s, each of which ends the program: 2 s are over in the fourth."""
+def test_what_a_program_spends_before_it_ends_counts(monkeypatch):
+    """Six tests of 0.6 s asleep, each of which ends the program: 2 s are over in the fourth."""
+    pretend(monkeypatch, 0.0)  # a look that finds a real one awake by chance leaves out what it slept
     program = "import os, time\ndef f(s):\n time.sleep(s)\n os._exit(1)"
     tests = {"fn_name": "f", "inputs": [[0.6]] * 6, "outputs": [1] * 6}
     judgement = CodeVerifier(Limits(program_s=2)).judge(program, tests, stop_early=False)
