@@ -2,7 +2,8 @@
 
 It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a scalar as
 a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or store outside the storages of the
-tensors that a kernel was given is an ``IndexError``.
+tensors that a kernel was given is an ``IndexError``. And it puts its own functions in the place of the language's once
+for a launch: Triton does so again in every function that a kernel calls, which took longer than some of them.
 """
 
 import numpy as np
@@ -13,6 +14,7 @@ from triton import language as tl
 _upcast, _dot = interpreter._convert_float, interpreter.InterpreterBuilder.create_dot
 _load, _store = interpreter.InterpreterBuilder.create_masked_load, interpreter.InterpreterBuilder.create_masked_store
 _patch_tensor, _arguments = interpreter._patch_lang_tensor, interpreter.GridExecutor._init_args_hst
+_patch_language = interpreter._patch_lang
 
 
 def _convert_float(data, source, target, rounding):
@@ -31,6 +33,12 @@ def _create_dot(self, a, b, d, precision, imprecise):
 def _patch_lang_tensor(tensor, scope):
     _patch_tensor(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+
+def _patch_lang(fn):
+    modules = [x for x in fn.__globals__.values() if x is tl or x is tl.core]
+    is_patched = not any(tl.core.is_builtin(module.load) for module in modules)
+    return interpreter._LangPatchScope() if is_patched else _patch_language(fn)
 
 
 _storages = np.zeros((0, 2), np.uint64)  # first and last byte of what the running kernel was given, in order
@@ -63,6 +71,7 @@ def _create_masked_store(self, pointers, value, mask, *rest):
     return _store(self, pointers, value, mask, *rest)
 
 
+interpreter._patch_lang = _patch_lang
 interpreter._patch_lang_tensor = _patch_lang_tensor
 interpreter._convert_float = _convert_float
 interpreter.InterpreterBuilder.create_dot = _create_dot
