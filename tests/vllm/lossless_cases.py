@@ -21,6 +21,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention import attention
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.gpu.input_batch import post_update
 from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
@@ -147,16 +148,28 @@ def test_kernels_give_by_numpy_what_tritons_interpreter_gives(monkeypatch):
     seeds, places = torch.arange(12) * 12345678901, torch.arange(12) * 7
     drafts = torch.randn(4, 2, 97, generator=generator)
 
+    tokens = torch.randint(0, 97, (12, 3), generator=generator)
+    tokens[:, 1] = tokens[:, 2]  # its count is read after it was written
+    numbers = torch.tensor([0, 1, 2, 3] * 3, dtype=torch.int32)
+    starts = torch.arange(0, 39, 3, dtype=torch.int32)
+
+    def updated():
+        counts, computed, written, lengths = (torch.zeros(n, dtype=torch.int32) for n in ((12, 97), 12, (12, 9), 12))
+        newest = torch.zeros(12, dtype=torch.int64)
+        post_update(rows, computed, newest, counts, tokens, numbers, 3 - numbers, starts, written, lengths)
+        return counts, computed, written, lengths, newest
+
     def run():
         drawn = [gumbel_sample(logits, rows, heat, seeds, places, True, is_drafting) for is_drafting in (False, True)]
         scores = compute_token_logprobs(logits, drawn[0][:, None])
-        return [*drawn, scores, overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num()]
+        return [*drawn, scores, overlap(logits, drafts, rows // 3, rows % 2, heat, True).nan_to_num(), *updated()]
 
     monkeypatch.setattr(kernels_in_numpy, "AT_ONCE", 5)
     ours = run()
     monkeypatch.setattr(kernels_in_numpy.interpreter.InterpretedFunction, "run", kernels_in_numpy._interpreted)
     theirs = run()
     assert (ours[0] != ours[1]).any()
+    assert ours[4].max() >= 2
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
 
