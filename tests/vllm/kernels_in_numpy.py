@@ -84,8 +84,8 @@ def _span(address, mask, size):
     return (int(used.min()), int(used.max()) + size) if len(used) else (0, 0)
 
 
-def _take_over(loaded, address, mask, stored):
-    """Put what was stored and is not yet in memory in the place of what was loaded from there."""
+def _forward_store(loaded, address, mask, stored):
+    """Replace loaded values by those of a pending store to the same addresses."""
     if stored is None or loaded.size * stored[0].size > FEW or loaded.dtype != stored[1].dtype:
         raise OneByOne
     there, x, written = (each.ravel() for each in stored)
@@ -161,7 +161,7 @@ class Language(types.SimpleNamespace):
             begin, end = _span(address, mask, dtype.itemsize)
             for there_begin, there_end, _, stored in self.later:
                 if begin < there_end and there_begin < end:
-                    _take_over(loaded, address, mask, stored)
+                    _forward_store(loaded, address, mask, stored)
         return loaded.reshape(shape).view(Value)
 
     def store(self, pointer, x, mask=None, **_):
@@ -277,7 +277,7 @@ _ready = {}
 _one_by_one = set()
 AT_ONCE = 64  # programs: blocks of more leave the processor's cache
 FEW = 1 << 16  # pairs of addresses to compare
-LARGE = 1024  # a block for a vocabulary, of which that of a test needs a small part
+LARGE = 1024  # blocks of this many tokens and more are cut to the size of a test's vocabulary
 
 
 def run(self, *args, grid, warmup, **kwargs):
@@ -291,11 +291,10 @@ def run(self, *args, grid, warmup, **kwargs):
     fn, signature = _ready[self]
     bound = signature.bind(*args, **{k: v for k, v in kwargs.items() if k in signature.parameters})
     bound.apply_defaults()
-    for block in bound.arguments.keys() & {"BLOCK", "BLOCK_SIZE"}:
-        for words in bound.arguments.keys() & {"V", "vocab_size"}:
-            if bound.arguments[block] >= LARGE:
-                needed = triton.next_power_of_2(bound.arguments[words])
-                bound.arguments[block] = min(bound.arguments[block], needed)
+    vocab_size = bound.arguments.get("vocab_size", bound.arguments.get("V"))
+    for name in ("BLOCK_SIZE", "BLOCK"):
+        if vocab_size is not None and bound.arguments.get(name, 0) >= LARGE:
+            bound.arguments[name] = min(bound.arguments[name], triton.next_power_of_2(vocab_size))
     fixed = {n for n, p in signature.parameters.items() if "constexpr" in str(p.annotation)}
     try:
         given = {n: x if n in fixed else _argument(x) for n, x in bound.arguments.items()}
