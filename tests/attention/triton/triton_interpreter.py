@@ -2,8 +2,8 @@
 
 It multiplies bfloat16 bits as integers, rounds downcasts to bfloat16 wrongly, and cannot use a scalar as
 a loop bound with NumPy 2.4. Nor does it notice what a GPU may punish: here a load or store outside the storages of the
-tensors that a kernel was given is an ``IndexError``. And it puts its own functions in the place of the language's once
-for a launch: Triton does so again in every function that a kernel calls, which took longer than some of them.
+tensors that a kernel was given is an ``IndexError``. And ``triton.language`` is patched once for each launch;
+Triton patches it again in every function that a kernel calls, which can take longer than the function.
 """
 
 import numpy as np
