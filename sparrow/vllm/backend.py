@@ -61,6 +61,11 @@ class LayerGroup:
         """Whether no other layer's keys are written after this one's."""
         return layer is self._layers[-1]
 
+    def set_dense(self, step: Step) -> None:
+        """Have the layers take this for what they are told of a batch if they are told nothing."""
+        for layer in self._layers:
+            layer.impl.dense_step = step
+
     def update_landmarks(self, slot_mapping_T: Tensor) -> None:
         """Write the landmarks of the pages that these slots complete, in all layers; call it after the last layer."""
         impl = self._layers[-1].impl
@@ -107,25 +112,27 @@ class SparseBuilder(VLLMClass):
         layers = vllm_config.compilation_config.static_forward_context
         self._layers = LayerGroup(layers[name] for name in layer_names if isinstance(layers[name].impl, SparseImpl))
         self._max_blocks = -(-vllm_config.model_config.max_model_len // kv_cache_spec.block_size)
-        # Of lossless mode. Whatever vLLM itself runs there is dense: prefill, verification, and steps without drafts.
-        nothing, whole_batch = torch.empty(0, dtype=torch.int32, device=device), Prefill(slice(None))
-        self._dense = Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers)
-        if self.runtime is not None and not self.runtime.is_lossless:
+        if self.runtime is None:
+            return
+        if not self.runtime.is_lossless:
             self._init_reorder_batch_threshold(1)
+            return
+        # Whatever vLLM itself runs in lossless mode is dense: prefill, verification, and steps without drafts. Its
+        # layers know that, and metadata is built by vLLM alone.
+        nothing, whole_batch = torch.empty(0, dtype=torch.int32, device=device), Prefill(slice(None))
+        self._layers.set_dense(Step(0, nothing, nothing, nothing.view(0, 1), (whole_batch,), self._layers))
+        self.build = super().build  # type: ignore[method-assign]
 
     def use_cascade_attention(self, *args: Any, **kwargs: Any) -> bool:
         """Never: a shared prefix would be read whole."""
         return False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """vLLM's metadata, with a ``Step`` as its attribute ``sparrow`` if the engine has a schedule."""
+        """vLLM's metadata, with a ``Step`` as its attribute ``sparrow`` if the engine decodes by a schedule."""
         common = common_attn_metadata
         if self.runtime is None:
             return super().build(common_prefix_len, common, fast_build)
         metadata = super().build(0, common, fast_build)
-        if self.runtime.is_lossless:
-            metadata.sparrow = self._dense
-            return metadata
         rows, prefill_rows, tokens, _ = split_decodes_and_prefills(common, decode_threshold=1)
         prefills: list[Prefill] = []
         if self.runtime.cache_in_8_bits is not None:
@@ -196,6 +203,7 @@ class SparseImpl(VLLMClass):
     has_landmarks = False
     fp8_scales: fp8.LayerScales | None = None  # of an fp8 cache
     head_budgets: Tensor | None = None  # of a sparse layer whose heads have budgets of their own
+    dense_step: Step | None = None  # of what vLLM itself runs in lossless mode
     begins_step = False
     begins_decode = False
 
@@ -286,7 +294,7 @@ class SparseImpl(VLLMClass):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Attention of one layer; ``query`` and ``output`` are ``[tokens, heads, D]``."""
-        step: Step | None = getattr(attn_metadata, "sparrow", None)
+        step: Step | None = None if attn_metadata is None else getattr(attn_metadata, "sparrow", self.dense_step)
         if self.begins_step and step is not None and step.rows and not step.has_page_counts:
             assert self.runtime is not None
             self.runtime.look_up(step.lengths)

@@ -95,17 +95,21 @@ def _checked_init_device(stock: Any) -> Any:
 
 
 def watch(worker: Any, vllm_config: Any) -> None:
-    """Count the sequences that a worker's steps preempt, and note when its warm-up is over.
+    """Count the sequences that a worker's steps preempt, tell lossless mode's speculator of each step before it runs,
+    and note when the warm-up is over.
 
     Done to these objects, not to their classes: which runner there is differs, and so does who calls it (Ray's executor
     passes the worker by).
     """
     runner, step, warm_up = worker.model_runner, worker.model_runner.execute_model, worker.compile_or_warm_up_model
+    begin_step = getattr(getattr(runner, "speculator", None), "begin_step", None)  # vLLM's speculators have none
 
     @wraps(step)
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         if scheduler_output.preempted_req_ids and (runtime := find(vllm_config)) is not None:
             runtime.count_preempted(len(scheduler_output.preempted_req_ids))
+        if begin_step is not None:
+            begin_step(scheduler_output)
         return step(scheduler_output, *args, **kwargs)
 
     @wraps(warm_up)
@@ -191,24 +195,12 @@ def _our_speculator(stock: Any) -> Any:
     return init_speculator
 
 
-def _telling_how_many_drafts(stock: Any) -> Any:
-    @wraps(stock)
-    def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        if hasattr(self.speculator, "num_drafts"):
-            self.speculator.num_drafts = scheduler_output.num_spec_tokens_to_schedule
-            self.speculator.budget = getattr(scheduler_output, lossless.BUDGET, self.speculator.budget)
-        return stock(self, scheduler_output, *args, **kwargs)
-
-    return execute_model
-
-
 def _without_drafting(stock: Any) -> Any:
     @wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        speculator, state = self.speculator, self.execute_model_state
-        if state is None or not hasattr(speculator, "num_drafts") or speculator.has_work(state.input_batch):
+        speculator = self.speculator
+        if not getattr(speculator, "is_idle", False):
             return stock(self, *args, **kwargs)
-        speculator.runtime.count_plain_pass(state.input_batch.num_computed_tokens_np)
         drafts = self.num_speculative_steps
         self.speculator, self.num_speculative_steps = None, 0
         try:
@@ -305,8 +297,9 @@ ALWAYS = (
         "vllm.v1.worker.worker_base:WorkerWrapperBase.init_device", ">=0.24", "refuse, before memory is taken, "
         "versions that Sparrow does not run in and what would be decoded densely or wrongly; a backend sees single "
         "layers only. And watch the worker: vLLM counts preemptions among statistics that cost the host time for each "
-        "token, the prompts of its warm-up must not set the scales of an fp8 KV cache, and an fp8 copy of the weights "
-        "must follow them", _checked_init_device,
+        "token; versions before 0.32 do not tell a speculator how many tokens to draft, and none tells it what "
+        "Sparrow's scheduler adds to a step; prompts of the warm-up must not set the scales of an fp8 KV cache; and a "
+        "copy of the weights must follow them", _checked_init_device,
     ),
     Patch(
         "vllm.v1.worker.worker_base:WorkerWrapperBase.initialize_from_config", ">=0.26", "check that every layer got "
@@ -341,12 +334,6 @@ LOSSLESS = (
     Patch(
         "vllm.v1.worker.gpu.model_runner:init_speculator", ">=0.26", "draft with the model itself, not a second copy",
         _our_speculator, ("vllm_config", "device"),
-    ),
-    Patch(
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.execute_model", ">=0.26", "tell the speculator how many tokens "
-        "to draft and what they read, which the scheduler says of every step; versions before 0.32 do not pass the "
-        "number on, and none passes on what Sparrow's scheduler adds",
-        _telling_how_many_drafts, ("scheduler_output",),
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.sample_tokens", ">=0.26", "a step that has no drafts and makes "

@@ -54,6 +54,12 @@ class LosslessScheduler(AsyncScheduler):
         self._logger = init_logger("vllm.sparrow")
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        repeats = 0 if self._drafts or self._replayed is not None else self.draft_length.repeats
+        if self._repeated < repeats and len(self.running) == self._rows:  # such steps wait for the host: do no more
+            self._repeated += 1
+            if self.keeps_choices:
+                self._choices.append((0, self.draft_length.budgets[self._budget]))
+            return super().schedule(*args, **kwargs)
         verified = self._budget  # what the drafts read that this step verifies
         if self.running:
             self._choose(len(self.running))
@@ -100,12 +106,8 @@ class LosslessScheduler(AsyncScheduler):
         )
 
     def _choose(self, rows: int) -> None:
-        """Choose for the next step; where nothing is drafted, the chooser need not be asked about every step."""
+        """Choose for the next step, and where nothing is drafted for some more."""
         chooser = self.draft_length
-        if rows == self._rows and self._repeated < chooser.repeats:
-            self._repeated += 1
-            self._drafts, self._budget = 0, chooser.budget  # a replay may have put others in their place
-            return
         length = sum([request.num_computed_tokens for request in self.running]) / rows
         self._drafts = chooser.choose(rows, length, self._repeated)
         self._budget = chooser.choose_budget(rows, length, self._drafts) if self._drafts else chooser.budget
@@ -134,7 +136,7 @@ class LosslessScheduler(AsyncScheduler):
             return
         if drafts and len(drafted) != rows:
             return
-        budget = getattr(scheduled, VERIFIED)
+        budget = getattr(scheduled, VERIFIED, self._budget)  # a step between two choices verifies nothing
         self._last = (now, rows, drafts, budget)
         if last is None or last[1] != rows:
             return

@@ -15,7 +15,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode, get_layers_from_vllm_config
@@ -29,7 +28,7 @@ from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from sparrow.errors import ConfigError
-from sparrow.vllm import config, versions
+from sparrow.vllm import config, lossless, versions
 from sparrow.vllm.backend import Step
 from sparrow.vllm.draft_weights import DraftWeights, drafting
 from sparrow.vllm.meter import Meter, Metered, Tally
@@ -116,7 +115,8 @@ class SparseSpeculator(DraftModelSpeculator):
     """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft model.
 
     ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense decoding, and ``budget``
-    which of ``Runtime.budgets`` they read.
+    which of ``Runtime.budgets`` they read. ``is_idle`` says that the present step neither verifies drafts nor makes any
+    nor reads a prompt.
     """
 
     num_query_per_req = 1
@@ -130,7 +130,7 @@ class SparseSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         decoding = config.requested(vllm_config)
         assert decoding is not None and self.draft_logits is not None
-        self.num_drafts, self.budget = self.num_speculative_steps, 0
+        self.num_drafts, self.budget, self.is_idle = self.num_speculative_steps, 0, False
         self._invariant = decoding.drafter_invariant
         self._copies_weights = decoding.draft_weights == "fp8"
         self.draft_weights: DraftWeights | None = None
@@ -230,9 +230,26 @@ class SparseSpeculator(DraftModelSpeculator):
                 self._graphs[rows] = graph
         self._step_index.zero_()
 
-    def has_work(self, input_batch: Any) -> bool:
-        """Whether this step verifies drafts, makes some, or reads a prompt; else ``propose`` need not be called."""
-        return bool(self.num_drafts or input_batch.num_draft_tokens or np.count_nonzero(input_batch.is_prefilling_np))
+    def begin_step(self, scheduled: Any) -> None:
+        """Note how many tokens to draft after a step, what they read, and whether the step has to do with drafts at
+        all; a step that has not is counted, and ``propose`` need not be called after it.
+
+        Args:
+            scheduled: vLLM's ``SchedulerOutput`` of the step.
+        """
+        cached, self.num_drafts = scheduled.scheduled_cached_reqs, scheduled.num_spec_tokens_to_schedule
+        # One token for each sequence, which is neither a draft nor of a prompt. A last single token of a prompt that is
+        # read again after preemption may pass for one, and is then counted as decoded.
+        self.is_idle = (
+            not self.num_drafts
+            and 0 < len(cached.req_ids) == scheduled.total_num_scheduled_tokens
+            and not cached.resumed_req_ids
+            and 0 not in cached.num_output_tokens
+        )
+        if self.is_idle:
+            self.runtime.count_plain_pass(cached.num_computed_tokens)
+        else:
+            self.budget = getattr(scheduled, lossless.BUDGET, self.budget)
 
     @torch.inference_mode()
     def propose(

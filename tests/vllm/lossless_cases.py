@@ -5,6 +5,7 @@ import gc
 from collections import Counter
 from functools import wraps
 from itertools import cycle
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -349,7 +350,8 @@ def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(f
     found, asked, told, calls = Landmarks(monkeypatch), prompts(*FEW, seed=2), [], [0]
     for passes_by in (True, False):
         if not passes_by:
-            monkeypatch.setattr(speculator.SparseSpeculator, "has_work", lambda *_: True)
+            never = property(lambda _: False, lambda *_: None)
+            monkeypatch.setattr(speculator.SparseSpeculator, "is_idle", never, raising=False)
         drafts = cycle((4, 0, 0, 0, 4, 4, 0))
         monkeypatch.setattr(DraftLength, "choose", lambda *_, drafts=drafts: next(drafts))
         with engine(folder, lossless(4, adapt=True, pages=4)) as llm:
@@ -360,6 +362,36 @@ def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(f
     assert found.worst < 1e-5 and found.pages > 100
     assert told[0] == told[1] and told[0][1].keys() == {0, 4} and told[0][0]["emitted"] >= 39 * len(asked)
     assert calls[1] < calls[2] - calls[1] == sum(told[1][1].values())
+
+
+IDLE = dict(tokens=2, computed=[70, 300], output=[3, 9], resumed=(), drafts=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_idle"),
+    [
+        ({}, True),
+        ({"drafts": 2}, False),  # to make after the step
+        ({"tokens": 5}, False),  # drafts to verify, another request's prompt, or a chunk of one
+        ({"output": [3, 0]}, False),  # a chunk of one token
+        ({"resumed": ("b",)}, False),  # likewise, after preemption
+        ({"tokens": 0, "computed": [], "output": []}, False),  # nothing to run
+    ],
+)
+def test_a_step_is_idle_if_it_has_neither_drafts_nor_prompts(changes, is_idle):
+    step, counted = {**IDLE, **changes}, []
+    cached = SimpleNamespace(
+        req_ids=["a", "b"][: len(step["computed"])], resumed_req_ids=set(step["resumed"]),
+        num_computed_tokens=step["computed"], num_output_tokens=step["output"],
+    )  # fmt: skip
+    scheduled = SimpleNamespace(
+        scheduled_cached_reqs=cached, num_spec_tokens_to_schedule=step["drafts"],
+        total_num_scheduled_tokens=step["tokens"], sparrow_budget=1,
+    )  # fmt: skip
+    drafting = SimpleNamespace(budget=0, runtime=SimpleNamespace(count_plain_pass=counted.append))
+    speculator.SparseSpeculator.begin_step(drafting, scheduled)
+    assert (drafting.is_idle, drafting.num_drafts) == (is_idle, step["drafts"])
+    assert counted == ([[70, 300]] if is_idle else []) and drafting.budget == (0 if is_idle else 1)
 
 
 # --- what vLLM does around a cycle ---

@@ -213,14 +213,14 @@ def test_passes_without_drafts_are_counted_whenever_they_are_summed(passes):
     made = Runtime(Decoding.lossless(SCHEDULE), max_rows=8, max_length=400, device=torch.device("cpu"))
     made.sparse_layers, made.dense_layers = [1, 2], [0]
     for i in range(passes):
-        made.count_plain_pass(np.array([100 + i, 2**31 - 1], np.int32)[: 1 + i % 2])
+        made.count_plain_pass([100 + i, 2**31 - 1][: 1 + i % 2])
     counts = made.counters()
     read = sum(101 + i + i % 2 * 2**31 for i in range(passes))
     assert counts["tokens_read"] == counts["tokens_held"] == 3 * read
     assert counts["emitted"] == passes + passes // 2 and counts["drafted"] == 0
     assert not any(made.counters().values())
     assert made.acceptance() == {"cycles": {0: passes}} and made.acceptance() == {"cycles": {}}
-    made.count_plain_pass(np.array([7], np.int32))
+    made.count_plain_pass([7])
     assert made.acceptance() == {"cycles": {0: 1}} and made.counters()["tokens_read"] == 3 * 8
 
 
@@ -682,7 +682,8 @@ def test_a_patch_of_a_name_that_moved_stops_with_its_name(monkeypatch):
         patches.apply(patch(target="vllm:sparrow_gone"))
 
 
-def test_a_worker_is_watched_whoever_calls_its_runner():
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_worker_is_watched_whoever_calls_its_runner(drafts):
     """Ray's executor calls the model runner itself; warm-up steps preempt nothing and are no user's."""
     from sparrow.vllm import patches
 
@@ -696,6 +697,9 @@ def test_a_worker_is_watched_whoever_calls_its_runner():
         )
     )
     runner = SimpleNamespace(execute_model=lambda output, *rest, dummy_run=False: (output, rest, dummy_run))
+    told = []
+    if drafts:
+        runner.speculator = SimpleNamespace(begin_step=told.append)
 
     def warm_up():
         worker.model_runner.execute_model(SimpleNamespace(preempted_req_ids=None), dummy_run=True)
@@ -708,3 +712,4 @@ def test_a_worker_is_watched_whoever_calls_its_runner():
     assert runner.execute_model(step, None, dummy_run=False) == (step, (None,), False)
     assert runner.execute_model(SimpleNamespace(preempted_req_ids=set()))[1:] == ((), False)
     assert calls == ["serving", 2]
+    assert [each.preempted_req_ids for each in told] == ([None, {"a", "b"}, set()] if drafts else [])
