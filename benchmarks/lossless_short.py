@@ -2,7 +2,7 @@
 
     python benchmarks/lossless_short.py --shape qwen3-1.7b    # writes benchmarks/results/lossless_short_qwen3-1.7b.json
     python benchmarks/lossless_short.py --shape qwen3-8b
-    taskset -c 8-15 python benchmarks/lossless_short.py --out benchmarks/results/lossless_short_qwen3-1.7b_again.json
+    python benchmarks/lossless_short.py --sequences 1 8 --out benchmarks/results/lossless_short_qwen3-1.7b_3.json
 
 A short step is bound by the host or nearly so, and the host's speed changes from minute to minute by more than what is
 asked about. So the engines share one GPU and take turns of ``TURN_S``: stock vLLM, lossless mode, and stock vLLM once
@@ -10,7 +10,7 @@ more, because even two stock engines differ (``control`` is the ratio of the sec
 ratio is that of lossless mode to both stock engines together. Each engine has a process of its own, as it has in use:
 beside engines of another kind in one process, its scheduler would take longer. The threads that step run on one core,
 the last that the script may use, whose speed at a time is then the same for all. Hosts differ, and so do two processes
-of one engine: several runs tell more than a long one.
+of one engine: several runs tell more than a long one, and ``benchmarks/tables.py`` takes their mean.
 Sequences begin with their tokens in the cache (``benchmarks/rollout.py``) and grow by ``GROWTH`` tokens, or for
 ``SECONDS``; acceptance is synthetic (``benchmarks/lossless.py``). Nothing is drafted, or the number of drafts and what
 they read are chosen from knowing nothing. Ratios are those of tokens per second over all turns; intervals resample
@@ -58,7 +58,7 @@ RATES = (None, 0.95, 0.9, 0.5)
 ENGINES = ("stock", "lossless", "control")
 """In the order of their turns; ``control`` is stock vLLM too."""
 TURN_S = 0.2
-GROWTH, SECONDS = 4096, 30.0
+GROWTH, SECONDS = 4096, 25.0
 """Tokens by which sequences grow at most, and for how long the engines take turns at most."""
 UNDER_WAY = 2  # steps that vLLM has begun when a turn ends
 BLOCK = 16  # tokens in a block of vLLM's KV cache
@@ -202,11 +202,13 @@ def main() -> None:
 
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
+    options.add_argument("--sequences", type=int, nargs="+", help="only states of so many; all by default")
     options.add_argument("--out", type=Path, help="results/lossless_short_SHAPE.json by default")
     arguments = options.parse_args()
     shape = arguments.shape
     out = arguments.out or RESULTS / f"lossless_short_{shape}.json"
     rows: list[dict[str, Any]] = []
+    states = [state for state in STATES[shape] if arguments.sequences is None or state[0] in arguments.sequences]
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         engines = {
@@ -215,7 +217,7 @@ def main() -> None:
         }
         started = [engine.submit(run, "kv_tokens") for engine in engines.values()]
         print(f"tokens of KV cache: {[future.result() for future in started]}", flush=True)
-        for batch, length in STATES[shape]:
+        for batch, length in states:
             for rate in RATES:
                 about = {"batch": batch, "length": length, "rate": rate}
                 rows.append(about | side_by_side(engines, batch, length, rate))

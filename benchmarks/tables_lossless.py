@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import mean, stdev
 
-from common import SHAPES, Row, interval, load, speed_ratio, table
+from common import RESULTS, SHAPES, Row, interval, load, table
 from scipy.stats import ttest_1samp
 
 
@@ -143,24 +144,32 @@ def lossless_whole() -> str:
 
 
 def short_contexts() -> str:
-    """Ratios of speeds by acceptance, and of stock vLLM to itself, from files of ``lossless_short.py``."""
-    rows, rates = [], dict[str, None]()
-    for run_of in ("qwen3-1.7b", "qwen3-1.7b_again", "qwen3-8b"):
-        result = load(f"lossless_short_{run_of}")
-        label = SHAPES[result["shape"]] + (", another run" if run_of.endswith("_again") else "")
+    """Ratios of speeds by acceptance, and of stock vLLM to itself, means of runs of ``lossless_short.py``."""
+    rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
+    for shape in ("qwen3-1.7b", "qwen3-8b"):
         cases = dict[tuple[int, int], list[Row]]()
-        for row in result["rows"]:
-            cases.setdefault(at(row), []).append(row)
-        for (batch, length), runs in cases.items():
-            step = 1e3 * batch / mean(run["tokens_per_s"]["stock"] for run in runs)
-            rounds = [pair for run in runs for pair in zip(run["turns"]["stock"], run["turns"]["control"], strict=True)]
-            ratios = {"stock twice": speed_ratio([[turn[:2] for turn in pair] for pair in rounds])}
-            ratios |= {"no drafts" if run["rate"] is None else f"{run['rate']}": run["ratio"] for run in runs}
-            rates |= dict.fromkeys(ratios)
-            end = length + round(max(run["grown"]["stock"] for run in runs))
-            where = [label, batch, f"{length:,} to {end:,}", f"{step:.2f}"]
-            rows.append([*where, *(interval(ratios[rate], 3) for rate in rates)])
-    return table(["shape", "sequences", "tokens", "stock step, ms", *rates], rows)
+        for path in sorted(RESULTS.glob(f"lossless_short_{shape}*.json")):
+            for row in load(path.stem)["rows"]:
+                cases.setdefault(at(row), []).append(row)
+        for (batch, length), each in cases.items():
+            runs = {rate: [row for row in each if row["rate"] == rate] for rate in columns.values()}
+            steps = [1e3 * batch / row["tokens_per_s"]["stock"] for row in each]
+            stock = [row["control"][0] for row in each]
+            end = length + round(max(row["grown"]["stock"] for row in each))
+            rows.append([
+                SHAPES[shape], batch, f"{length:,} to {end:,}", len(runs[None]),
+                f"{min(steps):.2f} to {max(steps):.2f}", f"{min(stock):.3f} to {max(stock):.3f}",
+                *(_mean_of_runs(runs[rate]) for rate in columns.values()),
+            ])  # fmt: skip
+    return table(["shape", "sequences", "tokens", "runs", "stock step, ms", "stock twice", *columns], rows)
+
+
+def _mean_of_runs(runs: Sequence[Row]) -> str:
+    """The mean ratio and a 95 % interval: from Student's t over the runs, or of one run from resampling its turns."""
+    ratios = [run["ratio"][0] for run in runs]
+    if len(runs) == 1:
+        return interval(runs[0]["ratio"], 3)
+    return interval([mean(ratios), *ttest_1samp(ratios, 0.0).confidence_interval()], 3)
 
 
 def lossless_budgets() -> str:
