@@ -198,9 +198,10 @@ def _our_speculator(stock: Any) -> Any:
 def _without_drafting(stock: Any) -> Any:
     @wraps(stock)
     def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
-        speculator = self.speculator
-        if not getattr(speculator, "is_idle", False):
+        speculator, state = self.speculator, self.execute_model_state
+        if state is None or not getattr(speculator, "is_idle", False) or state.input_batch.is_prefilling_np.any():
             return stock(self, *args, **kwargs)
+        speculator.runtime.count_plain_pass(state.input_batch.num_computed_tokens_np)
         drafts = self.num_speculative_steps
         self.speculator, self.num_speculative_steps = None, 0
         try:

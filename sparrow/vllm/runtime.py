@@ -67,7 +67,7 @@ class Runtime:
         self._verified = torch.zeros(4, dtype=torch.int64, device=device)  # tokens read, held, emitted; rows
         # The same of passes without drafts: sequences, and tokens read.
         self._plain_rows = self._plain_tokens = 0
-        self._plain_passes: list[list[int]] = []  # those that are not in these sums yet
+        self._plain_passes: list[np.ndarray] = []  # those that are not in these sums yet
         self._everything_B = torch.full((max_rows,), ALL_PAGES, dtype=torch.int32, device=device)
         # The schedule at every length, so that any bins fit. Rows in prefill look at place 0, where everything is read.
         self.top_k_at_length = torch.empty(max_length + 1, dtype=torch.int32, device=device)
@@ -189,7 +189,7 @@ class Runtime:
         self._cycles[drafts] += 1
         return self._verified
 
-    def count_plain_pass(self, computed: list[int]) -> None:
+    def count_plain_pass(self, computed: np.ndarray) -> None:
         """Count one dense pass of lossless mode in which every sequence gets one token, with no drafts around it.
 
         Args:
@@ -203,9 +203,9 @@ class Runtime:
     def _sum_plain_passes(self) -> None:
         if self._plain_passes:
             self._cycles[0] += len(self._plain_passes)
-            rows = sum(map(len, self._plain_passes))
-            self._plain_rows += rows
-            self._plain_tokens += sum(map(sum, self._plain_passes)) + rows
+            computed = np.concatenate(self._plain_passes)
+            self._plain_rows += len(computed)
+            self._plain_tokens += int(computed.sum(dtype=np.int64)) + len(computed)
             self._plain_passes.clear()
 
     def set_schedule(self, schedule: SparsitySchedule) -> None:

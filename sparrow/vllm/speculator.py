@@ -115,8 +115,8 @@ class SparseSpeculator(DraftModelSpeculator):
     """Drafts with the sparse actor; vLLM's model runner knows it as the speculator of a draft model.
 
     ``num_drafts`` is how many tokens the next call of ``propose`` drafts, 0 for plain dense decoding, and ``budget``
-    which of ``Runtime.budgets`` they read. ``is_idle`` says that the present step neither verifies drafts nor makes any
-    nor reads a prompt.
+    which of ``Runtime.budgets`` they read. ``is_idle`` says that the present step neither verifies drafts nor makes
+    any.
     """
 
     num_query_per_req = 1
@@ -231,25 +231,14 @@ class SparseSpeculator(DraftModelSpeculator):
         self._step_index.zero_()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Note how many tokens to draft after a step, what they read, and whether the step has to do with drafts at
-        all; a step that has not is counted, and ``propose`` need not be called after it.
+        """Note how many tokens to draft after a step, what they read, and whether it has any drafts to verify.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.
         """
-        cached, self.num_drafts = scheduled.scheduled_cached_reqs, scheduled.num_spec_tokens_to_schedule
-        # One token for each sequence, which is neither a draft nor of a prompt. A last single token of a prompt that is
-        # read again after preemption may pass for one, and is then counted as decoded.
-        self.is_idle = (
-            not self.num_drafts
-            and 0 < len(cached.req_ids) == scheduled.total_num_scheduled_tokens
-            and not cached.resumed_req_ids
-            and 0 not in cached.num_output_tokens
-        )
-        if self.is_idle:
-            self.runtime.count_plain_pass(cached.num_computed_tokens)
-        else:
-            self.budget = getattr(scheduled, lossless.BUDGET, self.budget)
+        self.num_drafts = scheduled.num_spec_tokens_to_schedule
+        self.budget = getattr(scheduled, lossless.BUDGET, self.budget)
+        self.is_idle = not (self.num_drafts or scheduled.scheduled_spec_decode_tokens)
 
     @torch.inference_mode()
     def propose(

@@ -364,34 +364,15 @@ def test_steps_without_drafts_pass_the_speculator_by_and_are_counted_as_if_not(f
     assert calls[1] < calls[2] - calls[1] == sum(told[1][1].values())
 
 
-IDLE = dict(tokens=2, computed=[70, 300], output=[3, 9], resumed=(), drafts=0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "is_idle"),
-    [
-        ({}, True),
-        ({"drafts": 2}, False),  # to make after the step
-        ({"tokens": 5}, False),  # drafts to verify, another request's prompt, or a chunk of one
-        ({"output": [3, 0]}, False),  # a chunk of one token
-        ({"resumed": ("b",)}, False),  # likewise, after preemption
-        ({"tokens": 0, "computed": [], "output": []}, False),  # nothing to run
-    ],
-)
-def test_a_step_is_idle_if_it_has_neither_drafts_nor_prompts(changes, is_idle):
-    step, counted = {**IDLE, **changes}, []
-    cached = SimpleNamespace(
-        req_ids=["a", "b"][: len(step["computed"])], resumed_req_ids=set(step["resumed"]),
-        num_computed_tokens=step["computed"], num_output_tokens=step["output"],
-    )  # fmt: skip
-    scheduled = SimpleNamespace(
-        scheduled_cached_reqs=cached, num_spec_tokens_to_schedule=step["drafts"],
-        total_num_scheduled_tokens=step["tokens"], sparrow_budget=1,
-    )  # fmt: skip
-    drafting = SimpleNamespace(budget=0, runtime=SimpleNamespace(count_plain_pass=counted.append))
+@pytest.mark.parametrize(("drafts", "to_verify", "is_idle"), [(0, {}, True), (2, {}, False), (0, {"a": [-1]}, False)])
+def test_a_step_is_idle_if_it_neither_verifies_drafts_nor_makes_any(drafts, to_verify, is_idle):
+    drafting = SimpleNamespace(budget=0)
+    scheduled = SimpleNamespace(num_spec_tokens_to_schedule=drafts, scheduled_spec_decode_tokens=to_verify)
     speculator.SparseSpeculator.begin_step(drafting, scheduled)
-    assert (drafting.is_idle, drafting.num_drafts) == (is_idle, step["drafts"])
-    assert counted == ([[70, 300]] if is_idle else []) and drafting.budget == (0 if is_idle else 1)
+    assert (drafting.is_idle, drafting.num_drafts, drafting.budget) == (is_idle, drafts, 0)
+    scheduled.sparrow_budget = 1
+    speculator.SparseSpeculator.begin_step(drafting, scheduled)
+    assert drafting.budget == 1
 
 
 # --- what vLLM does around a cycle ---
