@@ -238,6 +238,17 @@ def test_what_was_chosen_is_kept_and_can_be_repeated(make, monkeypatch):
     assert chosen(again, [(0, 1)] * 2, monkeypatch)[1:] == [(0, 1)] * 2, "a replay ends with what it was for"
 
 
+def test_steps_between_two_choices_are_kept_too(make, monkeypatch):
+    scheduler = make(keeps=True)
+    run(scheduler, {"a": 100})
+    asked = []
+    monkeypatch.setattr(module.DraftLength, "choose", lambda *_: asked.append(1) or 0)
+    scheduler.draft_length.repeats = 3
+    for _ in range(8):
+        scheduler.schedule()
+    assert len(asked) == 2 and scheduler.take_choices() == [(0, 1.0, 8)]
+
+
 @pytest.mark.parametrize(("steps", "warning"), [(1, "have ended"), (9, "some were left"), (6, None)])
 def test_a_replay_that_does_not_fit_is_told(make, monkeypatch, steps, warning):
     scheduler, said = make(), []
