@@ -22,8 +22,9 @@ THINK_EVERY, THINK_DENSE = 8, 32
 """Cycles between two comparisons of speed, which cost the host time, with drafts in use and without."""
 WATCHED = 2
 """Cycles after a comparison whose times are noted where no drafts are in use: noting them costs the host time too."""
-TRY_AGAIN = 2048
-"""Cycles after which the numbers that lost are tried again: acceptance may have changed while nothing was drafted."""
+TRY_AGAIN, TRY_AGAIN_MOST = 4096, 16384
+"""Cycles after which the numbers that lost are tried again, as they are after twice as many and so on, up to every
+``TRY_AGAIN_MOST``: acceptance may have changed while nothing was drafted, but a trial costs one sequence some 50 ms."""
 RETIME = 320
 """Cycles after which a number that nearly won is timed again: the first times of a batch are the least reliable."""
 DENSE_AGAIN = 8
@@ -134,7 +135,7 @@ class DraftLength:
                 self._may_repeat(key, (WATCHED if self.is_watching else THINK_DENSE - 1) - since)
             return current
         timed = self._seconds[key]
-        if cycle % TRY_AGAIN == 0:
+        if cycle % TRY_AGAIN_MOST == 0 or (cycle >= TRY_AGAIN and cycle.bit_count() == 1):
             self._taken_over[key] = {}
             for drafts in self.choices:
                 if drafts != current:
@@ -251,7 +252,7 @@ class DraftLength:
         self._seconds[key], self._taken_over[key] = {}, {}
         if nearest is not None:
             self._taken_over[key] = self._known(nearest)
-            self._cycles[key] = self._cycles[nearest] % TRY_AGAIN
+            self._cycles[key] = self._cycles[nearest]
             self._drafting[key] = self._drafting[nearest]
 
     def _known(self, key: Key) -> dict[int, float]:

@@ -104,6 +104,17 @@ def test_what_lost_is_tried_again_when_acceptance_has_changed():
     assert Counter(chosen[-100:]).most_common(1)[0][0] == 8
 
 
+def test_what_lost_is_tried_again_less_and_less_often():
+    """Lengths grow from one step of lengths to the next meanwhile, which does not begin the count anew."""
+    chooser, first, most = DraftLength(CHOICES), adapt.TRY_AGAIN, adapt.TRY_AGAIN_MOST
+    chosen = [simulate(chooser, 1, 0.3, LONG, length=4000 + i / 2, seed=i)[0][0] for i in range(3 * most + 100)]
+    tried = np.flatnonzero(chosen)
+    begun = [int(i) + 1 for i, before in zip(tried, [-first, *tried], strict=False) if i - before > 100]
+    due = [*(first << i for i in range((most // first).bit_length())), 2 * most, 3 * most]
+    assert len(begun) == len(due) + 1 and begun[0] < 20
+    assert all(0 <= at - cycle <= adapt.THINK_DENSE for at, cycle in zip(begun[1:], due, strict=True))
+
+
 def test_sequences_that_outgrow_the_lengths_seen_so_far():
     """A batch grows past lengths at which drafting nothing lost, and nothing else was timed at the new ones yet."""
     chooser = DraftLength(CHOICES)
