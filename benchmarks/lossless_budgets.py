@@ -1,6 +1,7 @@
 """What drafts read: how fast is each budget, and does vLLM's lossless mode find the fastest?
 
     python benchmarks/lossless_budgets.py --shape qwen3-1.7b    # writes results/lossless_budgets_qwen3-1.7b.json
+    python benchmarks/lossless_budgets.py --sequences 8 --out results/lossless_budgets_qwen3-1.7b_2.json
 
 States and synthetic acceptance are those of ``benchmarks/lossless.py``, which is given for drafts of 1,024 tokens; with
 half as many or twice as many it is what ``sparrow.mode.acceptance_at`` makes expected. Each state is timed with every
@@ -16,6 +17,7 @@ import json
 import tempfile
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from common import RESULTS, parser, save
@@ -79,14 +81,19 @@ def main() -> None:
 
     options = parser(__doc__ or "")
     options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
-    shape = options.parse_args().shape
+    options.add_argument("--sequences", type=int, nargs="+", help="only states of so many; all by default")
+    options.add_argument("--out", type=Path, help="results/lossless_budgets_SHAPE.json by default")
+    arguments = options.parse_args()
+    shape = arguments.shape
+    out = arguments.out or RESULTS / f"lossless_budgets_{shape}.json"
+    states = [state for state in STATES[shape] if arguments.sequences is None or state[0] in arguments.sequences]
     drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
     decoding = Decoding.lossless(drafts, adapt_draft_budget=True)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(shape, "lossless", folder, lossless=decoding)
         choices = scheduler(bench).draft_length.choices
-        for batch, length in STATES[shape]:
+        for batch, length in states:
             for rate in RATES:
                 for held in (*DRAFT_BUDGETS, None):
                     multiple = held or 1.0
@@ -99,7 +106,7 @@ def main() -> None:
                     rows.append({"batch": batch, "length": length, "rate": rate, "held": held, **timed,
                                  "in_use": chooser.in_use(), "budgets": chooser.budgets_in_use()})  # fmt: skip
                     print(json.dumps(rows[-1]), flush=True)
-                    save(RESULTS / f"lossless_budgets_{shape}.json", {
+                    save(out, {
                         "vllm": vllm.__version__, "shape": shape, "decoding": decoding.to_dict(), "rows": rows,
                     })  # fmt: skip
 

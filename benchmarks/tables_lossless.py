@@ -173,20 +173,21 @@ def _mean_of_runs(runs: Sequence[Row]) -> str:
 
 
 def lossless_budgets() -> str:
-    """Speeds with each budget held, over those with 1,024 tokens, and the budget that was found."""
-    rows = []
+    """Speeds with other budgets than 1,024 tokens over its speed, held or chosen, and the budget chosen."""
+    rows, usual = [], 1024
     for shape in ("qwen3-1.7b", "qwen3-8b"):
         groups = dict[tuple[int, int, float], dict[float | None, Row]]()
-        for row in load(f"lossless_budgets_{shape}")["rows"]:
-            groups.setdefault((row["batch"], row["length"], row["rate"]), {})[row["held"]] = row
+        for path in sorted(RESULTS.glob(f"lossless_budgets_{shape}*.json")):
+            for row in load(path.stem)["rows"]:
+                groups.setdefault((row["batch"], row["length"], row["rate"]), {})[row["held"]] = row
         for (batch, length, rate), runs in groups.items():
-            usual = runs[1.0]["tokens_per_s"]
-            held = [f"{runs[multiple]['tokens_per_s'] / usual:.2f}x" for multiple in (0.5, 2.0)]
-            found = sorted({int(1024 * multiple) for multiple in runs[None]["budgets"].values()} or {1024})
-            rows.append([
-                SHAPES[shape], f"{batch} x {length:,}", rate, f"{usual:,.0f}", *held, ", ".join(f"{n:,}" for n in found)
-            ])  # fmt: skip
-    return table(["shape", "sequences x tokens", "acceptance", "1,024 tokens: tokens/s", "512", "2,048", "found"], rows)
+            speed = runs[1.0]["tokens_per_s"]
+            ratios = [f"{runs[of]['tokens_per_s'] / speed:.2f}x" if of in runs else "" for of in (0.5, 2.0, None)]
+            chosen = {int(usual * of) for of in runs[None]["budgets"].values()} or {usual} if None in runs else set()
+            budgets = ", ".join(f"{tokens:,}" for tokens in sorted(chosen))
+            rows.append([SHAPES[shape], f"{batch} x {length:,}", rate, f"{speed:,.0f}", *ratios, budgets])
+    labels = [f"{usual:,} tokens: tokens/s", f"{usual // 2:,}", f"{2 * usual:,}", "chosen", ""]
+    return table(["shape", "sequences x tokens", "acceptance", *labels], rows)
 
 
 def lossless_memory() -> str:
