@@ -42,6 +42,22 @@ def parser(about: str, out: str | None = None) -> argparse.ArgumentParser:
     return made
 
 
+def parse_states(
+    options: argparse.ArgumentParser, name: str, states: Mapping[str, Sequence[tuple[int, int]]]
+) -> tuple[str, list[tuple[int, int]], Path]:
+    """Read the command line of a script that measures states, sequences and tokens of each, of a shape.
+
+    Returns:
+        The shape, those of its states that were asked for, and the file to write, ``NAME_SHAPE.json`` by default.
+    """
+    options.add_argument("--shape", choices=states, default="qwen3-1.7b")
+    options.add_argument("--sequences", type=int, nargs="+", help="only states of so many; all by default")
+    options.add_argument("--out", type=Path, help=f"the JSON file to write, results/{name}_SHAPE.json by default")
+    given = options.parse_args()
+    wanted = [state for state in states[given.shape] if given.sequences is None or state[0] in given.sequences]
+    return given.shape, wanted, given.out or RESULTS / f"{name}_{given.shape}.json"
+
+
 def qwen3(shape: str, **changed: Any) -> Any:
     """The configuration of a Qwen3 in which no token ends a response."""
     from transformers import Qwen3Config

@@ -17,10 +17,9 @@ import json
 import tempfile
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from common import RESULTS, parser, save
+from common import parse_states, parser, save
 from lossless import abandon, accept, begin, generated, scheduler
 from rollout import Bench
 
@@ -79,14 +78,7 @@ def speed(bench: Bench, chooser: Counted, batch: int, length: int, rate: float, 
 def main() -> None:
     import vllm
 
-    options = parser(__doc__ or "")
-    options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
-    options.add_argument("--sequences", type=int, nargs="+", help="only states of so many; all by default")
-    options.add_argument("--out", type=Path, help="results/lossless_budgets_SHAPE.json by default")
-    arguments = options.parse_args()
-    shape = arguments.shape
-    out = arguments.out or RESULTS / f"lossless_budgets_{shape}.json"
-    states = [state for state in STATES[shape] if arguments.sequences is None or state[0] in arguments.sequences]
+    shape, states, out = parse_states(parser(__doc__ or ""), "lossless_budgets", STATES)
     drafts = SparsitySchedule.fixed(61, dense_layers=(), landmark_dtype="fp8_e4m3")
     decoding = Decoding.lossless(drafts, adapt_draft_budget=True)
     rows: list[dict[str, Any]] = []

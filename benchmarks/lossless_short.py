@@ -36,11 +36,10 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import RESULTS, clock, parser, save, speed_ratio
+from common import clock, parse_states, parser, save, speed_ratio
 from lossless import abandon, accept, begin, generated, scheduler
 from rollout import CONTEXT, Bench
 
@@ -200,15 +199,8 @@ def side_by_side(
 def main() -> None:
     import vllm
 
-    options = parser(__doc__ or "")
-    options.add_argument("--shape", choices=STATES, default="qwen3-1.7b")
-    options.add_argument("--sequences", type=int, nargs="+", help="only states of so many; all by default")
-    options.add_argument("--out", type=Path, help="results/lossless_short_SHAPE.json by default")
-    arguments = options.parse_args()
-    shape = arguments.shape
-    out = arguments.out or RESULTS / f"lossless_short_{shape}.json"
+    shape, states, out = parse_states(parser(__doc__ or ""), "lossless_short", STATES)
     rows: list[dict[str, Any]] = []
-    states = [state for state in STATES[shape] if arguments.sequences is None or state[0] in arguments.sequences]
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         engines = {
