@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import mean, stdev
 
 from common import RESULTS, SHAPES, Row, interval, load, table
@@ -148,9 +148,8 @@ def short_contexts() -> str:
     rows, columns = [], {"no drafts": None, "0.95": 0.95, "0.9": 0.9, "0.5": 0.5}
     for shape in ("qwen3-1.7b", "qwen3-8b"):
         cases = dict[tuple[int, int], list[Row]]()
-        for path in sorted(RESULTS.glob(f"lossless_short_{shape}*.json")):
-            for row in load(path.stem)["rows"]:
-                cases.setdefault(at(row), []).append(row)
+        for row in _rows(f"lossless_short_{shape}"):
+            cases.setdefault(at(row), []).append(row)
         for (batch, length), each in cases.items():
             runs = {rate: [row for row in each if row["rate"] == rate] for rate in columns.values()}
             steps = [1e3 * batch / row["tokens_per_s"]["stock"] for row in each]
@@ -172,21 +171,28 @@ def _mean_of_runs(runs: Sequence[Row]) -> str:
     return interval([mean(ratios), *ttest_1samp(ratios, 0.0).confidence_interval()], 3)
 
 
+def _rows(name: str) -> Iterator[Row]:
+    """The rows of all files whose names begin so, first those of the file that has no number."""
+    for path in sorted(RESULTS.glob(f"{name}*.json")):
+        yield from load(path.stem)["rows"]
+
+
 def lossless_budgets() -> str:
-    """Speeds with other budgets than 1,024 tokens over its speed, held or chosen, and the budget chosen."""
+    """The speed of each budget, held or chosen, over that of 1,024 tokens held, and the budget chosen."""
     rows, usual = [], 1024
     for shape in ("qwen3-1.7b", "qwen3-8b"):
         groups = dict[tuple[int, int, float], dict[float | None, Row]]()
-        for path in sorted(RESULTS.glob(f"lossless_budgets_{shape}*.json")):
-            for row in load(path.stem)["rows"]:
-                groups.setdefault((row["batch"], row["length"], row["rate"]), {})[row["held"]] = row
+        for row in _rows(f"lossless_budgets_{shape}"):
+            groups.setdefault((row["batch"], row["length"], row["rate"]), {})[row["held"]] = row
         for (batch, length, rate), runs in groups.items():
             speed = runs[1.0]["tokens_per_s"]
             ratios = [f"{runs[of]['tokens_per_s'] / speed:.2f}x" if of in runs else "" for of in (0.5, 2.0, None)]
-            chosen = {int(usual * of) for of in runs[None]["budgets"].values()} or {usual} if None in runs else set()
-            budgets = ", ".join(f"{tokens:,}" for tokens in sorted(chosen))
-            rows.append([SHAPES[shape], f"{batch} x {length:,}", rate, f"{speed:,.0f}", *ratios, budgets])
-    labels = [f"{usual:,} tokens: tokens/s", f"{usual // 2:,}", f"{2 * usual:,}", "chosen", ""]
+            budgets = set[int]()
+            if None in runs:
+                budgets = {int(usual * of) for of in runs[None]["budgets"].values()} or {usual}
+            chosen = ", ".join(f"{tokens:,}" for tokens in sorted(budgets))
+            rows.append([SHAPES[shape], f"{batch} x {length:,}", rate, f"{speed:,.0f}", *ratios, chosen])
+    labels = [f"{usual:,} tokens: tokens/s", f"{usual // 2:,}", f"{2 * usual:,}", "chosen", "budget chosen"]
     return table(["shape", "sequences x tokens", "acceptance", *labels], rows)
 
 
