@@ -23,8 +23,8 @@ THINK_EVERY, THINK_DENSE = 8, 32
 WATCHED = 2
 """Cycles after a comparison whose times are noted where no drafts are in use: noting them costs the host time too."""
 TRY_AGAIN, TRY_AGAIN_MOST = 4096, 16384
-"""Cycles after which the numbers that lost are tried again, as they are after twice as many and so on, up to every
-``TRY_AGAIN_MOST``: acceptance may have changed while nothing was drafted, but a trial costs one sequence some 50 ms."""
+"""The numbers that lost are tried again after so many cycles, after twice as many and so on, and in the end every
+``TRY_AGAIN_MOST``: acceptance may have changed while nothing was drafted, but a trial costs one sequence some 30 ms."""
 RETIME = 320
 """Cycles after which a number that nearly won is timed again: the first times of a batch are the least reliable."""
 DENSE_AGAIN = 8

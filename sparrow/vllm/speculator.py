@@ -231,7 +231,7 @@ class SparseSpeculator(DraftModelSpeculator):
         self._step_index.zero_()
 
     def begin_step(self, scheduled: Any) -> None:
-        """Note how many tokens to draft after a step, what they read, and whether it has any drafts to verify.
+        """Note how many tokens to draft after a step, what they read, and whether it verifies or makes any drafts.
 
         Args:
             scheduled: vLLM's ``SchedulerOutput`` of the step.

@@ -105,7 +105,7 @@ def test_what_lost_is_tried_again_when_acceptance_has_changed():
 
 
 def test_what_lost_is_tried_again_less_and_less_often():
-    """Lengths grow from one step of lengths to the next meanwhile, which does not begin the count anew."""
+    """Sequences grow to lengths that are told apart meanwhile; the count of cycles goes on."""
     chooser, first, most = DraftLength(CHOICES), adapt.TRY_AGAIN, adapt.TRY_AGAIN_MOST
     chosen = [simulate(chooser, 1, 0.3, LONG, length=4000 + i / 2, seed=i)[0][0] for i in range(3 * most + 100)]
     tried = np.flatnonzero(chosen)
