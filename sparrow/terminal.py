@@ -91,9 +91,6 @@ def print_mismatch(report: MismatchReport, tau: Tau, read_fraction: float) -> No
         for b in report.bins
     )
     Console().print(f"mean {report.mean:.4f}, share of the KV cache read {read_fraction:.1%}")
-    if tail := report.beta_tail:
-        fit = f"Beta({tail.a:.2f}, {tail.b:.2f}), KS {tail.ks:.3f}"
-        Console().print(f"tail below {tail.cut}: {tail.fraction_in_tail:.1%} of tokens, {fit}")
 
 
 def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:

@@ -11,12 +11,11 @@ from sparrow.mismatch.bootstrap import (
     percentile_by_bin_interval,
     plain,
     sequence_bootstrap,
-    weighted_beta_ks,
     weighted_mean,
     weighted_percentile,
 )
 from sparrow.mismatch.ceiling import Ceiling, engine_noise, with_noise
 from sparrow.mismatch.metrics import mismatch_metrics
 from sparrow.mismatch.sampled import sampled_acceptance, tail_floor_by_bin
-from sparrow.mismatch.tail import BetaTail, beta_tail_fit, split_by_bin
+from sparrow.mismatch.tail import split_by_bin
 from sparrow.mismatch.tau import Tau, relative_p5, relative_span

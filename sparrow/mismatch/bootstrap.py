@@ -22,10 +22,8 @@ from numpy.typing import ArrayLike
 
 from sparrow.mismatch.tail import (
     DEFAULT_BIN_TOKENS,
-    BetaTail,
     FloatArray,
     IntArray,
-    beta_tail_fit,
     check_acceptance,
     check_percentile,
     split_by_bin,
@@ -108,7 +106,6 @@ class MismatchReport:
     p1_upper: float  # that of the upper bound
     bins: tuple[BinMismatch, ...]
     histogram: Histogram  # of acceptance, 50 equal bins
-    beta_tail: BetaTail | None  # None when too few tokens are below 0.999
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers for JSON; nan becomes None."""
@@ -163,15 +160,6 @@ def weighted_percentile(
     below = np.floor(rank)
     low, high = order_statistic(below), order_statistic(np.minimum(below + 1, total - 1))
     return low + (high - low) * (rank - below)
-
-
-def weighted_beta_ks(values: FloatArray, sequence: IntArray, weights_RB: FloatArray) -> FloatArray:
-    """KS distance of each resample from the Beta fitted to its own tail, float64 [R], nan without a fit; a Statistic.
-
-    A resample is rougher than the sample it is drawn from, so where the fit is close an interval of it lies too high.
-    """
-    fits = (beta_tail_fit(np.repeat(values, weights[sequence].astype(int))) for weights in weights_RB)
-    return np.array([fit.ks if fit else nan for fit in fits])
 
 
 def sequence_bootstrap(
@@ -292,7 +280,6 @@ def mismatch_report(
         p1_upper=float(np.percentile(high, 1)),
         bins=bins,
         histogram=Histogram(tuple(edges.tolist()), tuple(counts.tolist())),
-        beta_tail=beta_tail_fit(low),
     )
 
 

@@ -27,19 +27,13 @@ from sparrow.cli import main as sparrow
 from sparrow.engines.hf import HFEngine, eos_ids, load_model
 from sparrow.loading import draw_prompts, encode_prompts
 from sparrow.measure import TokenAcceptance, Trajectories, flatten, measure, pool
-from sparrow.mismatch import (
-    BinMismatch,
-    beta_tail_fit,
-    percentile_by_bin_interval,
-    sequence_bootstrap,
-    weighted_beta_ks,
-    weighted_mean,
-)
+from sparrow.mismatch import BinMismatch, percentile_by_bin_interval, sequence_bootstrap, weighted_mean
 from sparrow.rollout import Sampling
 from sparrow.schedule import ALL_PAGES
 from sparrow.tasks import Trace
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/common"))
+from beta_tail import beta_tail_fit, weighted_beta_ks
 from common import REASONER, RESULTS, Column, Row, clock, declared, device, load, machine, parser, save, table, tracing
 
 LAYOUT = SparsitySchedule.dense(page_size=4, bin_tokens=64, dense_layers=(0,))

@@ -30,18 +30,12 @@ from torch import Tensor
 from train import windows
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from sparrow.mismatch import (
-    beta_tail_fit,
-    plain,
-    sequence_bootstrap,
-    weighted_beta_ks,
-    weighted_mean,
-    weighted_percentile,
-)
+from sparrow.mismatch import plain, sequence_bootstrap, weighted_mean, weighted_percentile
 from sparrow.model import actor
 from sparrow.schedule import LandmarkDtype, SparsitySchedule
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.extend(str(Path(__file__).parents[2] / folder) for folder in ("benchmarks", "studies/common"))
+from beta_tail import beta_tail_fit, weighted_beta_ks
 from common import parser, save
 
 Floats = NDArray[np.float64]

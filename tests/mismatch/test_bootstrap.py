@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from sparrow.mismatch import (
-    beta_tail_fit,
     mismatch_report,
     percentile_by_bin_interval,
     sequence_bootstrap,
-    weighted_beta_ks,
     weighted_mean,
     weighted_percentile,
 )
@@ -66,17 +64,6 @@ def test_weighted_statistics_by_hand():
     for tokens in (slice(None), slice(0)):
         with pytest.raises(ValueError, match="holds no token"):
             weighted_percentile(values[tokens], sequence[tokens], np.array([[0.0, 0.0]]))
-
-
-def test_weighted_beta_ks_is_the_distance_of_the_repeated_tokens():
-    rng = np.random.default_rng(4)
-    values, sequence = np.where(rng.random(400) < 0.4, 1, rng.beta(3, 0.6, 400)), np.repeat(np.arange(8), 50)
-    values[sequence == 7] = 1
-    weights = np.array([[1.0] * 8, [2, 0, 3, 1, 1, 0, 1, 0], [0] * 7 + [8]])
-    first, second, none = weighted_beta_ks(values, sequence, weights)
-    assert first == beta_tail_fit(values).ks
-    assert second == pytest.approx(beta_tail_fit(repeated(values, sequence, weights)[1]).ks) and second != first
-    assert math.isnan(none)  # no token of that sequence is in the tail
 
 
 def test_bootstrap_by_hand():
@@ -203,7 +190,6 @@ def test_report_bundles_what_the_parts_say():
     report = mismatch_report(lower, upper, position, sequence, bin_tokens=20, percentile=5, seed=8)
     assert (report.n_tokens, report.n_sequences, report.bin_tokens, report.percentile) == (302, 10, 20, 5)
     assert report.mean == pytest.approx(lower.mean())
-    assert report.beta_tail == beta_tail_fit(lower)
 
     intervals = percentile_by_bin_interval(lower, position, sequence, 20, 5, seed=8)
     assert [b.bin for b in report.bins] == [0, 1, 3]
@@ -224,7 +210,6 @@ def test_report_histogram():
     # Shortfalls 0, 1e-7, 2e-6, 0.05, 0.5 and 1, one token each.
     lower = 1 - np.array([0.0, 1e-7, 2e-6, 0.05, 0.5, 1.0])
     report = mismatch_report(lower, np.ones(6), np.arange(6), [0, 0, 0, 1, 1, 1])
-    assert report.beta_tail is None
     histogram = report.histogram
     assert len(histogram.counts) == 50 and histogram.edges[:2] == (0, pytest.approx(0.02))
     assert {bin: count for bin, count in enumerate(histogram.counts) if count} == {0: 1, 25: 1, 47: 1, 49: 3}
@@ -237,7 +222,6 @@ def test_report_is_strict_json():
     assert json.loads(json.dumps(data, allow_nan=False)) == data
     assert data["bins"][2]["interval_low"] is None and data["bins"][2]["interval_high"] is None
     assert data["bins"][0]["interval_low"] == report.bins[0].interval_low
-    assert data["beta_tail"]["a"] == report.beta_tail.a
     assert data["n_tokens"] == sum(data["histogram"]["counts"])
 
 
