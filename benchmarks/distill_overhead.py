@@ -42,7 +42,6 @@ EVERYTHING = DistillConfig(enabled=True, responses=1.0)
 VARIANTS = {
     "everything": EVERYTHING,
     "kl_alone": replace(EVERYTHING, policy_loss=False),
-    "a_quarter_of_the_positions": replace(EVERYTHING, positions=0.25),
     "half_of_the_responses": replace(EVERYTHING, responses=0.5),
     "a_quarter_of_the_responses": replace(EVERYTHING, responses=0.25),
 }
@@ -107,7 +106,7 @@ def read(distiller: Distiller, step: Experience) -> float:
         return selection
 
     with mock.patch.object(Call, "select", watched):
-        distiller.actor_logprobs(step, [0], None)
+        distiller.actor_logprobs(step, [0])
     return statistics.mean(ratios)
 
 

@@ -29,7 +29,6 @@ class Batch:
     prompt_lengths: Tensor  # int64 [B]
     response_lengths: Tensor  # int64 [B], at least 1
     top_ids: Tensor | None = None  # int64 [M, n], tokens whose log-probs are wanted at every response position, or None
-    chosen: Tensor | None = None  # bool [M], response tokens to score; all of them if None
 
     @classmethod
     def build(
@@ -93,9 +92,6 @@ class TokenScorer(nn.Module):
         hidden = self.model.get_decoder()(input_ids=batch.input_ids, use_cache=False).last_hidden_state
         rows, columns = batch.response_index()
         top_ids = batch.top_ids
-        if batch.chosen is not None:
-            rows, columns = rows[batch.chosen], columns[batch.chosen]
-            top_ids = top_ids[batch.chosen] if top_ids is not None else None
         hidden_MC = hidden[rows, columns - 1]
         target_M = batch.input_ids[rows, columns]
         pieces = []

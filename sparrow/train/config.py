@@ -224,18 +224,12 @@ class DistillConfig(Settings):
     kl_coef: NotNegative = 1.0  # Weight lambda of KL(dense || sparse).
     # Add the policy loss on the sparse log-probs; without it the adapter is distilled by KL alone.
     policy_loss: bool = True
-    # Share of response tokens trained on, those with the lowest acceptance first; it hardly changes the cost.
-    positions: Share = 1.0
     # Share of responses trained on, those with the lowest p5 of acceptance first; the cost falls with it.
     responses: Share = 0.5
-    # Cheaper schedules to move to, in this order, once their p5 on the latest rollouts holds tau in every bin.
-    step_down: tuple[str, ...] = ()
-    step_down_every: Count = 10  # Steps between looks at the next cheaper schedule.
     adapter: str | None = None  # A PEFT adapter folder to start from.
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self, "step_down", self.enabled or not self.step_down, "left out without distill.enabled")
         require(self, "kl_coef", self.policy_loss or self.kl_coef > 0, "above 0 without the policy loss")
 
 

@@ -28,17 +28,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from sparrow.errors import ConfigError
-from sparrow.measure import TokenAcceptance, pool, token_acceptance
-from sparrow.mismatch import BinMismatch
 from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.model.scoring import TokenScorer
 from sparrow.schedule import SparsitySchedule
 from sparrow.train.config import DistillConfig, TrainConfig
-from sparrow.train.experience import Assessment, Experience, pad
+from sparrow.train.experience import Assessment, Experience
 from sparrow.train.lora import base_weights, inject, layers, merged_weights, switched
-from sparrow.train.losses import Normalizers, check_finite, merge_metrics, policy_loss
+from sparrow.train.losses import check_finite, count_normalizers, merge_metrics, policy_loss
 from sparrow.train.ranks import Ranks
-from sparrow.train.schedules import MIN_SEQUENCES
 
 BASE = "sparrow_base"  # key in a saved adapter's metadata: a sample of its base's weights
 
@@ -156,14 +153,6 @@ def bucket_kl(policy_top: Tensor, actor_top: Tensor) -> Tensor:
     return listed_kl + torch.where(rest_p > 0, rest_p * (rest_p.clamp(min=1e-7).log() - rest_q.log()), 0.0)
 
 
-def worst_positions(acceptance: Tensor, share: float) -> Tensor:
-    """bool ``[M]``: the ``share`` of tokens with the lowest acceptance, at least one."""
-    count = max(1, round(share * len(acceptance)))
-    chosen = torch.zeros(len(acceptance), dtype=torch.bool)
-    chosen[acceptance.argsort(stable=True)[:count]] = True
-    return chosen
-
-
 def worst_responses(acceptance: Sequence[np.ndarray], share: float) -> list[int]:
     """Indices of the ``share`` of responses with the lowest 5th percentile of acceptance, in order, at least one."""
     count = max(1, round(share * len(acceptance)))
@@ -207,32 +196,24 @@ class Distiller:
         """One optimiser step of phi on the step's trajectories; theta is frozen meanwhile.
 
         The loss is the clipped policy loss on the sparse log-probs, where the old policy is the actor at
-        sampling time, plus ``kl_coef`` times the mean KL(dense || sparse) of the chosen tokens.
+        sampling time, plus ``kl_coef`` times the mean KL(dense || sparse), over the tokens of the worst responses.
         """
         distill, accelerator = self.config.distill, self._accelerator
         rows = worst_responses([a.lower for a in assessment.acceptances], distill.responses)
-        accepted = torch.from_numpy(np.concatenate([assessment.acceptances[i].lower for i in rows]))
-        chosen = [torch.zeros(len(r), dtype=torch.bool) for r in experience.rollouts]
-        parts_of_rows = worst_positions(accepted, distill.positions).split([len(chosen[i]) for i in rows])
-        for i, part in zip(rows, parts_of_rows, strict=True):
-            chosen[i] = part
-        tokens = sum(int(c.sum()) for c in chosen)
-        chosen_BT = pad([c.numpy() for c in chosen])
-        normalizers = Normalizers(int(chosen_BT.any(1).sum()), tokens, self.config.rollout.max_new_tokens)
-        parts = []
+        normalizers = count_normalizers(assessment.mask_BT[rows], self.config.rollout.max_new_tokens)
+        tokens, parts = normalizers.tokens, []
         with self._adapter.active():
-            groups = self._ranks.micro_batches(
-                [i for i in rows if chosen[i].any()], experience.lengths, self.config.optimizer.token_budget
-            )
+            groups = self._ranks.micro_batches(rows, experience.lengths, self.config.optimizer.token_budget)
             for indices, counts in groups:
-                logp, top = self.actor_logprobs(experience, indices, torch.cat([chosen[i] for i in indices]))
-                policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i])[chosen[i]] for i in indices])
+                logp, top = self.actor_logprobs(experience, indices)
+                policy_top = torch.cat([torch.from_numpy(assessment.policy_top[i]) for i in indices])
                 kl = bucket_kl(policy_top.to(top.device), top).sum()
                 loss = distill.kl_coef * kl / tokens
                 metrics: dict[str, float] = {}
                 if distill.policy_loss:
                     longest = int(assessment.mask_BT[indices].sum(1).max())
-                    old_BT, mask_BT = (x[indices, :longest].to(top.device) for x in (assessment.logq_BT, chosen_BT))
+                    both = assessment.logq_BT, assessment.mask_BT
+                    old_BT, mask_BT = (x[indices, :longest].to(top.device) for x in both)
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, logp)
                     policy, metrics = policy_loss(
                         logp_BT,
@@ -259,31 +240,9 @@ class Distiller:
             self._optimizer.zero_grad()
         return merged
 
-    @torch.no_grad()
-    def tail(self, experience: Experience, assessment: Assessment, schedule: SparsitySchedule) -> list[BinMismatch]:
-        """The tail on these rollouts under ``schedule``, in the bins that enough responses reach (else in all)."""
-        rollouts, budget = experience.rollouts, self.config.optimizer.token_budget
-
-        def score(rows: list[int]) -> list[TokenAcceptance]:
-            _, top = self.actor_logprobs(experience, rows, None)
-            parts = top.cpu().split([len(rollouts[i]) for i in rows])
-            return [
-                token_acceptance(rollouts[i], assessment.policy_top[i], schedule, part.numpy())
-                for i, part in zip(rows, parts, strict=True)
-            ]
-
-        with self._adapter.active():
-            set_schedule(self._adapter.model, schedule)
-            acceptances = self._ranks.batched("step down", experience.lengths, budget, score)
-            set_schedule(self._adapter.model, self._schedule)
-        bins = pool(acceptances, schedule.bin_tokens).bins
-        return [b for b in bins if b.n_sequences >= MIN_SEQUENCES] or list(bins)
-
-    def actor_logprobs(self, experience: Experience, rows: list[int], chosen: Tensor | None) -> tuple[Tensor, Tensor]:
+    def actor_logprobs(self, experience: Experience, rows: list[int]) -> tuple[Tensor, Tensor]:
         """Log-probs under the actor, teacher-forced with its schedule: of the sampled and of the top-n tokens."""
         batch = experience.batch(rows, self._accelerator.device, with_top=True)
-        if chosen is not None:
-            batch = replace(batch, chosen=chosen.to(batch.input_ids.device))
         with teacher_forced(self._adapter.model, batch.prompt_lengths):
             scores = self._scorer(batch, self.config.rollout.temperature)
         assert scores.top_logprobs is not None

@@ -17,10 +17,12 @@ Changes = dict[str, tuple[Any, Any]]  # setting, by its name on the command line
 # Checkpoints hold these, or count in their units: another value would be ignored, or would mix two runs.
 FIXED = (
     "model", "task", "dataset", "seed", "bin_tokens", "lora.r", "lora.alpha", "lora.target_modules", "distill.enabled",
-    "distill.rank", "distill.target_modules", "distill.adapter", "distill.step_down", "eval.benchmark", "eval.limit",
+    "distill.rank", "distill.target_modules", "distill.adapter", "eval.benchmark", "eval.limit",
     "eval.k", "eval.temperature", "eval.top_p", "eval.top_k", "eval.max_new_tokens",
 )  # fmt: skip
 FREE = ("run_dir", "resume")  # not settings of the run: its directory may have moved
+REMOVED = {"distill.step_down": [], "distill.positions": 1.0}
+"""Settings of 0.1.0 that are gone, with the values that asked for nothing."""
 LAYOUT = (*PAGE_LAYOUT, "bin_tokens", "dense_layers", "head_budgets")
 
 
@@ -29,13 +31,19 @@ def resumed(recorded: RunConfig, config: TrainConfig, schedule: SparsitySchedule
 
     A setting that an older Sparrow did not have, and so did not record, counts as having had its default value.
 
-    Raises ConfigError: a changed setting that is fixed, ``steps`` below ``step``, or any change to a run that is
-    finished and stays so.
+    Raises ConfigError: a changed setting that is fixed, one that is gone, ``steps`` below ``step``, or any change to a
+    run that is finished and stays so.
     """
+    recorded_settings = flat(recorded.train, ".")
+    if gone := [name for name, unused in REMOVED.items() if recorded_settings.get(name, unused) != unused]:
+        raise ConfigError(
+            f"the run in {config.run_dir} was started with {gone[0]} {json.dumps(recorded_settings[gone[0]])}, which "
+            "this version no longer has; go on with the version that began it, or start another run"
+        )
     now = flat(json.loads(json.dumps(asdict(config))), ".")
     defaults = replace(config, **{f.name: f.default for f in fields(config) if f.default is not MISSING})
     before = flat(json.loads(json.dumps(asdict(defaults))), ".") | {
-        name: value for name, value in flat(recorded.train, ".").items() if name in now
+        name: value for name, value in recorded_settings.items() if name in now
     }
     changes: Changes = {
         name: (before[name], value) for name, value in now.items() if before[name] != value and name not in FREE

@@ -1,7 +1,7 @@
-"""What moves the schedule between steps: the step-down of a distilled actor, the closed loop, and the guard.
+"""What moves the schedule between steps: the closed loop and the guard.
 
 They share one interface: each proposes the schedule of the next rollouts, given the one in force, what was measured
-under it, and what the movers before it proposed. docs/method.md ("Closed loop and guard") says what they do, and why.
+under it, and what the mover before it proposed. docs/method.md ("Closed loop and guard") says what they do, and why.
 
 The closed loop raises budgets in proportion to the rejected share 1 - p5 and lowers them with its cube root. That share
 falls with the pages read, as a power of them between -0.7 (the median of the published tables for p5 0.75 to 0.92) and
@@ -14,7 +14,7 @@ A relative tau is held by the relative p5 (``mismatch.tau``), in which the rejec
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -106,25 +106,16 @@ def below(bins: Sequence[BinMismatch], threshold: float) -> list[BinMismatch]:
     return [b for b in bins if b.n_sequences >= MIN_SEQUENCES and b.upper_bound < threshold]
 
 
-class Evidence(NamedTuple):
-    """What a step has measured, over all processes."""
-
-    step: int  # finished steps, this one included
-    report: MismatchReport  # under the schedule in force, in the bins of that schedule
-    tail_under: Callable[[SparsitySchedule], Sequence[BinMismatch]]
-    """The actor's tail on these rollouts under another schedule, in bins worth judging; each call is a forward pass."""
-
-
 class Mover(Protocol):
     """Something that moves the schedule."""
 
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
         """The schedule of the next rollouts; ``proposed`` itself if this mover changes nothing.
 
         Args:
-            now: the schedule in force, under which ``seen`` was measured.
+            now: the schedule in force.
             proposed: what the movers before this one propose; ``now`` if none moved it.
-            seen: what this step measured.
+            report: what this step measured under ``now``, in its bins, over all processes.
         """
 
     def state(self) -> dict[str, Any]:
@@ -134,53 +125,17 @@ class Mover(Protocol):
         """Restore what ``state`` returned."""
 
 
-class StepDown:
-    """Goes down a ladder of ever cheaper schedules as a distilled actor learns to hold tau under them.
-
-    It goes to the next cheaper schedule if that one's p5 on these rollouts surely holds tau in every bin, and one rung
-    back if p5 under the schedule in force surely does not in some bin.
-
-    Args:
-        ladder: the schedules, from the one at the start to the cheapest.
-        every: steps between checks.
-        tau: the p5 to hold.
-    """
-
-    def __init__(self, ladder: Sequence[SparsitySchedule], every: int, tau: Tau) -> None:
-        self._ladder, self._every, self._tau, self._rung = ladder, every, tau, 0
-
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
-        rung = self._rung
-        if seen.step % self._every:
-            return proposed
-        if rung + 1 < len(self._ladder) and all(
-            b.interval_low >= self._tau.value for b in self._tau.scale(seen.tail_under(self._ladder[rung + 1]))
-        ):
-            self._rung += 1
-        elif rung and any(b.interval_high < self._tau.value for b in self._tau.scale(seen.tail_under(now))):
-            self._rung -= 1
-        return proposed if self._rung == rung else self._ladder[self._rung]
-
-    def state(self) -> dict[str, Any]:
-        return {"rung": self._rung}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._rung = state["rung"]
-
-
 class ClosedLoop:
-    """Holds tau in every bin, see ``next_schedule``; if another mover has just moved the schedule, it waits a step."""
+    """Holds tau in every bin, see ``next_schedule``."""
 
     def __init__(self, tau: Tau) -> None:
         self._tau = tau
         self._room_steps: tuple[int, ...] = ()
         self._floor: tuple[int, ...] = ()
 
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
-        if proposed != now:
-            return proposed
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
         control = Control(now, self._room_steps, self._floor)
-        bins = self._tau.scale(seen.report.bins)
+        bins = self._tau.scale(report.bins)
         schedule, self._room_steps, self._floor = next_schedule(control, bins, self._tau.value)
         return schedule
 
@@ -210,11 +165,11 @@ class Guard:
         self._steps_open = 0
         self.steps_below = 0  # consecutive steps with one of the two signs
 
-    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
-        bins = seen.report.bins
+    def propose(self, now: SparsitySchedule, proposed: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
+        bins = report.bins
         failing = below(self._threshold.scale(bins), self._threshold.value)
-        fallen = seen.report.p1_upper < FALLEN * self._best_p1
-        self._best_p1 = max(self._best_p1, seen.report.p1)
+        fallen = report.p1_upper < FALLEN * self._best_p1
+        self._best_p1 = max(self._best_p1, report.p1)
         self.steps_below = self.steps_below + 1 if failing or fallen else 0
         judged = [b for b in bins if b.n_sequences >= MIN_SEQUENCES]
         self._left_open = left_open(judged, self._threshold, self._top_n, "rollout.top_n")
@@ -278,37 +233,29 @@ class Movers:
 
     Args:
         config: the run's.
-        schedule: the one that the run starts with.
         closed_loop: whether the schedule follows the measured p5.
-
-    Raises ConfigError: a step-down schedule that cannot be loaded.
     """
 
-    def __init__(self, config: TrainConfig, schedule: SparsitySchedule, closed_loop: bool) -> None:
+    def __init__(self, config: TrainConfig, closed_loop: bool) -> None:
         self.guard = Guard(config)
-        self._tau = tau = Tau.chosen(config.tau, config.relative_tau)
-        self._asks = closed_loop or bool(config.distill.step_down) or config.rollout.mode == "auto"
+        self._tau = Tau.chosen(config.tau, config.relative_tau)
+        self._asks = closed_loop or config.rollout.mode == "auto"
         self._said = False
-        self._movers: dict[str, Mover] = {}
-        ladder = [schedule, *map(SparsitySchedule.load, config.distill.step_down)]
-        if config.distill.step_down:
-            self._movers["step_down"] = StepDown(ladder, config.distill.step_down_every, tau)
-        if closed_loop:
-            self._movers["closed_loop"] = ClosedLoop(tau)
+        self._movers: dict[str, Mover] = {"closed_loop": ClosedLoop(self._tau)} if closed_loop else {}
         self._movers["guard"] = self.guard
 
-    def next(self, now: SparsitySchedule, seen: Evidence) -> SparsitySchedule:
-        """The schedule of the next rollouts after ``now``, under which ``seen`` was measured."""
+    def next(self, now: SparsitySchedule, report: MismatchReport) -> SparsitySchedule:
+        """The schedule of the next rollouts after ``now``, under which the report was measured."""
         proposed = now
         for mover in self._movers.values():
-            proposed = mover.propose(now, proposed, seen)
+            proposed = mover.propose(now, proposed, report)
         return proposed
 
-    def complaint(self, seen: Evidence) -> str | None:
+    def complaint(self, report: MismatchReport) -> str | None:
         """A message, given once, if tau has to be held but even dense rollouts do not, or cannot be shown to."""
         if not self._asks or self._said:
             return None
-        message = self._tau.out_of_reach(seen.report.bins)
+        message = self._tau.out_of_reach(report.bins)
         self._said = message is not None
         return message
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -23,7 +23,7 @@ from sparrow.dial import Dial
 from sparrow.engines.base import Counters, DraftReplayer, Engine, PartVerifier, total
 from sparrow.errors import ConfigError, EngineError, RewardError, TaskError, TrainingDiverged
 from sparrow.measure import CEILING_RESPONSES, pool
-from sparrow.mismatch import BinMismatch, Ceiling, MismatchReport
+from sparrow.mismatch import Ceiling, MismatchReport
 from sparrow.run.directory import LoggedResponse, RunConfig, RunDir, TrainerState
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Task
@@ -37,7 +37,7 @@ from sparrow.train.ranks import Ranks, mixed_precision, sharding
 from sparrow.train.resume import describe, resumed
 from sparrow.train.reward import reward_metrics
 from sparrow.train.saving import Exports, export, load_checkpoint, save_checkpoint, uninterrupted
-from sparrow.train.schedules import Evidence, Movers
+from sparrow.train.schedules import Movers
 from sparrow.train.trackers import check_trackers, flatten, tracked
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Trainer:
         self.step = 0
         self.cursor = 0  # index of the next problem
         self.schedule = schedule
-        self.movers = Movers(config, schedule, closed_loop)
+        self.movers = Movers(config, closed_loop)
         self.dial = dial
         if dial and not isinstance(engine, PartVerifier):
             raise ConfigError(
@@ -289,11 +289,6 @@ class Trainer:
 
     def _move_schedule(self, experience: Experience, assessment: Assessment, report: MismatchReport) -> Metrics:
         """Set the schedule of the next rollouts; returns the metrics of the guard and of the dial."""
-
-        def tail_under(schedule: SparsitySchedule) -> Sequence[BinMismatch]:
-            assert self.learner.distiller is not None, "distill.step_down needs distill.enabled"
-            return self.ceiling.beside(self.learner.distiller.tail(experience, assessment, schedule))
-
         if report.bin_tokens != self.schedule.bin_tokens:
             report = self.ceiling.on(pool(assessment.acceptances, self.schedule.bin_tokens, seed=self.step))
         dial_metrics: Metrics = {}
@@ -301,9 +296,8 @@ class Trainer:
             dial_metrics["dial"] = dialing.turn(
                 self.dial, experience.rollouts, assessment.acceptances, self.schedule, self.ceiling, self.step
             )
-        evidence = Evidence(self.step + 1, report, tail_under)
-        self.set_schedule(self.movers.next(self.schedule, evidence))
-        if (complaint := self.movers.complaint(evidence)) and self.ranks.is_main:
+        self.set_schedule(self.movers.next(self.schedule, report))
+        if (complaint := self.movers.complaint(report)) and self.ranks.is_main:
             log.warning(complaint)
         guard = self.movers.guard
         if guard.warning and self.ranks.is_main:
@@ -360,10 +354,9 @@ class Trainer:
         self.cursor = state.cursor
         moved = "schedule.top_k" in changes
         self.set_schedule(given.schedule if moved else state.schedule)
-        # A changed start schedule is the first rung of a new ladder, so the rung that was saved means nothing; nor do
-        # the closed loop's floors, which left no room under another tau.
-        outdated = {"step_down": moved, "closed_loop": not changes.keys().isdisjoint(("tau", "relative_tau"))}
-        memory = {name: saved for name, saved in state.steering.items() if not outdated.get(name)}
+        # The closed loop's floors mean nothing under another tau.
+        other_tau = not changes.keys().isdisjoint(("tau", "relative_tau"))
+        memory = {name: saved for name, saved in state.steering.items() if not (other_tau and name == "closed_loop")}
         self.movers.load(memory)
         self.ceiling.load(state.steering.get("ceiling", ()))
         if self.dial and "dial" in state.steering:

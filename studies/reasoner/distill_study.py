@@ -6,10 +6,8 @@ For several seeds the same GRPO run is done with and without distillation under 
 - ``none``: no adapter;
 - ``full``: PPO and KL on every position;
 - ``kl``: KL alone;
-- ``worst``: PPO and KL on the worst-aligned quarter of the positions;
 - ``half``, ``quarter``: PPO and KL on that share of the responses, the worst-aligned ones;
-- ``switch``: as ``full``, but it starts with the more expensive schedule and moves to the cheap one once p5 under
-  that one surely holds 0.86.
+- ``expensive``: as ``full``, but under the more expensive schedule.
 
 At the end, actor and policy answer held-out problems, the actor with its adapter and without: the policy grows surer
 while it trains, which raises p5 by itself, so only the difference is due to the adapter. benchmarks/tables.py makes the
@@ -47,14 +45,13 @@ ARMS = {
     "none": DistillConfig(),
     "full": DistillConfig(enabled=True, responses=1.0),
     "kl": DistillConfig(enabled=True, responses=1.0, policy_loss=False),
-    "worst": DistillConfig(enabled=True, responses=1.0, positions=0.25),
     "half": DistillConfig(enabled=True, responses=0.5),
     "quarter": DistillConfig(enabled=True, responses=0.25),
-    "switch": DistillConfig(enabled=True, responses=1.0, step_down_every=1),
+    "expensive": DistillConfig(enabled=True, responses=1.0),
 }
 TAU = 0.86
 DENSE = SparsitySchedule(top_k=(ALL_PAGES,), bin_tokens=64, page_size=8, dense_layers=(0,))
-CHEAP, DEAR = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7, 8, 9))
+CHEAP, EXPENSIVE = DENSE.replace(top_k=(4, 4, 4, 5)), DENSE.replace(top_k=(5, 5, 5, 7, 8, 9))
 
 
 @dataclass(frozen=True)
@@ -63,8 +60,8 @@ class Options:
 
     folder: Path = Path("runs/distill")  # Where the runs go; those that are finished are used as they are.
     out: Path = Path("benchmarks/results/distill.json")  # The JSON file of results.
-    # Which runs to do, of none, full, kl, worst, half, quarter, switch.
-    arms: tuple[str, ...] = ("none", "full", "kl", "worst", "half", "switch")
+    # Which runs to do, of none, full, kl, half, quarter, expensive.
+    arms: tuple[str, ...] = ("none", "full", "kl", "half", "expensive")
     seeds: tuple[int, ...] = (0, 1, 2)  # Seeds of each run.
     steps: int = 45  # GRPO steps at most.
     # Seconds after the start beyond which no training step begins; the last measurements are taken then.
@@ -121,9 +118,8 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
     from sparrow.train.trainer import Trainer
 
     arm, seed = name.split("-")[0], int(name.split("-")[1])
-    distill, schedule = replace(ARMS[arm], learning_rate=options.learning_rate), CHEAP
-    if arm == "switch":
-        distill, schedule = replace(distill, step_down=(str(cheap_path(options)),)), DEAR
+    distill = replace(ARMS[arm], learning_rate=options.learning_rate)
+    schedule = EXPENSIVE if arm == "expensive" else CHEAP
     (model, tokenizer), task = load(device), load_task("trace", lines=options.lines)
     eos, batch_size = eos_ids(model, tokenizer), max(8 * options.prompts, options.held_out)
     config = TrainConfig(
@@ -143,13 +139,10 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
     result: dict[str, Any] = {}
     if arm == "none":
         result = {"dense at the start": measure(engine, DENSE), "start": measure(engine, CHEAP)}
-    under: list[SparsitySchedule] = []
 
     def listener(event: str, metrics: dict[str, Any]) -> None:
-        if event == "step":
-            under.append(trainer.schedule)
-            if time.time() > deadline:
-                raise TimeoutError
+        if event == "step" and time.time() > deadline:
+            raise TimeoutError
 
     trainer = Trainer(config, model, tokenizer, task, engine, schedule, listener)
     with contextlib.suppress(TimeoutError):  # its last step is complete
@@ -158,13 +151,7 @@ def run_one(options: Options, name: str, gpu: int, deadline: float) -> None:
         result["with"] = measure(engine, CHEAP)
         engine.update_weights(iter(trainer.learner.distiller.policy_weights().items()))
     result |= {"without": measure(engine, CHEAP), "dense": measure(engine, DENSE)}
-    if arm == "switch":
-        result["moved_at"] = next((i for i, current in enumerate(under, 1) if current.top_k == CHEAP.top_k), None)
     (options.folder / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-def cheap_path(options: Options) -> Path:
-    return options.folder / "cheap.json"
 
 
 def gather(options: Options) -> dict[str, Any]:
@@ -199,10 +186,9 @@ def main(options: Options) -> None:
     """Run what is missing, then write the results."""
     deadline = time.time() + options.seconds
     options.folder.mkdir(parents=True, exist_ok=True)
-    cheap_path(options).write_text(CHEAP.to_json(), encoding="utf-8")
     missing = [name for name in names(options) if not (options.folder / f"{name}.json").exists()]
     side_by_side(missing, options.slots, deadline, partial(run_one, options))
-    schedules = {"cheap": CHEAP.to_dict(), "dear": DEAR.to_dict()}
+    schedules = {"cheap": CHEAP.to_dict(), "expensive": EXPENSIVE.to_dict()}
     save(options.out, {"options": plain_options(options), "schedules": schedules, "runs": gather(options)})
 
 

@@ -45,6 +45,16 @@ def test_a_run_keeps_its_budgets():
         resumed(recorded, config, SCHEDULE, 1)
 
 
+@pytest.mark.parametrize(("name", "value"), [("step_down", ["cheap.json"]), ("positions", 0.25)])
+def test_a_run_with_a_setting_that_is_gone_is_not_resumed_without_it(name, value):
+    config = TrainConfig(run_dir="run", steps=3)
+    plain = json.loads(json.dumps(asdict(config)))
+    unused = plain["distill"] | {"step_down": [], "step_down_every": 10, "positions": 1.0}
+    assert resumed(RunConfig(plain | {"distill": unused}, SCHEDULE), config, SCHEDULE, 1) == {}
+    with pytest.raises(ConfigError, match=rf"started with distill\.{name} .*, which this version no longer has; go on"):
+        resumed(RunConfig(plain | {"distill": unused | {name: value}}, SCHEDULE), config, SCHEDULE, 1)
+
+
 def test_a_step_that_lacks_what_readers_need_is_not_written(tmp_path):
     with pytest.raises(AssertionError, match="step 1 lacks"):
         RunDir(tmp_path, resume=False).append_step({"step": 1, "reward": {}}, [])

@@ -26,7 +26,7 @@ PLAIN = TrainConfig(
     optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=100, minibatches=2),
 )  # fmt: skip
 DISTILLED = replace(
-    PLAIN, steps=2, distill=DistillConfig(enabled=True, rank=4, positions=0.5),
+    PLAIN, steps=2, distill=DistillConfig(enabled=True, rank=4),
     optimizer=OptimizerConfig(learning_rate=3e-3, token_budget=100, gradient_checkpointing=True),
 )  # fmt: skip
 

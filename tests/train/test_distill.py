@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,13 +10,12 @@ from safetensors.torch import load_file, save_file
 
 from sparrow.engines.hf import HFEngine
 from sparrow.errors import ConfigError
-from sparrow.mismatch import BinMismatch
 from sparrow.model.actor import keep_attention, set_schedule, teacher_forced
 from sparrow.schedule import SparsitySchedule
 from sparrow.tasks import build_tokenizer
 from sparrow.train import distill
 from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
-from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_positions, worst_responses
+from sparrow.train.distill import Adapter, Distiller, bucket_kl, worst_responses
 from sparrow.train.lora import base_weights, merged_weights
 from sparrow.train.trainer import Trainer
 from tests.conftest import tiny_model
@@ -31,7 +29,7 @@ def model_():
     return tiny_model(vocab_size=len(build_tokenizer()), initializer_range=0.3)
 
 
-def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, **changes) -> Trainer:
+def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, closed_loop=False, **changes) -> Trainer:
     tokenizer = build_tokenizer()
     engine = HFEngine(model_(), schedule, eos_ids=[])
     config = TrainConfig(
@@ -43,7 +41,7 @@ def run(run_dir, distill, steps=1, schedule=SCHEDULE, learning_rate=1e-3, **chan
         distill=distill,
         **changes,
     )
-    trainer = Trainer(config, model_(), tokenizer, EarlyWords(), engine, schedule)
+    trainer = Trainer(config, model_(), tokenizer, EarlyWords(), engine, schedule, closed_loop=closed_loop)
     trainer.train()
     return trainer
 
@@ -195,30 +193,14 @@ def test_both_are_saved_and_resumed_and_the_adapter_is_standard_peft(tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_down_when_the_cheaper_schedule_holds_and_back_when_it_does_not(tmp_path):
-    roomy = SCHEDULE.replace(top_k=(8,))
-    for name, top_k in (("sparser", (6,)), ("sparsest", (0,))):
-        (tmp_path / f"{name}.json").write_text(roomy.replace(top_k=top_k).to_json())
-    ladder = tuple(str(tmp_path / f"{name}.json") for name in ("sparser", "sparsest"))
-    config = replace(ON, step_down=ladder, step_down_every=1)
-    easy = run(tmp_path / "easy", config, steps=3, schedule=roomy, tau=0.01)
-    assert easy.schedule.top_k == (0,) and easy.engine.schedule.top_k == (0,)
-    state = json.loads((tmp_path / "easy" / "checkpoints" / "step-3" / "state.json").read_text())
-    assert state["schedule"]["top_k"] == [0]
-    hard = run(tmp_path / "hard", config, steps=2, schedule=roomy, tau=0.9999)
-    assert hard.schedule.top_k == (8,)
-
-
-@pytest.mark.slow
-def test_a_length_that_a_single_response_reached_does_not_hold_the_step_down_up(tmp_path, monkeypatch):
-    roomy = SCHEDULE.replace(top_k=(8,))
-    (tmp_path / "sparser.json").write_text(SCHEDULE.to_json())
-    enough = BinMismatch(0, 0, 64, 900, 16, 0.99, 0.97, 0.96, 0.98, 0.98)
-    straggler = replace(enough, bin=1, n_sequences=1, lower_bound=0.1, interval_low=np.nan, interval_high=np.nan)
-    config = replace(ON, step_down=(str(tmp_path / "sparser.json"),), step_down_every=1)
-    monkeypatch.setattr(distill, "pool", lambda *_: SimpleNamespace(bins=(enough, straggler)))
-    assert run(tmp_path / "moves", config, schedule=roomy, tau=0.95).schedule.top_k == (0,)
-    assert run(tmp_path / "stays", config, schedule=roomy, tau=0.965).schedule.top_k == (8,)
+def test_the_closed_loop_takes_a_distilled_actor_to_fewer_pages_where_it_holds_tau(tmp_path):
+    roomy = SCHEDULE.replace(top_k=(8, 8))
+    easy = run(tmp_path / "easy", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.01)
+    assert easy.schedule.top_k[0] == 5 and easy.engine.schedule == easy.schedule  # 8 pages of 11, with 3 always kept
+    state = json.loads((tmp_path / "easy" / "checkpoints" / "step-2" / "state.json").read_text())
+    assert state["schedule"]["top_k"] == list(easy.schedule.top_k)
+    hard = run(tmp_path / "hard", ON, steps=2, schedule=roomy, closed_loop=True, tau=0.9999)
+    assert hard.schedule.top_k[0] > 8
 
 
 @pytest.mark.slow
@@ -248,25 +230,11 @@ def test_worst_responses_have_the_lowest_tail():
     assert worst_responses(acceptance, 0.01) == [1]
 
 
-def test_worst_positions_are_the_least_accepted():
-    assert worst_positions(torch.tensor([0.9, 0.1, 0.5, 1.0]), 0.5).tolist() == [False, True, True, False]
-    assert worst_positions(torch.tensor([0.9, 0.1]), 0.01).tolist() == [False, True]
-
-
-@pytest.mark.slow
-def test_a_share_of_the_positions_trains(tmp_path):
-    run(tmp_path, replace(ON, positions=0.25))
-    row = metrics_of(tmp_path)[0]
-    assert row["distill"]["tokens"] == round(row["response"]["tokens"] * 0.25)
-
-
 @pytest.mark.slow
 def test_responses_left_out_take_no_forward_pass(tmp_path, monkeypatch):
     scored = []
     stock = Distiller.actor_logprobs
-    monkeypatch.setattr(
-        Distiller, "actor_logprobs", lambda self, e, rows, chosen: scored.extend(rows) or stock(self, e, rows, chosen)
-    )
+    monkeypatch.setattr(Distiller, "actor_logprobs", lambda self, e, rows: scored.extend(rows) or stock(self, e, rows))
     trainer = run(tmp_path, replace(ON, responses=0.25))
     assert len(scored) == len(set(scored)) == 4
     row = metrics_of(tmp_path)[0]

@@ -16,14 +16,12 @@ from sparrow.errors import ConfigError, TrainingDiverged
 from sparrow.mismatch import BinMismatch, MismatchReport, Tau, mismatch_report
 from sparrow.schedule import ALL_PAGES, SparsitySchedule
 from sparrow.tasks import Trace
-from sparrow.train.config import DistillConfig, GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
+from sparrow.train.config import GuardConfig, OptimizerConfig, RolloutConfig, TrainConfig
 from sparrow.train.schedules import (
     ClosedLoop,
     Control,
-    Evidence,
     Guard,
     Movers,
-    StepDown,
     below,
     next_schedule,
     raise_bins,
@@ -46,12 +44,11 @@ def turn(top_k, *bins, room_steps=(), floor=(), tau=TAU):
 
 def test_what_dense_rollouts_do_not_score_is_not_asked_for_without_a_word():
     noisy = replace(seen(1, 0.94), ceiling=0.951, ceiling_low=0.948, ceiling_high=0.955)
-    report = replace(mismatch_report([1.0], [1.0], [0], [0]), bins=(seen(0, 1.0), noisy))
-    evidence = Evidence(1, report, lambda schedule: ())
+    measured = report(seen(0, 1.0), noisy)
 
     def complaints(tau, closed_loop=True):
-        movers = Movers(TrainConfig(tau=tau), SparsitySchedule.fixed(9), closed_loop)
-        return movers.complaint(evidence), movers.complaint(evidence)
+        movers = Movers(TrainConfig(tau=tau), closed_loop)
+        return movers.complaint(measured), movers.complaint(measured)
 
     first, second = complaints(0.98)
     assert "at lengths 2000-4000 dense rollouts of this engine have p5 0.951 [0.948, 0.955]" in first
@@ -69,33 +66,26 @@ def noisy(bin: int, relative: float, half=0.002, ceiling=0.95) -> BinMismatch:
 def test_a_relative_tau_moves_schedules_by_what_sparsity_takes():
     start, relative = SparsitySchedule((97, 200)), Tau(0.9, relative=True)
     # No p5 here comes near 0.95, so the absolute loop raises whatever it is given; and 0.99 is not told from dense.
-    assert ClosedLoop(Tau(0.96)).propose(start, start, evidence(noisy(0, 0.94))).top_k[0] > 97
+    assert ClosedLoop(Tau(0.96)).propose(start, start, report(noisy(0, 0.94))).top_k[0] > 97
     loop = ClosedLoop(relative)
-    assert loop.propose(start, start, evidence(noisy(0, 0.94))) == start and loop.state()["room_steps"] == (1,)
-    assert loop.propose(start, start, evidence(noisy(0, 0.94))).top_k[0] < 97
-    raised = ClosedLoop(relative).propose(start, start, evidence(noisy(0, 0.88)))
+    assert loop.propose(start, start, report(noisy(0, 0.94))) == start and loop.state()["room_steps"] == (1,)
+    assert loop.propose(start, start, report(noisy(0, 0.94))).top_k[0] < 97
+    raised = ClosedLoop(relative).propose(start, start, report(noisy(0, 0.88)))
     rejected = 1 - relative.scale([noisy(0, 0.88)])[0].interval_low
     assert raised.top_k[0] == int(np.ceil(100 * rejected / 0.1)) - 3 and 117 < raised.top_k[0] < 125
-    # The ladder: a rung that sparsity surely allows, though its p5 is 0.05 lower than 0.94.
-    rungs = [start, SparsitySchedule((17, 40))]
-    down = StepDown(rungs, 1, relative)
-    assert down.propose(start, start, evidence(seen(0, 1.0), tails={(17, 40): [noisy(0, 0.94)]})) == rungs[1]
-    assert StepDown(rungs, 1, Tau(0.94)).propose(
-        start, start, evidence(seen(0, 1.0), tails={(17, 40): [noisy(0, 0.94)]})
-    ) == start  # fmt: skip
     # The guard: 0.02 below, on the same scale; nothing is judged where no ceiling is known.
     for bin, below_it in ((noisy(0, 0.89), 0), (noisy(0, 0.87), 1), (seen(0, 0.5), 0)):
         watching = Guard(TrainConfig(relative_tau=0.9, guard=GuardConfig(patience=1)))
-        watching.propose(start, start, evidence(bin))
+        watching.propose(start, start, report(bin))
         assert watching.steps_below == below_it
-    watching.propose(start, start, evidence(noisy(0, 0.87)))
+    watching.propose(start, start, report(noisy(0, 0.87)))
     assert "relative p5 of acceptance has been below 0.88, or p1" in watching.reason
-    assert ClosedLoop(relative).propose(start, start, evidence(seen(0, 0.5))) == start
+    assert ClosedLoop(relative).propose(start, start, report(seen(0, 0.5))) == start
 
 
 def test_what_is_too_near_the_ceiling_to_be_told_stays_dense_and_says_so():
-    movers = Movers(TrainConfig(relative_tau=0.99), SparsitySchedule.dense(), closed_loop=True)
-    dense = evidence(noisy(0, 1.0))
+    movers = Movers(TrainConfig(relative_tau=0.99), closed_loop=True)
+    dense = report(noisy(0, 1.0))
     for _ in range(3):
         assert movers.next(SparsitySchedule.dense(), dense).pages(1900) >= 122
     assert "relative tau 0.99 lets p5 fall to 0.949, which is not told apart" in movers.complaint(dense)
@@ -179,10 +169,6 @@ def report(*bins: BinMismatch, p1=1.0, p1_upper=None) -> MismatchReport:
     return replace(whole, bins=bins, p1=p1, p1_upper=p1 if p1_upper is None else p1_upper)
 
 
-def evidence(*bins: BinMismatch, step=1, tails=None, **p1) -> Evidence:
-    return Evidence(step, report(*bins, **p1), lambda schedule: (tails or {})[schedule.top_k])
-
-
 def loose(bin: int, low: float, high: float) -> BinMismatch:
     """A bin whose lists leave p5 open between two values."""
     return replace(seen(bin, low), upper_bound=high)
@@ -195,7 +181,7 @@ def guard(action="warn", patience=1, **changes) -> Guard:
 def test_the_guard_is_not_alarmed_by_loose_bounds_but_says_what_is_not_known():
     watching, dense = guard("stop", patience=2), SparsitySchedule.dense()
     for step in (1, 2, 3):
-        seen_now = evidence(loose(0, 0.31, 0.99), loose(1, 0.71, 1.0), step=step, p1=0.05 / step, p1_upper=0.97)
+        seen_now = report(loose(0, 0.31, 0.99), loose(1, 0.71, 1.0), p1=0.05 / step, p1_upper=0.97)
         assert watching.propose(dense, dense, seen_now) is dense
         assert not watching.alarm and watching.steps_below == 0 and not watching.stops
         assert watching.warning == (
@@ -207,9 +193,9 @@ def test_the_guard_is_not_alarmed_by_loose_bounds_but_says_what_is_not_known():
 def test_the_guard_acts_where_p5_is_known_to_be_too_low():
     watching, sparse = guard(patience=2), SparsitySchedule((17, 40))
     for step, alarm in ((1, False), (2, True), (3, True)):
-        watching.propose(sparse, sparse, evidence(loose(0, 0.5, 0.83)))
+        watching.propose(sparse, sparse, report(loose(0, 0.5, 0.83)))
         assert watching.alarm is alarm and (watching.warning is not None) is (step == 2)
-    watching.propose(sparse, sparse, evidence(loose(0, 0.5, 0.85)))
+    watching.propose(sparse, sparse, report(loose(0, 0.5, 0.85)))
     assert not watching.alarm and watching.steps_below == 0
 
 
@@ -217,26 +203,26 @@ def test_the_guard_acts_when_p1_is_known_to_have_fallen_to_half_of_its_best():
     watching, sparse = guard("raise", patience=2), SparsitySchedule((17, 40))
     below_half = []
     for p1, p1_upper in ((0.7, 0.7), (0.9, 0.95), (0.44, 0.46), (0.30, 0.44), (0.2, 0.44)):
-        after = watching.propose(sparse, sparse, evidence(seen(0, 0.95), p1=p1, p1_upper=p1_upper))
+        after = watching.propose(sparse, sparse, report(seen(0, 0.95), p1=p1, p1_upper=p1_upper))
         below_half.append(watching.steps_below)
     assert below_half == [0, 0, 0, 1, 2] and after.top_k == (27, 40)
 
 
 def test_a_dense_actor_is_not_advised_to_read_more():
     watching, dense = guard("raise"), SparsitySchedule.dense()
-    assert watching.propose(dense, dense, evidence(seen(0, 0.5))) is dense
+    assert watching.propose(dense, dense, report(seen(0, 0.5))) is dense
     assert watching.alarm and "denser" not in str(watching.warning) and "more pages" not in watching.remedy
     assert "though samples come from all that is cached: not sparsity is the cause, but weights" in watching.reason
     short = SparsitySchedule((122, 130))  # dense up to 2,000 tokens: 122 + 3 pages of 16
-    watching.propose(short, short, evidence(seen(0, 0.5)))
+    watching.propose(short, short, report(seen(0, 0.5)))
     assert "though samples come from all that is cached" in watching.reason
-    after = watching.propose(short, short, evidence(seen(0, 0.5), seen(1, 0.5)))
+    after = watching.propose(short, short, report(seen(0, 0.5), seen(1, 0.5)))
     assert after.top_k == (122, 197, 197) and "a denser schedule prevents it" in watching.reason
 
 
 def test_lossless_samples_are_not_mended_by_more_pages():
     watching, drafts = guard("stop", rollout=RolloutConfig(mode="lossless")), SparsitySchedule.fixed(61)
-    assert watching.propose(drafts, drafts, evidence(seen(0, 0.5))) is drafts
+    assert watching.propose(drafts, drafts, report(seen(0, 0.5))) is drafts
     assert watching.stops and "though samples come from all that is cached" in watching.reason
     assert "denser" not in watching.reason and "more pages" not in watching.remedy
 
@@ -244,48 +230,20 @@ def test_lossless_samples_are_not_mended_by_more_pages():
 def test_what_the_closed_loop_raises_the_guard_does_not_raise_again():
     config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
     start = SparsitySchedule((17, 27, 40))
-    movers = Movers(config, start, closed_loop=True)
+    movers = Movers(config, closed_loop=True)
     # The loop raises the first bin to 20 * 1.9; the second has few responses, which it leaves and so does the guard.
-    after = movers.next(start, evidence(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
+    after = movers.next(start, report(seen(0, 0.81), seen(1, 0.8, high=0.95, sequences=7)))
     assert after.top_k == turn([17, 27, 40], seen(0, 0.81))[0] == (35, 35, 40) and movers.guard.alarm
 
 
-def test_a_step_down_and_the_loop_take_turns():
-    rungs = [SparsitySchedule((97, 200)), SparsitySchedule((47, 100)), SparsitySchedule((17, 40))]
-    tails = {(47, 100): [seen(0, 0.95)], (17, 40): [seen(0, 0.8)]}
-    step_down, loop = StepDown(rungs, 2, Tau(0.9)), ClosedLoop(Tau(0.9))
-    first = evidence(seen(0, 0.99), step=1, tails=tails)
-    assert step_down.propose(rungs[0], rungs[0], first) == rungs[0]  # not yet its turn
-    second = first._replace(step=2)
-    assert step_down.propose(rungs[0], rungs[0], second) == rungs[1]
-    assert loop.propose(rungs[0], rungs[1], second) == rungs[1] and loop.state()["room_steps"] == ()  # not measured yet
-    # Its next rung does not hold, and what is in force, which the loop has moved meanwhile, surely fails: back.
-    moved = rungs[1].replace(top_k=(45, 100))
-    tails[(45, 100)] = [seen(0, 0.85)]
-    assert step_down.propose(moved, moved, second._replace(step=4)) == rungs[0]
-    assert step_down.state() == {"rung": 0}
-
-
-def test_a_step_down_ends_at_its_last_schedule():
-    rungs = [SparsitySchedule((97, 200)), SparsitySchedule((17, 40))]
-    step_down = StepDown(rungs, 1, Tau(0.9))
-    holds = evidence(seen(0, 0.99), tails={rung.top_k: [seen(0, 0.95)] for rung in rungs})
-    assert [step_down.propose(rungs[i], rungs[i], holds) for i in (0, 1, 1)] == [rungs[1]] * 3
-
-
-def test_all_movers_may_be_on_and_remember_where_they_were(tmp_path):
-    path = tmp_path / "cheap.json"
-    path.write_text(SparsitySchedule((17, 40)).to_json())
-    distill = DistillConfig(enabled=True, step_down=(str(path),), step_down_every=1)
-    config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1), distill=distill)
-    start = SparsitySchedule((97, 200))
-    movers = Movers(config, start, closed_loop=True)
-    tails = {(17, 40): [seen(0, 0.95)]}
-    assert movers.next(start, evidence(seen(0, 0.99), tails=tails)).top_k == (17, 40)
-    again = Movers(config, start, closed_loop=True)
+def test_both_movers_may_be_on_and_remember_where_they_were():
+    config = TrainConfig(tau=0.9, guard=GuardConfig("raise", patience=1))
+    movers = Movers(config, closed_loop=True)
+    assert movers.next(start := SparsitySchedule((97, 200)), report(seen(0, 0.94))) == start
+    again = Movers(config, closed_loop=True)
     again.load(movers.state())
-    assert again.state() == movers.state() and again.state()["step_down"] == {"rung": 1}
-    again.load({"closed_loop": {"calm": [1], "floor": [9]}})  # a checkpoint of 0.1.0
+    assert again.state() == movers.state() and again.state()["closed_loop"]["room_steps"] == (1,)
+    again.load({"closed_loop": {"calm": [1], "floor": [9]}, "step_down": {"rung": 1}})  # a checkpoint of 0.1.0
     assert again.state() == {**movers.state(), "closed_loop": {"room_steps": (1,), "floor": (9,)}}
 
 
@@ -432,8 +390,6 @@ def test_nothing_that_moves_the_schedule_excludes_another(tmp_path):
     assert {row["mismatch"]["bin_tokens"] for row in metrics_of(tmp_path / "c")} == {7}
     # The loop was told of the schedule's own bins of 32 tokens, not of the report's.
     assert len(made.movers.state()["closed_loop"]["floor"]) == 2
-    with pytest.raises(ConfigError, match=r"distill.step_down is \('dense',\), but must be left out without distill"):
-        DistillConfig(step_down=("dense",))
 
 
 EXACT = RolloutConfig(4, 4, 24, top_n=151)
