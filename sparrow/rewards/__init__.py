@@ -1,5 +1,5 @@
 """Rewards: what a response is worth."""
 
-from sparrow.rewards.code import CodeVerifier, Judgement, extract_code, verify_code
+from sparrow.rewards.code import CodeVerifier, extract_code, verify_code
 from sparrow.rewards.math import MathVerifier, extract_answer, verify_math
-from sparrow.rewards.sandbox import Limits
+from sparrow.rewards.sandbox import Judgement, Limits

@@ -3,7 +3,7 @@ r"""What the rows of each public dataset look like, and where the dataset is fou
 A format turns one row into a ``Question``; it knows no verifier, only the kind of verifier that its answers are for:
 
 - ``math``: the answer is text;
-- ``code``: the answer is a mapping with tests, as ``sparrow.rewards.code`` describes them.
+- ``code``: the answer is a mapping with tests, as ``sparrow.rewards.sandbox.judge`` describes them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from typing import ClassVar
 import pytest
 
 from sparrow.rewards import CodeVerifier, Limits, verify_code
-from sparrow.rewards.code import same_output, same_value
+from sparrow.rewards.sandbox.judge import same_output, same_value
 from sparrow.tasks.dataset import load_dataset_task
 
 DATA = Path(__file__).parents[1] / "data"

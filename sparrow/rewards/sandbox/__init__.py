@@ -1,8 +1,9 @@
-"""A place for untrusted programs: it bounds what they can reach, spend and say."""
+"""A place for untrusted programs: it bounds what they can reach, spend and say, and judges them by tests."""
 
 from sparrow.rewards.sandbox.box import Isolation, Sandbox, choose_isolation
 from sparrow.rewards.sandbox.child import Child, ChildEndedError, ChildTimeoutError
 from sparrow.rewards.sandbox.inside.clock import STARVED, OwnTime
 from sparrow.rewards.sandbox.inside.wire import pack, unpack
+from sparrow.rewards.sandbox.judge import Judge, Judgement, Tests
 from sparrow.rewards.sandbox.limits import Limits
 from sparrow.rewards.sandbox.walls import Held

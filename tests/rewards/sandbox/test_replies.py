@@ -11,8 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparrow.rewards import CodeVerifier, Limits
-from sparrow.rewards import code as code_module
-from sparrow.rewards.sandbox import Child, ChildEndedError, pack, unpack
+from sparrow.rewards.sandbox import Child, ChildEndedError, judge, pack, unpack
 from sparrow.rewards.sandbox.inside.wire import parse
 
 pytestmark = pytest.mark.slow
@@ -37,11 +36,11 @@ class Said(Child):
 
 def verdict(said: bytes, expected: object = 42) -> tuple[str, str]:
     """The verdict on a called function whose process says this."""
-    run = code_module._Run("", "", Limits(), "bwrap")
+    run = judge._Run("", "", Limits(), "bwrap")
     try:
         return run._call(Said(said), "f", [1], expected)
     except ChildEndedError as error:
-        return code_module._broken(error, SimpleNamespace(stopped_by_limit=False))
+        return judge._broken(error, SimpleNamespace(stopped_by_limit=False))
 
 
 VALUES = st.recursive(
@@ -71,7 +70,7 @@ def test_every_object_is_a_verdict(reply, expected):
     assert found in ("pass", "wrong", "error", "memory") and isinstance(detail, str) and len(detail) < 1000
     if found == "pass":  # only a reply that says so
         value = unpack(reply["value"])
-        assert code_module.same_value(value, expected) and detail == ""
+        assert judge.same_value(value, expected) and detail == ""
 
 
 @settings(max_examples=500, deadline=None)
@@ -196,14 +195,14 @@ def test_words_are_compared_without_holding_them():
     for output in ("\n" * 8_000_000 + "x", "x " * 4_000_000, "x\n" * 4_000_000):
         tracemalloc.start()
         try:
-            assert not code_module.same_output(output, "x y")
-            assert not code_module.same_output(output, "x\n" * 1000 + "y")
+            assert not judge.same_output(output, "x y")
+            assert not judge.same_output(output, "x\n" * 1000 + "y")
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert peak < 16 << 20
-    assert code_module.same_output("a  b \r\n\nc\n\n", "a b\n\nc")
-    assert not code_module.same_output("a b\nc", "a\nb c") and not code_module.same_output("a\nb", "a b")
+    assert judge.same_output("a  b \r\n\nc\n\n", "a b\n\nc")
+    assert not judge.same_output("a b\nc", "a\nb c") and not judge.same_output("a\nb", "a b")
 
 
 @pytest.mark.parametrize(
