@@ -48,9 +48,17 @@ def sources(revision: str) -> Iterator[tuple[str, str]]:
 
 
 def added_lines(revision: str, name: str, after: set[str]) -> int:
-    """How many lines of a file the commits ``after`` have added."""
+    """How many lines of a file the commits ``after`` have added.
+
+    A blank line is as old as the line after it: all blank lines are alike, and git takes new ones for old ones.
+    """
     origins = git("blame", "-s", "-l", "-w", "-M", "-C", "-C", "--ignore-revs-file", IGNORED, revision, "--", name)
-    return sum(line.split(maxsplit=1)[0].decode() in after for line in origins.splitlines())
+    lines = [line.partition(")") for line in origins.decode().splitlines()]
+    is_new = [origin.split(maxsplit=1)[0] in after for origin, _, _ in lines]
+    for i in reversed(range(len(lines) - 1)):
+        if not lines[i][2].strip():
+            is_new[i] = is_new[i + 1]
+    return sum(is_new)
 
 
 def code_lines(name: str, text: str) -> int:

@@ -69,6 +69,17 @@ def test_lines_are_as_old_as_what_they_stand_for(repository):
     assert repository.cell(repository.count(repository.FIRST), "sparrow") == "3 (3)"
 
 
+def test_a_blank_line_is_as_old_as_the_line_after_it(repository):
+    """Where a commit replaces what stands around a blank line, git takes that line for an old one."""
+    path = repository.ROOT / "sparrow/c.py"
+    for text in ("old = 1\n\nkept = 2\n\nalso = 3\n", "other = 1\n\nkept = 2\n\nanother = 3\n"):
+        path.write_text(text)
+        repository.git("add", "-A")
+        repository.git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--no-verify", "-m", "x")
+    second = repository.git("rev-parse", "HEAD").decode().strip()
+    assert repository.added_lines("HEAD", "sparrow/c.py", {second}) == 3
+
+
 def test_a_commit_that_is_not_listed_adds_the_lines_it_rewords(repository):
     (repository.ROOT / repository.IGNORED).write_text("")
     assert repository.count("HEAD")["sparrow", "added"] == 3
