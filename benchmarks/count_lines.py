@@ -4,9 +4,10 @@
     python benchmarks/count_lines.py a553f48 HEAD   # side by side
 
 For each folder: all lines; in brackets lines of code, which are neither blank nor comments nor docstrings; then, of all
-lines of the package, those that commits after a553f48 have added. git says which commit a line is from
-(``git blame``, moved and copied lines too). Commits that ``.git-blame-ignore-revs`` lists have moved, cut or reworded
-what was there: a line of theirs is as old as the line it stands for, and not added where it stands for none.
+lines of the package, those that commits after a553f48 have added. git says which commit a line is from (``git blame``,
+moved lines too); of several that are from one line, one is old. Commits that ``.git-blame-ignore-revs`` lists have
+moved, cut or reworded what was there: a line of theirs is as old as the line it stands for, and not added where it
+stands for none.
 """
 
 from __future__ import annotations
@@ -47,14 +48,22 @@ def sources(revision: str) -> Iterator[tuple[str, str]]:
                 yield member.name, file.read().decode()
 
 
-def added_lines(revision: str, name: str, after: set[str]) -> int:
+def added_lines(revision: str, name: str, after: set[str], origins: set[str]) -> int:
     """How many lines of a file the commits ``after`` have added.
 
-    A blank line is as old as the line after it: all blank lines are alike, and git takes new ones for old ones.
+    Of several lines that git finds to be from one line of the first commit, the first is old and the others are copies;
+    ``origins`` are the lines found so far, in other files too. A blank line is as old as the line after it, as all of
+    them are alike.
     """
-    origins = git("blame", "-s", "-l", "-w", "-M", "-C", "-C", "--ignore-revs-file", IGNORED, revision, "--", name)
-    lines = [line.partition(")") for line in origins.decode().splitlines()]
-    is_new = [origin.split(maxsplit=1)[0] in after for origin, _, _ in lines]
+    options = ["-s", "-l", "-f", "-n", "-w", "-M", "-C", "-C", "--ignore-revs-file", IGNORED]
+    blamed = git("blame", *options, f"{FIRST}..{revision}", "--", name).decode()
+    lines = [line.partition(")") for line in blamed.splitlines()]
+    is_new = []
+    for place, _, text in lines:
+        origin = " ".join(place.split()[:3])  # commit, file and line in it
+        is_new.append(origin.split()[0] in after or origin in origins)
+        if text.strip():
+            origins.add(origin)
     for i in reversed(range(len(lines) - 1)):
         if not lines[i][2].strip():
             is_new[i] = is_new[i + 1]
@@ -89,11 +98,12 @@ def count(revision: str) -> Counter[tuple[str, str]]:
     tally: Counter[tuple[str, str]] = Counter()
     ignored = {line.split()[0] for line in (ROOT / IGNORED).read_text().splitlines()}
     after = {*git("rev-list", f"{FIRST}..{revision}").decode().split()} - ignored
+    origins: set[str] = set()
     for name, text in sources(revision):
         groups = [folder_of(name)]
         numbers = {"lines": len(text.splitlines()), "code": code_lines(name, text)}
         if name.startswith("sparrow/"):
-            numbers["added"] = added_lines(revision, name, after)
+            numbers["added"] = added_lines(revision, name, after, origins) if after else 0
             groups += ["sparrow, in all", *([] if groups[0] in PACKAGES else ["sparrow, but for packages in it"])]
         elif not name.startswith("tests/"):
             groups.append("benchmarks, recipes and studies")

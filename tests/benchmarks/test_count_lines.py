@@ -77,7 +77,19 @@ def test_a_blank_line_is_as_old_as_the_line_after_it(repository):
         repository.git("add", "-A")
         repository.git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--no-verify", "-m", "x")
     second = repository.git("rev-parse", "HEAD").decode().strip()
-    assert repository.added_lines("HEAD", "sparrow/c.py", {second}) == 3
+    assert repository.added_lines("HEAD", "sparrow/c.py", {second}, set()) == 3
+
+
+def test_of_two_lines_from_one_a_single_one_is_old(repository):
+    line = "copied = a_function_with_a_name(of_its_own, and_arguments, so_that_git_finds_it)\n"
+    for files in ({"a": line}, {"a": line, "b": "b = 1\n" + line}):
+        for name, text in files.items():
+            (repository.ROOT / f"sparrow/{name}.py").write_text(text)
+        repository.git("add", "-A")
+        repository.git("-c", "user.name=x", "-c", "user.email=x@y", "commit", "-q", "--no-verify", "-m", "x")
+    second, origins = repository.git("rev-parse", "HEAD").decode().strip(), set()
+    added = [repository.added_lines("HEAD", f"sparrow/{name}.py", {second}, origins) for name in "ab"]
+    assert added == [0, 2] and repository.added_lines("HEAD", "sparrow/b.py", {second}, set()) == 1
 
 
 def test_a_commit_that_is_not_listed_adds_the_lines_it_rewords(repository):
