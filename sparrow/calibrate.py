@@ -254,11 +254,9 @@ def _tail(acceptance: Acceptance, bins: np.ndarray, bin_tokens: int, seed: int) 
         first = b
         while _is_thin(acceptance, inside := (bins >= first) & (bins <= b)) and first > bins.min():
             first -= 1
-        # Position 0 puts everything that was pooled into a single bin.
         alpha, sequence = acceptance.alpha[inside], acceptance.sequence[inside]
-        (interval,) = percentile_by_bin_interval(
-            alpha, np.zeros(inside.sum(), np.int64), sequence, 1, PERCENTILE, seed=seed
-        )
+        position = np.zeros(len(alpha), np.int64)  # puts everything that was pooled into a single bin
+        (interval,) = percentile_by_bin_interval(alpha, position, sequence, 1, PERCENTILE, seed=seed)
         start = b if tail else acceptance.position.min() // bin_tokens
         tail.append(replace(interval, bin=int(b), start=int(start * bin_tokens), end=int((b + 1) * bin_tokens)))
     return tail

@@ -38,6 +38,7 @@ from sparrow.tasks.dataset import load_rows
 from sparrow.tasks.formats import FORMATS
 
 log = logging.getLogger(__name__)
+Precision = Literal["fp32", "bf16"]
 REASONER = "reasoner"
 HELD_OUT = 10**9  # the problem stream of evaluation, which no training seed reaches
 
@@ -101,9 +102,7 @@ def load_object(spec: str, what: str) -> Any:
         raise ConfigError(f"{what} {spec!r}: importing {module} raised {place(error)}; fix it") from error
 
 
-def load_model(
-    name: str, precision: Literal["fp32", "bf16"] = "fp32"
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_model(name: str, precision: Precision = "fp32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model by name or path, or the bundled ``reasoner``, on this process's device; errors as ``hf.load_model``."""
     disable_progress_bar()  # Sparrow shows its own
     logging.getLogger("accelerate.utils.other").setLevel(logging.ERROR)  # tied weights are saved once, as intended
@@ -328,7 +327,7 @@ def load_engine(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     decoding: Decoding,
-    precision: Literal["fp32", "bf16"],
+    precision: Precision,
 ) -> Engine:
     """The engine that ``spec`` names: ``hf``, which runs ``model``; ``vllm`` with options of ``vllm.LLM``, which loads
     the model by ``name``; or the addresses of vLLM servers.
@@ -358,10 +357,7 @@ def load_engine(
 
 
 def load_scorer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    decoding: Decoding,
-    precision: Literal["fp32", "bf16"],
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, decoding: Decoding, precision: Precision
 ) -> hf.HFEngine:
     """The transformers engine on ``model``: it scores under any schedule and samples as ``decoding`` says."""
     autocast = torch.bfloat16 if precision == "bf16" else None

@@ -45,8 +45,7 @@ class Decoding:
     """A mode and its settings; anything that takes one takes what ``load`` takes."""
 
     mode: Mode
-    # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
-    schedule: SparsitySchedule
+    schedule: SparsitySchedule  # lossy: what a step reads; lossless: what a draft reads; auto: both; dense: everything
     draft_tokens: int = DRAFT_TOKENS  # lossless: the most tokens drafted before each verification
     # lossless in vLLM: choose the number of drafts, 0 included, by measured speed and acceptance; else always as many
     adapt_draft_tokens: bool = True
@@ -125,8 +124,7 @@ class Decoding:
         known = {"dense": [], "lossless": list(LOSSLESS_SETTINGS), "lossy": ["schedule"]}
         if not isinstance(mode, str) or mode not in known:
             raise ConfigError(f"unknown mode {mode!r}, expected one of {get_args(Mode)}")
-        unknown = sorted(settings.keys() - set(known[mode]))
-        if unknown:
+        if unknown := sorted(settings.keys() - set(known[mode])):
             raise ConfigError(f"mode {mode!r} has no setting {unknown[0]!r}, expected {known[mode] or 'none'}")
         if mode == "lossless":
             return cls.lossless(**settings)
@@ -144,21 +142,17 @@ class Decoding:
 
     def to_dict(self) -> dict[str, Any]:
         """What ``load`` reads back, in plain types."""
-        if self.mode == "lossless":
-            metered = {} if self.meter_schedule is None else {
-                "meter_schedule": self.meter_schedule.to_dict(), "meter_every": self.meter_every,
-            }  # fmt: skip
-            return {
-                "mode": self.mode,
-                "draft_schedule": self.schedule.to_dict(),
-                **({} if self.adapt_draft_budget is None else {"adapt_draft_budget": self.adapt_draft_budget}),
-                "draft_tokens": self.draft_tokens,
-                "adapt_draft_tokens": self.adapt_draft_tokens,
-                **({"drafter_invariant": True} if self.drafter_invariant else {}),
-                **({} if self.draft_weights == "auto" else {"draft_weights": self.draft_weights}),
-                **metered,
-            }
-        return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
+        if self.mode != "lossless":
+            return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
+        metered = self.meter_schedule
+        settings = {
+            "mode": self.mode, "draft_schedule": self.schedule.to_dict(), "adapt_draft_budget": self.adapt_draft_budget,
+            "draft_tokens": self.draft_tokens, "adapt_draft_tokens": self.adapt_draft_tokens,
+            "drafter_invariant": self.drafter_invariant or None,
+            "draft_weights": None if self.draft_weights == "auto" else self.draft_weights,
+            "meter_schedule": metered and metered.to_dict(), "meter_every": self.meter_every if metered else None,
+        }  # fmt: skip
+        return {name: value for name, value in settings.items() if value is not None}
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:
         """The same mode under another schedule; the schedule decides between dense and lossy."""

@@ -56,13 +56,12 @@ class SparsitySchedule:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "dense_layers"):
-            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
+            numbers = _listed(name, getattr(self, name), "whole numbers")
+            object.__setattr__(self, name, tuple(_whole_number(f"{name}[{i}]", k) for i, k in enumerate(numbers)))
         for name in ("bin_tokens", "page_size", "sink_pages", "recent_pages"):
             object.__setattr__(self, name, _whole_number(name, getattr(self, name)))
-        if self.landmark_dtype not in get_args(LandmarkDtype):
-            raise ConfigError(
-                f"a schedule's landmark_dtype is one of {get_args(LandmarkDtype)}, got {self.landmark_dtype!r}"
-            )
+        if self.landmark_dtype not in (known := get_args(LandmarkDtype)):
+            raise ConfigError(f"a schedule's landmark_dtype is one of {known}, got {self.landmark_dtype!r}")
         if not self.top_k:
             raise ConfigError("a schedule needs at least one length bin, got an empty top_k table")
         object.__setattr__(self, "head_budgets", _head_budgets(self.head_budgets))
@@ -240,20 +239,14 @@ class SparsitySchedule:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; ``from_dict`` gives the schedule back. ``head_budgets`` is left out if it is empty."""
-        plain = asdict(self)
-        plain |= {
-            "top_k": ["all" if k >= ALL_PAGES else k for k in self.top_k],
-            "dense_layers": list(self.dense_layers),
-        }
+        top_k = ["all" if k >= ALL_PAGES else k for k in self.top_k]
+        plain = asdict(self) | {"top_k": top_k, "dense_layers": list(self.dense_layers)}
         rows = plain.pop("head_budgets")
         return {**plain, "head_budgets": [list(row) for row in rows]} if rows else plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
-        """The inverse of ``to_dict``.
-
-        Raises ConfigError: unknown or missing fields, or values a schedule cannot have.
-        """
+        """The inverse of ``to_dict``. Raises ConfigError: unknown or missing fields, or values that are not valid."""
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known)
         if unknown or "top_k" not in plain:
@@ -301,29 +294,22 @@ def _head_budgets(rows: Any) -> tuple[tuple[float, ...], ...]:
     for i, row in enumerate(_listed("head_budgets", rows)):
         for j, number in enumerate(_listed(f"head_budgets[{i}]", row)):
             if isinstance(number, bool) or not isinstance(number, int | float) or not 0 <= number <= LARGEST_BUDGET:
-                raise ConfigError(
-                    f"a schedule's head_budgets[{i}][{j}] is a number in 0..{LARGEST_BUDGET} that multiplies top_k, "
-                    f"got {number!r}"
-                )
+                expected = f"a number in 0..{LARGEST_BUDGET} that multiplies top_k"
+                raise ConfigError(f"a schedule's head_budgets[{i}][{j}] is {expected}, got {number!r}")
         table.append(tuple(round(number * BUDGET_UNIT) / BUDGET_UNIT for number in row))
-    if len({len(row) for row in table} | {0}) > 2 or not all(table):
+    lengths = [len(row) for row in table]
+    if len(set(lengths)) > 1 or 0 in lengths:
         raise ConfigError(
             "a schedule's head_budgets have a row for each layer and in it a number for each kv head, got rows of "
-            f"{', '.join(str(len(row)) for row in table)} numbers"
+            f"{', '.join(map(str, lengths))} numbers"
         )
     return tuple(table)
 
 
-def _listed(name: str, values: Any) -> Iterable[Any]:
+def _listed(name: str, values: Any, of: str = "numbers") -> list[Any]:
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ConfigError(f"a schedule's {name} is a list of numbers, got {values!r}")
+        raise ConfigError(f"a schedule's {name} is a list of {of}, got {values!r}")
     return list(values)
-
-
-def _whole_numbers(name: str, values: Any) -> tuple[int, ...]:
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        raise ConfigError(f"a schedule's {name} is a list of whole numbers, got {values!r}")
-    return tuple(_whole_number(f"{name}[{i}]", value) for i, value in enumerate(values))
 
 
 def _whole_number(name: str, value: Any) -> int:

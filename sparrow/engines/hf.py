@@ -16,13 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from sparrow.attention import PageLayout
 from sparrow.engines.base import Counters, Engine, Scorer
@@ -280,20 +274,19 @@ class HFEngine(Engine, Scorer):
         at_BT = length_B[:, None] + offset
         sparse_at = at_BT[offset < drafts_B[:, None]] if lossless else length_B
         tokens_read = dense * sparse_at.sum() + (num_layers - dense) * self.schedule.tokens_read(sparse_at).sum()
-        counters = Counters(round(float(tokens_read)), num_layers * int(at_BT[offset < count_B[:, None]].sum()))
+        self._counters += Counters(round(float(tokens_read)), num_layers * int(at_BT[offset < count_B[:, None]].sum()))
         if lossless:
             alpha_Bk = cycle.acceptance.cpu().numpy()
             looked_at = ~np.isnan(alpha_Bk)
             position = self.schedule.page_end(at_BT[:, :-1][looked_at])
-            counters = Counters(
-                counters.tokens_read + num_layers * int((length_B + drafts_B).sum()),  # once for all verified tokens
-                counters.tokens_held,
+            self._counters += Counters(
+                tokens_read=num_layers * int((length_B + drafts_B).sum()),  # once for all verified tokens
+                tokens_held=0,
                 drafted=int(drafts_B.sum()),
                 accepted=int((count_B - 1).sum()),
                 cycles=len(count_B),
                 acceptance=DraftAcceptance.of(alpha_Bk[looked_at], position, self.schedule.bin_tokens),
             )
-        self._counters += counters
 
 
 def _sampled(logits: Tensor, shape: Shape, uniform: Tensor) -> Cycle:

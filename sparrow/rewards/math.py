@@ -86,11 +86,9 @@ def extract_answer(response: str, *, last_number: bool = False) -> str | None:
     several parts); else what follows the last ``####`` on its line, as in GSM8K; else, if ``last_number``,
     the last number in the response.
     """
-    boxed = _boxed(response)
-    if boxed is not None:
+    if (boxed := _boxed(response)) is not None:
         return boxed or None
-    hashes = _HASHES.findall(response)
-    if hashes:
+    if hashes := _HASHES.findall(response):
         return hashes[-1].strip()
     numbers = _NUMBER.findall(response) if last_number else []
     return numbers[-1] if numbers else None
@@ -167,20 +165,19 @@ class MathVerifier:
 
         Raises RewardError: math-verify cannot be started.
         """
-        verdict = _quick(answer, reference)
-        if verdict is None and (answer, reference) in self._hung:
-            verdict = False
-        if verdict is None:
-            try:
-                verdict = self._ask(answer, reference)
-            except (ChildTimeoutError, ChildEndedError) as lost:
-                _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
-                verdict = False
-                if len(self._hung) >= HUNG_PAIRS:
-                    self._hung.clear()
-                if isinstance(lost, ChildTimeoutError):
-                    self._hung[answer, reference] = None
-        return verdict
+        if (verdict := _quick(answer, reference)) is not None:
+            return verdict
+        if (answer, reference) in self._hung:
+            return False
+        try:
+            return self._ask(answer, reference)
+        except (ChildTimeoutError, ChildEndedError) as lost:
+            _log.warning("comparing %.80r with %.80r: %s; counted as wrong", answer, reference, lost)
+            if len(self._hung) >= HUNG_PAIRS:
+                self._hung.clear()
+            if isinstance(lost, ChildTimeoutError):
+                self._hung[answer, reference] = None
+            return False
 
     def _ask(self, answer: str, reference: str) -> bool:
         worker = self._slots.get()

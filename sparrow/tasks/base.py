@@ -16,8 +16,7 @@ class Problem:
 
     id: str  # stable name, the same for the same problem in every run
     prompt: str  # text given to the model
-    # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
-    verify: Callable[[str], float]
+    verify: Callable[[str], float]  # response -> reward in [0, 1]; pure, and picklable to run in another process
     # gives the answer that a response states, right or wrong, or None if it states none; may be left out
     extract: Callable[[str], str | None] | None = None
     source: str = ""  # the task or dataset that it comes from; rewards are reported by source
@@ -33,24 +32,16 @@ class Task(Protocol):
 
 
 def draw(task: Task, index: int, seed: int) -> Problem:
-    """Problem ``index`` of the stream ``seed``.
-
-    Raises TaskError: the task raised an error, or returned something else.
-    """
+    """Problem ``index`` of the stream ``seed``. Raises TaskError: the task raised, or returned something else."""
+    name = f"problem {index} of the task {type(task).__name__}"
     try:
         problem = task.problem(index, seed)
     except SparrowError:
         raise
     except Exception as error:
-        raise TaskError(
-            f"problem {index} of the task {type(task).__name__} could not be made, it raised {place(error)}; "
-            "fix the task or its options"
-        ) from error
+        raise TaskError(f"{name} could not be made, it raised {place(error)}; fix the task or its options") from error
     if not isinstance(problem, Problem):
-        raise TaskError(
-            f"problem {index} of the task {type(task).__name__} is a {type(problem).__name__}, expected a "
-            "sparrow.tasks.Problem"
-        )
+        raise TaskError(f"{name} is a {type(problem).__name__}, expected a sparrow.tasks.Problem")
     return problem
 
 

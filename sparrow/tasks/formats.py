@@ -16,6 +16,7 @@ import pickle
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,8 +59,7 @@ class Format:
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
     config: str | None = None  # the hub's configuration name
     split: str = "train"  # the split that is usually meant
-    # patterns of the hub repository's files, for a repository that cannot be loaded by name; ``{split}`` stands for the
-    # split
+    # patterns, with ``{split}``, of the hub repository's files, for a repository that cannot be loaded by name
     files: tuple[str, ...] = ()
 
 
@@ -81,17 +81,15 @@ def question_answer(row: Row) -> Question:
 
     The format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most others.
     """
-    question = text_of(row, "question", "problem", "prompt")
-    try:
+    question, answer, solution = text_of(row, "question", "problem", "prompt"), None, None
+    with suppress(KeyError):
         solution = text_of(row, "solution")
-    except KeyError:
-        solution = None
     try:
-        return Question(question, text_of(row, "answer", "final_answer"), solution)
+        answer = text_of(row, "answer", "final_answer")
     except KeyError:
         if solution is None:
             raise
-        return Question(question, None, solution)
+    return Question(question, answer, solution)
 
 
 def gsm8k(row: Row) -> Question:
@@ -157,17 +155,14 @@ class _TextUnpickler(pickle.Unpickler):
 def _livecodebench_tests(cases: str) -> list[dict[str, str]]:
     if not cases.lstrip().startswith("["):
         cases = _TextUnpickler(io.BytesIO(zlib.decompress(base64.b64decode(cases)))).load()
-    tests: list[dict[str, str]] = json.loads(cases)
-    return tests
+    return json.loads(cases)
 
 
 def livecodebench(row: Row) -> Question:
     """LiveCodeBench: public tests as JSON, private ones as JSON or as base64 of a compressed pickle of it."""
     question = text_of(row, "question_content")
     try:
-        cases = [
-            case for name in ("public_test_cases", "private_test_cases") for case in _livecodebench_tests(row[name])
-        ]
+        cases = [*_livecodebench_tests(row["public_test_cases"]), *_livecodebench_tests(row["private_test_cases"])]
         name = json.loads(row.get("metadata") or "{}").get("func_name")
     except (zlib.error, pickle.UnpicklingError, EOFError) as error:
         raise ValueError(f"its private tests cannot be unpacked ({error})") from error
@@ -202,12 +197,11 @@ def mbpp(row: Row) -> Question:
         raise KeyError("test_list")
     setup = "\n".join([*(row.get("test_imports") or []), row.get("test_setup_code") or ""])
     answer = {"setup": setup, "test": row.get("test") or "\n".join(assertions)}
+    code = row.get("code")
     # Row 126 asks for a function ``sum``, which its test could not distinguish from Python's own.
-    match = _BUILTIN_DEFINED.search(row.get("code") or "")
-    if match:
+    if match := _BUILTIN_DEFINED.search(code or ""):
         answer["entry_point"] = match[1]
     text = f"{question}\n\nIt must satisfy:\n```python\n{chr(10).join(assertions)}\n```"
-    code = row.get("code")
     return Question(text, answer, f"```python\n{code}\n```" if code else None)
 
 

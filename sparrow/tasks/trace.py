@@ -23,13 +23,14 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
 from sparrow.settings import Settings
 from sparrow.tasks.base import Problem, register_task
-from sparrow.tasks.vocabulary import LINKS, NAMES, answered
+from sparrow.tasks.vocabulary import LINKS, NAMES, check_answer, stated_answer
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,11 @@ class Trace(Settings):
             waiting.append(name)
             program.append(f" {statement} -> {name}\n")
             trace.append(f" {statement}{quotes} {concluding.word()} {name} {written[name]}\n")
-        return answered(
-            id=f"trace-{self.lines}-{seed}-{index}",
-            prompt="program:\n" + "".join(program) + "trace:\n",
-            solution="".join(trace) + f"answer: {written[name]}",
-            answer=true[name],
-        )
+        return Problem(
+            id=f"trace-{self.lines}-{seed}-{index}", prompt="program:\n" + "".join(program) + "trace:\n",
+            verify=partial(check_answer, expected=true[name]), extract=stated_answer, source="trace",
+            solution="".join(trace) + f"answer: {written[name]}", answer=str(true[name]),
+        )  # fmt: skip
 
 
 class _Habit:

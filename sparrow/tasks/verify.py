@@ -57,28 +57,22 @@ def verify(problem: Problem, text: str) -> float:
 
     Raises RewardError: the verifier raised, or returned something that is not a finite number.
     """
+    verifier = f"the verifier of problem {problem.id!r}"
     try:
         reward = problem.verify(text)
     except Exception as error:
-        raise RewardError(
-            f"the verifier of problem {problem.id!r} raised {place(error)}; fix it and resume the run"
-        ) from error
+        raise RewardError(f"{verifier} raised {place(error)}; fix it and resume the run") from error
     try:
         number = float(reward)
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
-        raise RewardError(
-            f"the verifier of problem {problem.id!r} returned {reward!r}, expected a finite number; fix it and resume"
-        )
+        raise RewardError(f"{verifier} returned {reward!r}, expected a finite number; fix it and resume")
     return number
 
 
 def stated(problem: Problem, text: str) -> bool:
-    """Whether a response states an answer, right or wrong.
-
-    Raises RewardError: the problem's ``extract`` raised.
-    """
+    """Whether a response states an answer, right or wrong. Raises RewardError: the problem's ``extract`` raised."""
     try:
         return problem.extract is not None and problem.extract(text) is not None
     except Exception as error:

@@ -7,10 +7,7 @@ gives the text back.
 from __future__ import annotations
 
 import re
-from functools import partial
 from typing import TYPE_CHECKING
-
-from sparrow.tasks.base import Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -42,14 +39,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|[:,]| ?[^\s:,]+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        bos_token=BOS,
-        eos_token=EOS,
-        unk_token=UNK,
-        padding_side="left",
+        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK, padding_side="left",
         clean_up_tokenization_spaces=False,
-    )
+    )  # fmt: skip
 
 
 _ANSWER = re.compile(r"answer: (\d)\s*(?:<eos>\s*)*\Z")
@@ -64,9 +56,3 @@ def stated_answer(response: str) -> str | None:
 def check_answer(response: str, expected: int) -> float:
     """1.0 if the response ends in ``answer: <expected>``, otherwise 0.0."""
     return float(stated_answer(response) == str(expected))
-
-
-def answered(id: str, prompt: str, solution: str, answer: int) -> Problem:
-    """A problem judged by its final digit."""
-    verify = partial(check_answer, expected=answer)
-    return Problem(id, prompt, verify, stated_answer, id.split("-")[0], solution, str(answer))

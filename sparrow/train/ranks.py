@@ -157,14 +157,11 @@ class Ranks:
             rows: indices into ``lengths``, the same in all processes.
             lengths: tokens of each row.
         """
-        parts = divide([lengths[i] for i in rows], self.count)
-        groups = [
-            [[part[i] for i in g] for g in micro_batches([lengths[rows[j]] for j in part], budget)] for part in parts
-        ]
-        longest = max(map(len, groups))
+        parts = [[rows[i] for i in part] for part in divide([lengths[i] for i in rows], self.count)]
+        groups = [[[part[i] for i in g] for g in micro_batches([lengths[i] for i in part], budget)] for part in parts]
         shortest = min(rows, key=lambda i: lengths[i])
-        own_groups = [([rows[i] for i in group], True) for group in groups[self.rank]]
-        return own_groups + [([shortest], False)] * (longest - len(own_groups))
+        own_groups = [(group, True) for group in groups[self.rank]]
+        return own_groups + [([shortest], False)] * (max(map(len, groups)) - len(own_groups))
 
 
 def divide(lengths: Sequence[int], count: int) -> list[list[int]]:
