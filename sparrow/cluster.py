@@ -13,16 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from sparrow import cost
-from sparrow.cost import (
-    MEMORY_FRACTION,
-    VLLM_H200,
-    Machine,
-    ModelShape,
-    Overheads,
-    RolloutEstimate,
-    kv_capacity,
-    simulate_rollout,
-)
+from sparrow.cost import MEMORY_FRACTION, VLLM_H200, Machine, ModelShape, Overheads, RolloutEstimate
 from sparrow.cost_lossless import predict_lossless
 from sparrow.errors import ConfigError
 from sparrow.schedule import SparsitySchedule
@@ -135,7 +126,7 @@ def fit(
             f"vLLM is to take {engine_share:g} of {memory / 2**30:.0f} GiB, and training keeps {state / 2**30:.0f} "
             f"beside it; lower gpu_memory_utilization to {MOST_SHARE - state / memory:.2f} at most"
         )
-    held = kv_capacity(shape, engine_machine(cluster, reserved))
+    held = cost.kv_capacity(shape, engine_machine(cluster, reserved))
     if held < longest:
         raise ConfigError(
             f"an engine of {cluster.tensor_parallel} {cluster.machine.name} holds {held:,} tokens beside {shape.name}"
@@ -191,7 +182,7 @@ def plan(
         return Step(max(r.seconds for r in runs) + gather, score + gather, update, sync, _imbalance(runs))
 
     def simulated(kind: SparsitySchedule | None) -> list[RolloutEstimate]:
-        return [simulate_rollout(shape, machine, share, kind, *batching) for share in shares]
+        return [cost.simulate_rollout(shape, machine, share, kind, *batching) for share in shares]
 
     dense = simulated(None)
     sparse = None if schedule is None else step(simulated(schedule))

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from sparrow.attention import reference
 from sparrow.attention.decode import (
-    FP8_CACHE,
     CachedLayers,
     CacheScales,
     DecodeBatch,
@@ -23,7 +22,7 @@ from sparrow.attention.decode import (
     check_head_budgets,
     fp8_lacking,
 )
-from sparrow.attention.pages import FP8, LandmarkDtype, PageLayout
+from sparrow.attention.pages import LandmarkDtype, PageLayout
 from sparrow.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,10 +61,7 @@ def decode(
 
     Raises ValueError: query heads that are no multiple of the kv heads, or shapes that do not belong together.
     """
-    _check_heads(q_BHD, k_BKSD, v_BKSD)
-    check_head_budgets(head_budgets_K, k_BKSD)
-    scale = q_BHD.shape[-1] ** -0.5 if scale is None else scale
-    q_BHD, k_BKSD, v_BKSD = _autocast(q_BHD, k_BKSD, v_BKSD)
+    q_BHD, k_BKSD, v_BKSD, scale = _prepared(q_BHD, k_BKSD, v_BKSD, scale, head_budgets_K)
     with torch.autocast(q_BHD.device.type, enabled=False):  # which would round page scores
         return reference.decode(q_BHD, k_BKSD, v_BKSD, start_B, length_B, top_k_B, layout, scale, head_budgets_K)
 
@@ -186,9 +182,7 @@ def choose(
     """
     if asked not in (None, *get_args(Implementation)):
         raise ConfigError(f"unknown implementation {asked!r}, expected one of {get_args(Implementation)}")
-    if landmark_dtype == "fp8_e4m3" and (lacking := fp8_lacking(device)):
-        raise ConfigError(lacking)
-    if dtype == FP8 and (lacking := fp8_lacking(device, *FP8_CACHE)):
+    if lacking := fp8_lacking(device, dtype, landmark_dtype):
         raise ConfigError(lacking)
     if device.type == "cpu":
         if asked not in (None, "reference"):
@@ -273,12 +267,9 @@ def teacher_forced(
 
     Raises ValueError: an unknown implementation, or shapes, strides or dtypes that it cannot serve.
     """
-    _check_heads(q_BHTD, k_BKTD, v_BKTD)
+    q_BHTD, k_BKTD, v_BKTD, scale = _prepared(q_BHTD, k_BKTD, v_BKTD, scale, head_budgets_K)
     if q_BHTD.shape[2] != k_BKTD.shape[2]:
         raise ValueError(f"teacher forcing runs without a cache: {q_BHTD.shape[2]} queries, {k_BKTD.shape[2]} keys")
-    check_head_budgets(head_budgets_K, k_BKTD)
-    scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
-    q_BHTD, k_BKTD, v_BKTD = _autocast(q_BHTD, k_BKTD, v_BKTD)
     arguments = (q_BHTD, k_BKTD, v_BKTD, start_B, length_B, prompt_B, top_k_BT, layout, scale)
     with torch.autocast(q_BHTD.device.type, enabled=False):
         if implementation == "reference":
@@ -290,19 +281,17 @@ def teacher_forced(
         return triton.teacher_forced(*arguments, head_budgets_K, kept)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values in the dtype of autocast, if it is on."""
-    device = q.device.type
-    if not torch.is_autocast_enabled(device):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
-
-
-def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
-    H, K = q.shape[1], k.shape[1]
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, head_budgets_K: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Queries, keys and values, checked and in the dtype of autocast if it is on, and the softmax scale."""
+    H, K, device = q.shape[1], k.shape[1], q.device.type
     if H % K or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"query heads must be a multiple of kv heads and shapes must agree, got q {tuple(q.shape)}, "
             f"k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
+    check_head_budgets(head_budgets_K, k)
+    if torch.is_autocast_enabled(device):
+        q, k, v = (x.to(torch.get_autocast_dtype(device)) for x in (q, k, v))
+    return q, k, v, q.shape[-1] ** -0.5 if scale is None else scale

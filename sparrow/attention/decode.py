@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sparrow.attention.pages import FP8, PageLayout
+from sparrow.attention.pages import FP8, LandmarkDtype, PageLayout
 
 HEAD_DIMS = (64, 80, 96, 128, 256)
 PAGE_SIZES = (8, 16, 32, 64)
@@ -24,7 +24,6 @@ QUERY_DTYPES = (torch.float16, torch.bfloat16)
 MAX_GROUP = 16
 MAX_PAGES = 16384
 CACHES_IN_8_BITS = (FP8, torch.int8)
-FP8_CACHE = ("keys and values in fp8_e4m3", "kv_cache_dtype")  # what needs the capability, and the option to change
 FP8_CAPABILITY = (8, 9)  # compute capability of the first GPUs that convert e4m3
 PLAN_ENTRY = 8  # numbers in an entry of the plan; ``division`` says which
 
@@ -111,14 +110,17 @@ def device_limits(device: torch.device) -> DeviceLimits:
     return DeviceLimits(properties.multi_processor_count, shared_memory)
 
 
-def fp8_lacking(
-    device: torch.device, what: str = "landmarks in fp8_e4m3", option: str = "landmark_dtype"
-) -> str | None:
-    """Why the kernels cannot serve ``what`` on ``device``, in a sentence; None if they can."""
+def fp8_lacking(device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype) -> str | None:
+    """Why the kernels cannot serve such keys and landmarks on ``device``, in a sentence; None if they can."""
+    if landmark_dtype == "auto" and keys != FP8:
+        return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return None
-    needed, name = ".".join(map(str, FP8_CAPABILITY)), torch.cuda.get_device_name(device)
-    return f"{what} need a GPU of compute capability {needed} or more, {name} has less; set {option} to 'auto'"
+    of_keys = "keys and values", "kv_cache_dtype"
+    what, option = of_keys if landmark_dtype == "auto" else ("landmarks", "landmark_dtype")
+    needed = ".".join(map(str, FP8_CAPABILITY))
+    lacking = f"a GPU of compute capability {needed} or more, {torch.cuda.get_device_name(device)} has less"
+    return f"{what} in fp8_e4m3 need {lacking}; set {option} to 'auto'"
 
 
 class DecodeWorkspace:
@@ -186,12 +188,12 @@ def check_shapes(batch: DecodeBatch) -> None:
             f"a cache in {FP8} or torch.int8 needs scales, and no other has any; got keys in {k.dtype}, values in "
             f"{v.dtype} and {'no scales' if scales is None else 'scales'}"
         )
-    for x in () if scales is None else (scales.k, scales.v):
-        check_scales(x, k)
-    if scales is not None and scales.k.stride() != scales.v.stride():
-        raise ValueError(
-            f"scales of keys and values must be strided alike, got {scales.k.stride()}, {scales.v.stride()}"
-        )
+    if scales is not None:
+        strides = scales.k.stride(), scales.v.stride()
+        check_scales(scales.k, k)
+        check_scales(scales.v, k)
+        if strides[0] != strides[1]:
+            raise ValueError(f"scales of keys and values must be strided alike, got {strides[0]}, {strides[1]}")
     check_head_budgets(batch.head_budgets_K, k)
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,24 +95,19 @@ class TokenScorer(nn.Module):
         top_ids = batch.top_ids
         hidden_MC = hidden[rows, columns - 1]
         target_M = batch.input_ids[rows, columns]
+        # With gradients, a chunk's logits are computed again in the backward pass in place of being kept.
+        score: Any = partial(checkpoint, self._head, use_reentrant=False) if torch.is_grad_enabled() else self._head
         pieces = []
         for i in range(0, len(target_M), self.chunk_tokens):
             now = slice(i, i + self.chunk_tokens)
             top = top_ids[now] if top_ids is not None else None
-            pieces.append(self._score_chunk(hidden_MC[now], target_M[now], top, temperature))
+            pieces.append(score(hidden_MC[now], target_M[now], top, temperature))
         logprobs, tops, entropy = zip(*pieces, strict=True)
         return TokenScores(
             torch.cat(logprobs),
             torch.cat(tops) if top_ids is not None else None,
             None if torch.is_grad_enabled() else torch.cat(entropy),
         )
-
-    def _score_chunk(
-        self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float
-    ) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            return checkpoint(self._head, hidden, target, top, temperature, use_reentrant=False)
-        return self._head(hidden, target, top, temperature)
 
     def _head(
         self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float

@@ -70,12 +70,8 @@ def _throughput(log: RunLog) -> dict[str, FloatArray]:
     return {"rollout": log.throughput()}
 
 
-def _evaluated(log: RunLog) -> dict[str, FloatArray]:
-    return {name: 100 * log.scores(name, "mean", "value") for name in log.benchmarks()}
-
-
-def _evaluated_length(log: RunLog) -> dict[str, FloatArray]:
-    return {name: log.scores(name, "tokens") for name in log.benchmarks()}
+def _evaluated(scale: float, *keys: str) -> Callable[[RunLog], dict[str, FloatArray]]:
+    return lambda log: {name: scale * log.scores(name, *keys) for name in log.benchmarks()}
 
 
 SIZES = of(
@@ -98,8 +94,8 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Prompts whose rewards are all equal", "%", of(100, level="advantage.zero_variance_fraction"), 0),
     ],
     "Evaluation": [
-        Panel("Benchmarks, mean@k", "%", _evaluated, at=attrgetter("evaluated")),
-        Panel("Response length on benchmarks", "tokens", _evaluated_length, 0, attrgetter("evaluated")),
+        Panel("Benchmarks, mean@k", "%", _evaluated(100, "mean", "value"), at=attrgetter("evaluated")),
+        Panel("Response length on benchmarks", "tokens", _evaluated(1, "tokens"), 0, attrgetter("evaluated")),
     ],
     "Optimisation": [
         Panel("Entropy", "nats per token", of(entropy="entropy"), 0),

@@ -12,7 +12,6 @@ import triton
 from torch import Tensor
 
 from sparrow.attention.decode import (
-    FP8_CACHE,
     CachedLayers,
     CacheScales,
     DecodeBatch,
@@ -24,7 +23,7 @@ from sparrow.attention.decode import (
 )
 from sparrow.attention.division import Division, divide
 from sparrow.attention.int8 import BIAS, exponent_limits
-from sparrow.attention.pages import FP8, PageLayout
+from sparrow.attention.pages import PageLayout
 from sparrow.attention.triton import cache, kernels
 from sparrow.attention.triton.tuning import LaunchConfig, choose
 
@@ -157,7 +156,5 @@ def _check_device(k_cache: Tensor, layout: PageLayout) -> None:
     interpreted = not isinstance(kernels.attend_kernel, triton.JITFunction)
     if k_cache.device.type == "cpu" and not interpreted:
         raise ValueError("the kernels run on a GPU, got tensors on the CPU; use implementation='reference'")
-    if layout.landmark_dtype == "fp8_e4m3" and (lacking := fp8_lacking(k_cache.device)):
-        raise ValueError(lacking)
-    if k_cache.dtype == FP8 and (lacking := fp8_lacking(k_cache.device, *FP8_CACHE)):
+    if lacking := fp8_lacking(k_cache.device, k_cache.dtype, layout.landmark_dtype):
         raise ValueError(lacking)
