@@ -100,14 +100,12 @@ def _print_ceiling(bins: Iterable[tuple[int, int, Span, Span]]) -> None:
     def columns(span: Span) -> tuple[str, str]:
         return f"{span[0]:.3f}", f"{span[1]:.3f}-{span[2]:.3f}"
 
-    _print_columns(
-        "p5 beside its ceiling, that of dense rollouts, and relative to it",
-        ("length", "p5", "ceiling", "95 % interval", "relative p5", "95 % interval"),
-        [
-            (f"{start}-{end}", f"{p5[0]:.3f}", *columns(ceiling), *columns(relative_span(p5, ceiling)))
-            for start, end, p5, ceiling in bins
-        ],
-    )
+    headings = ("length", "p5", "ceiling", "95 % interval", "relative p5", "95 % interval")
+    rows = [
+        (f"{start}-{end}", f"{p5[0]:.3f}", *columns(ceiling), *columns(relative_span(p5, ceiling)))
+        for start, end, p5, ceiling in bins
+    ]
+    _print_columns("p5 beside its ceiling, that of dense rollouts, and relative to it", headings, rows)
 
 
 def print_drafts(counts: Mapping[str, Any]) -> None:
@@ -117,14 +115,11 @@ def print_drafts(counts: Mapping[str, Any]) -> None:
         ("meter_schedule by exact acceptance", counts.get("metered")),
     ):
         if measured is not None:
-            _print_columns(
-                title,
-                ("length", "drafts", "mean", "p5"),
-                [
-                    (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
-                    for b in measured.get("bins", ())
-                ],
-            )
+            rows = [
+                (f"{b['start']}-{b['end']}", str(b["drafts"]), f"{b['mean']:.3f}", f"{b['p5']:.3f}")
+                for b in measured.get("bins", ())
+            ]
+            _print_columns(title, ("length", "drafts", "mean", "p5"), rows)
     Console().print(
         f"{counts['tokens_per_cycle']:.2f} tokens a cycle, {counts['drafts_per_token']:.2f} drafts a token; all "
         "have a dense history, which a lossy actor does not"
@@ -141,11 +136,8 @@ def print_modes(title: str, rows: Sequence[tuple[str, float, Mapping[str, Any]]]
             return read, "", ""
         return read, f"{drafts['tokens_per_cycle']:.2f}", f"{drafts['accepted'] / max(drafts['drafted'], 1):.0%}"
 
-    _print_columns(
-        title,
-        ("mode", "log p off by", "KV read", "tokens a cycle", "kept"),
-        [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows],
-    )
+    headings = ("mode", "log p off by", "KV read", "tokens a cycle", "kept")
+    _print_columns(title, headings, [(mode, f"{off:.1g}", *cells(counts)) for mode, off, counts in rows])
     Console().print(
         "log p off by: how far tokens' log-probs are from the dense policy's, on average; where that is rounding only, "
         "samples are exactly the policy's; kept: drafts that verification kept",
@@ -171,5 +163,4 @@ def print_calibration(calibration: Calibration, target: Tau, out: Path) -> None:
         (b.start, b.end, (b.p5, b.lower, b.upper), (b.ceiling, b.ceiling_lower, b.ceiling_upper))
         for b in calibration.bins
     )
-    beyond = f"dense beyond {calibration.bins[-1].end} tokens, which were not measured"
-    print(f"{beyond}; wrote {out}")
+    print(f"dense beyond {calibration.bins[-1].end} tokens, which were not measured; wrote {out}")

@@ -215,15 +215,11 @@ class Distiller:
                     both = assessment.logq_BT, assessment.mask_BT
                     old_BT, mask_BT = (x[indices, :longest].to(top.device) for x in both)
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, logp)
+                    own_loss = replace(self.config.loss, beta=0.0)  # phi has no reference
                     policy, metrics = policy_loss(
-                        logp_BT,
-                        old_BT,
-                        advantages_B[indices].to(top.device),
-                        mask_BT,
-                        torch.ones_like(old_BT),
-                        replace(self.config.loss, beta=0.0),  # phi has no reference
-                        normalizers,
-                    )
+                        logp_BT, old_BT, advantages_B[indices].to(top.device), mask_BT, torch.ones_like(old_BT),
+                        own_loss, normalizers,
+                    )  # fmt: skip
                     loss = loss + policy
                 accelerator.backward(loss * (self._ranks.count * counts))
                 if counts:
