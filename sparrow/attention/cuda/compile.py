@@ -32,7 +32,8 @@ class Kernel:
         driver, _ = _bindings()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # makes torch create the context
-            code, _ = compiled(file, tuple(defines.items()), _target(device))
+            target = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+            code, _ = compiled(file, tuple(defines.items()), target)
             self._module = _call(driver.cuModuleLoadData, code)
             self._function = _call(driver.cuModuleGetFunction, self._module, name.encode())
             limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -73,10 +74,6 @@ def compiled(file: str, defines: tuple[tuple[str, int], ...], target: str, *opti
     code = bytes(cast(int, _call(nvrtc.nvrtcGetCUBINSize, program)))
     _call(nvrtc.nvrtcGetCUBIN, program, code)
     return code, said
-
-
-def _target(device: torch.device) -> str:
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
 @cache
