@@ -150,10 +150,8 @@ class HFEngine(Engine, Scorer):
             length, remaining = responses.length[rows].to(device), (limit_B - responses.length)[rows].to(device)
             cached = sequences.lengths
             drafts = (remaining - 1).clamp(max=self.decoding.draft_tokens if drafting else 0)
-            position = (length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)).clamp(
-                max=uniform.shape[2] - 1
-            )
-            numbers = uniform[:, rows.to(device)[:, None], position]
+            position = length[:, None] + torch.arange(int(drafts.max()) + 1, device=device)
+            numbers = uniform[:, rows.to(device)[:, None], position.clamp(max=uniform.shape[2] - 1)]
             if drafting:
                 cycle = speculate(sequences, last_token, drafts, shape, numbers, self.decoding.drafter_invariant)
                 sparse_steps += int(drafts.max())

@@ -103,11 +103,8 @@ class TokenScorer(nn.Module):
             top = top_ids[now] if top_ids is not None else None
             pieces.append(score(hidden_MC[now], target_M[now], top, temperature))
         logprobs, tops, entropy = zip(*pieces, strict=True)
-        return TokenScores(
-            torch.cat(logprobs),
-            torch.cat(tops) if top_ids is not None else None,
-            None if torch.is_grad_enabled() else torch.cat(entropy),
-        )
+        top_logprobs = torch.cat(tops) if top_ids is not None else None
+        return TokenScores(torch.cat(logprobs), top_logprobs, None if torch.is_grad_enabled() else torch.cat(entropy))
 
     def _head(
         self, hidden: Tensor, target: Tensor, top: Tensor | None, temperature: float
