@@ -84,7 +84,7 @@ def _indented(text: str) -> str | None:
 
 
 class CodeVerifier(Judge):
-    """Judges responses by the program that each of them has; arguments as of ``Judge``."""
+    """A ``Judge`` of responses, which takes the program out of each; its arguments are those of ``Judge``."""
 
     def __call__(self, response: str, answer: Tests) -> float:
         """1.0 if the response's program passes every test in ``answer``, otherwise 0.0."""
