@@ -112,15 +112,18 @@ def device_limits(device: torch.device) -> DeviceLimits:
 
 def fp8_lacking(device: torch.device, keys: torch.dtype, landmark_dtype: LandmarkDtype) -> str | None:
     """Why the kernels cannot serve such keys and landmarks on ``device``, in a sentence; None if they can."""
-    if landmark_dtype == "auto" and keys != FP8:
+    if landmark_dtype == "fp8_e4m3":
+        what, option = "landmarks", "landmark_dtype"
+    elif keys == FP8:
+        what, option = "keys and values", "kv_cache_dtype"
+    else:
         return None
     if device.type != "cuda" or torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         return None
-    of_keys = "keys and values", "kv_cache_dtype"
-    what, option = of_keys if landmark_dtype == "auto" else ("landmarks", "landmark_dtype")
-    needed = ".".join(map(str, FP8_CAPABILITY))
-    lacking = f"a GPU of compute capability {needed} or more, {torch.cuda.get_device_name(device)} has less"
-    return f"{what} in fp8_e4m3 need {lacking}; set {option} to 'auto'"
+    needed, name = ".".join(map(str, FP8_CAPABILITY)), torch.cuda.get_device_name(device)
+    return (
+        f"{what} in fp8_e4m3 need a GPU of compute capability {needed} or more, {name} has less; set {option} to 'auto'"
+    )
 
 
 class DecodeWorkspace:
