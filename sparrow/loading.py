@@ -237,10 +237,15 @@ def _load_dataset(
         raise ConfigError(f"dataset {spec!r}: {error}") from error
     verify_programs = partial(verify_code, limits=Limits(output_bytes=chosen.output_bytes), isolation=chosen.isolation)
     task = load_dataset_task(
-        name, verifiers={"math": judge or verify_math, "code": judge or verify_programs},
-        extractors={"math": extract_answer, "code": extract_code}, path=chosen.path, split=chosen.split,
-        template=chosen.template, max_length=chosen.max_length, **dressing,
-    )  # fmt: skip
+        name,
+        verifiers={"math": judge or verify_math, "code": judge or verify_programs},
+        extractors={"math": extract_answer, "code": extract_code},
+        path=chosen.path,
+        split=chosen.split,
+        template=chosen.template,
+        max_length=chosen.max_length,
+        **dressing,
+    )
     return task, chosen.weight
 
 

@@ -146,12 +146,16 @@ class Decoding:
             return {"mode": "dense"} if self == Decoding.lossy("dense") else self.schedule.to_dict()
         metered = self.meter_schedule
         settings = {
-            "mode": self.mode, "draft_schedule": self.schedule.to_dict(), "adapt_draft_budget": self.adapt_draft_budget,
-            "draft_tokens": self.draft_tokens, "adapt_draft_tokens": self.adapt_draft_tokens,
+            "mode": self.mode,
+            "draft_schedule": self.schedule.to_dict(),
+            "adapt_draft_budget": self.adapt_draft_budget,
+            "draft_tokens": self.draft_tokens,
+            "adapt_draft_tokens": self.adapt_draft_tokens,
             "drafter_invariant": self.drafter_invariant or None,
             "draft_weights": None if self.draft_weights == "auto" else self.draft_weights,
-            "meter_schedule": metered and metered.to_dict(), "meter_every": self.meter_every if metered else None,
-        }  # fmt: skip
+            "meter_schedule": metered and metered.to_dict(),
+            "meter_every": self.meter_every if metered else None,
+        }
         return {name: value for name, value in settings.items() if value is not None}
 
     def with_schedule(self, schedule: SparsitySchedule) -> Decoding:

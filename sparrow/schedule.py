@@ -246,7 +246,10 @@ class SparsitySchedule:
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SparsitySchedule:
-        """The inverse of ``to_dict``. Raises ConfigError: unknown or missing fields, or values that are not valid."""
+        """The inverse of ``to_dict``.
+
+        Raises ConfigError: unknown or missing fields, or values a schedule cannot have.
+        """
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(plain) - known)
         if unknown or "top_k" not in plain:

@@ -16,7 +16,8 @@ class Problem:
 
     id: str  # stable name, the same for the same problem in every run
     prompt: str  # text given to the model
-    verify: Callable[[str], float]  # response -> reward in [0, 1]; pure, and picklable to run in another process
+    # response text -> reward in [0, 1]; pure, and picklable so that it can run in another process
+    verify: Callable[[str], float]
     # gives the answer that a response states, right or wrong, or None if it states none; may be left out
     extract: Callable[[str], str | None] | None = None
     source: str = ""  # the task or dataset that it comes from; rewards are reported by source
@@ -32,7 +33,10 @@ class Task(Protocol):
 
 
 def draw(task: Task, index: int, seed: int) -> Problem:
-    """Problem ``index`` of the stream ``seed``. Raises TaskError: the task raised, or returned something else."""
+    """Problem ``index`` of the stream ``seed``.
+
+    Raises TaskError: the task raised an error, or returned something else.
+    """
     name = f"problem {index} of the task {type(task).__name__}"
     try:
         problem = task.problem(index, seed)

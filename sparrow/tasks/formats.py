@@ -16,7 +16,6 @@ import pickle
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +58,8 @@ class Format:
     template: str = BOXED  # the default prompt; ``{question}`` stands for the question
     config: str | None = None  # the hub's configuration name
     split: str = "train"  # the split that is usually meant
-    # patterns, with ``{split}``, of the hub repository's files, for a repository that cannot be loaded by name
+    # patterns of the hub repository's files, for a repository that cannot be loaded by name; ``{split}`` stands for the
+    # split
     files: tuple[str, ...] = ()
 
 
@@ -81,15 +81,17 @@ def question_answer(row: Row) -> Question:
 
     The format of AIME, AMC, MATH, MATH-500, DeepScaleR, Polaris and most others.
     """
-    question, answer, solution = text_of(row, "question", "problem", "prompt"), None, None
-    with suppress(KeyError):
-        solution = text_of(row, "solution")
+    question = text_of(row, "question", "problem", "prompt")
     try:
-        answer = text_of(row, "answer", "final_answer")
+        solution = text_of(row, "solution")
+    except KeyError:
+        solution = None
+    try:
+        return Question(question, text_of(row, "answer", "final_answer"), solution)
     except KeyError:
         if solution is None:
             raise
-    return Question(question, answer, solution)
+        return Question(question, None, solution)
 
 
 def gsm8k(row: Row) -> Question:

@@ -83,10 +83,14 @@ class Trace(Settings):
             program.append(f" {statement} -> {name}\n")
             trace.append(f" {statement}{quotes} {concluding.word()} {name} {written[name]}\n")
         return Problem(
-            id=f"trace-{self.lines}-{seed}-{index}", prompt="program:\n" + "".join(program) + "trace:\n",
-            verify=partial(check_answer, expected=true[name]), extract=stated_answer, source="trace",
-            solution="".join(trace) + f"answer: {written[name]}", answer=str(true[name]),
-        )  # fmt: skip
+            id=f"trace-{self.lines}-{seed}-{index}",
+            prompt="program:\n" + "".join(program) + "trace:\n",
+            verify=partial(check_answer, expected=true[name]),
+            extract=stated_answer,
+            source="trace",
+            solution="".join(trace) + f"answer: {written[name]}",
+            answer=str(true[name]),
+        )
 
 
 class _Habit:

@@ -72,7 +72,10 @@ def verify(problem: Problem, text: str) -> float:
 
 
 def stated(problem: Problem, text: str) -> bool:
-    """Whether a response states an answer, right or wrong. Raises RewardError: the problem's ``extract`` raised."""
+    """Whether a response states an answer, right or wrong.
+
+    Raises RewardError: the problem's ``extract`` raised.
+    """
     try:
         return problem.extract is not None and problem.extract(text) is not None
     except Exception as error:

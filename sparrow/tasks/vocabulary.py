@@ -39,9 +39,14 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n|[:,]| ?[^\s:,]+"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK, padding_side="left",
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        padding_side="left",
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 _ANSWER = re.compile(r"answer: (\d)\s*(?:<eos>\s*)*\Z")

@@ -217,9 +217,14 @@ class Distiller:
                     logp_BT = torch.zeros_like(old_BT).masked_scatter(mask_BT, logp)
                     own_loss = replace(self.config.loss, beta=0.0)  # phi has no reference
                     policy, metrics = policy_loss(
-                        logp_BT, old_BT, advantages_B[indices].to(top.device), mask_BT, torch.ones_like(old_BT),
-                        own_loss, normalizers,
-                    )  # fmt: skip
+                        logp_BT,
+                        old_BT,
+                        advantages_B[indices].to(top.device),
+                        mask_BT,
+                        torch.ones_like(old_BT),
+                        own_loss,
+                        normalizers,
+                    )
                     loss = loss + policy
                 accelerator.backward(loss * (self._ranks.count * counts))
                 if counts:

@@ -229,7 +229,12 @@ class Guard:
 
 
 class Movers:
-    """All that moves a run's schedule, in the order in which they propose; the closed loop only where it is on."""
+    """All that moves a run's schedule, in the order in which they propose.
+
+    Args:
+        config: the run's.
+        closed_loop: whether the schedule follows the measured p5.
+    """
 
     def __init__(self, config: TrainConfig, closed_loop: bool) -> None:
         self.guard = Guard(config)
